@@ -148,13 +148,15 @@ class Client:
         return self._exchange(commands, wait_s, most, into)
 
     async def start(
-        self, commands: Sequence[Command], *, wait_s: float, most: float = inf
+        self, commands: Sequence[Command], *, wait_s: float, most: float = inf, late: int = 1
     ) -> Started:
-        """Send several commands in one write, of which the last may block for ``wait_s``.
+        """Send several commands in one write, of which the last ``late`` may block for ``wait_s``.
 
-        Returns as soon as the others' replies are there; the last one's is waited for by
-        :meth:`Started.last`. ``most`` is as for :meth:`pipeline`. If one of the others fails, this
-        waits for the last reply too, and does what :meth:`pipeline` would.
+        Returns as soon as the others' replies are there; the last ones' are waited for by
+        :meth:`Started.rest`. ``most`` is as for :meth:`pipeline`. If one of the others fails, this
+        raises its error at once, as :meth:`pipeline` would, and closes the connection: what the
+        last ones did is then not known. Only if another node is the right one, all are waited for,
+        and sent there.
         """
         generation = self._generation
         early: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
@@ -165,9 +167,11 @@ class Client:
         try:
             whole = link.exchange(
                 encoded(commands), len(commands), seconds=seconds, most=most, early=early,
-                wait_s=wait_s,
+                late=late, wait_s=wait_s,
             )  # fmt: skip
             replies = await early
+            if link.has_erred:
+                _raise_passing(replies)
         except BaseException as error:
             self._give_up(link, error, commands, most, generation)
             raise
@@ -185,14 +189,18 @@ class Client:
                 return await self._corrected(commands, replies, wait_s, most)
             return replies
 
-        if not (link.has_erred and any(isinstance(reply, Exception) for reply in replies)):
+        failure = _first_error(replies) if link.has_erred else None
+        if failure is None:
             return Started(replies, link, rest)
+        if self._guide is None or not isinstance(failure, exceptions.AskError):
+            link.abort()
+            raise self._failed(failure) from failure
         replies = await rest()  # raises, or another node has executed them
 
         async def known() -> list[Any]:
             return replies
 
-        return Started(replies[:-1], None, known)
+        return Started(replies[:-late], None, known)
 
     async def _corrected(
         self,
@@ -204,7 +212,7 @@ class Client:
         hops: int = 0,
     ) -> list[Any]:
         """Raise the first error among replies, or follow it to the right node: its replies."""
-        failure = next((r for r in replies if isinstance(r, exceptions.ResponseError)), None)
+        failure = _first_error(replies)
         if failure is None:  # or it is within a reply
             return replies
         undone = not any(_is_done(c, r) for c, r in zip(commands, replies, strict=True))
@@ -212,13 +220,17 @@ class Client:
         if undone and isinstance(failure, exceptions.AskError) and self._guide and hops < _HOPS:
             once = self._sent_on(failure)
             return await self._exchange(commands, wait_s, most, into, once, hops + 1)
+        raise self._failed(failure) from failure
+
+    def _failed(self, failure: exceptions.ResponseError) -> BrokerError:
+        """What an error among the replies means."""
         translated = self._translated(failure)
         if is_elsewhere(failure):
             # Without a guide, the host name may resolve to another node by now: a Kubernetes
             # Service, a managed Redis.
             self._lost = True
             self._forget(None if self._guide else self._place)
-        raise translated from failure
+        return translated
 
     def _sent_on(self, failure: exceptions.AskError) -> _Elsewhere | None:
         """Follow a redirect: the node for this exchange alone, or None if the slot has moved."""
@@ -469,6 +481,10 @@ async def _check_role(connection: Connection) -> None:
     role, *_ = await connection.read_response(disconnect_on_error=False)
     if role != b"master":
         raise exceptions.ReadOnlyError(f"it is not a master but a {role.decode()} now")
+
+
+def _first_error(replies: Sequence[Any]) -> exceptions.ResponseError | None:
+    return next((r for r in replies if isinstance(r, exceptions.ResponseError)), None)
 
 
 def _raise_passing(replies: Sequence[Any]) -> None:

@@ -133,7 +133,8 @@ class Link(asyncio.BufferedProtocol):
         self._until = 0.0  # when the exchange has taken too long, on the loop's clock
         self._alarm: asyncio.TimerHandle | None = None
         self._rings = inf  # when the alarm does; infinity: there is none
-        self._wait_s = 0.0  # seconds that the last command may block
+        self._soon = 0  # replies that it gets
+        self._wait_s = 0.0  # seconds that the last commands may block
         self._replies: list[Any] = []
         self._expected = 0
         self._left = inf  # bytes that the replies may still have
@@ -160,6 +161,7 @@ class Link(asyncio.BufferedProtocol):
         most: float = inf,
         into: memoryview | None = None,
         early: asyncio.Future[list[Any]] | None = None,
+        late: int = 1,
         wait_s: float = 0.0,
     ) -> asyncio.Future[list[Any]]:
         """Send encoded commands; the future gets so many replies, error replies among them.
@@ -169,8 +171,8 @@ class Link(asyncio.BufferedProtocol):
         The future gets a TimeoutError after ``seconds``, ReplyTooLarge, or an OSError: the
         connection must then be aborted, as also if the future is cancelled. Raises ConnectionError.
 
-        ``early``: gets all replies but the last as soon as they are there, or the same error. The
-        last one may then come ``wait_s`` later than ``seconds``.
+        ``early``: gets all replies but the last ``late`` as soon as they are there, or the same
+        error. The others may then come ``wait_s`` later than ``seconds``.
         """
         if not self.is_open:  # nothing would ever tell us so again
             raise ConnectionError(_CLOSED)
@@ -179,6 +181,7 @@ class Link(asyncio.BufferedProtocol):
             waiter.set_result([])
             return waiter
         self._waiter, self._early, self._wait_s = waiter, early, wait_s
+        self._soon = expected - late
         self._expected, self._left, self.has_erred = expected, most, False
         if into is None:
             self._replies = []
@@ -225,10 +228,10 @@ class Link(asyncio.BufferedProtocol):
             return
         replies = self._replies
         early = self._early
-        if early is not None and len(replies) >= self._expected - 1:
+        if early is not None and len(replies) >= self._soon:
             self._early = None
             if not early.done():
-                early.set_result(replies[: self._expected - 1])
+                early.set_result(replies[: self._soon])
         if complete:
             self._over()
             waiter.set_result(replies)

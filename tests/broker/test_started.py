@@ -141,12 +141,27 @@ async def test_connection_lost_while_the_last_waits_does_not_resend(
         await mine.close()
 
 
-async def test_error_among_the_first_is_raised_once_all_is_done(client: Client, keys: Keys) -> None:
-    sent: list[Command] = [("SET", keys.run, "1"), ("NONSENSE",), waiting(keys.queue, 50)]
+async def test_several_may_come_after_the_wait(client: Client, keys: Keys) -> None:
+    """What follows the one that blocks is executed when that is over."""
+    sent: list[Command] = [("SET", keys.run, "1"), waiting(keys.queue), ("GET", keys.run)]
+    with await client.start(sent, wait_s=60, late=2) as started:
+        assert started.replies == [b"OK"]
+        await client.call("SET", keys.run, "2")
+        await client.call("XADD", keys.queue, "*", "m", "next")
+        entries, now = await started.rest()
+    assert (entries[0][0], now) == (keys.queue.encode(), b"2")
+    with await client.start([("PING",), ("PING",), ("GET", keys.run)], wait_s=1, late=2) as started:
+        assert (started.replies, await started.rest()) == ([b"PONG"], [b"PONG", b"2"])
+
+
+async def test_error_among_the_first_is_raised_at_once(client: Client, keys: Keys) -> None:
+    """And does not wait for what may never come."""
+    sent: list[Command] = [("SET", keys.run, "1"), ("NONSENSE",), waiting(keys.queue, 3_600_000)]
     with pytest.raises(BrokerError, match="unknown command"):
-        await client.start(sent, wait_s=1)
+        await client.start(sent, wait_s=3600)
+    assert client._idle == []
     assert await client.call("GET", keys.run) == b"1"
-    assert len(client._idle) == 1
+    assert client.reconnects == 0  # nothing was lost
 
 
 async def test_error_of_the_last_takes_nothing_from_the_first(client: Client, keys: Keys) -> None:
