@@ -44,14 +44,17 @@ def _in_parts(commands: Sequence[Command]) -> list[Buffer]:
     parts: list[Buffer] = []
     small: list[bytes] = []
     for command in commands:
+        types, done = [*map(type, command)], 0
+        if memoryview not in types:
+            small.append(_packed(command))
+            continue
         small.append(b"*%d\r\n" % len(command))
-        done = 0
-        for at, argument in enumerate(command):
-            if isinstance(argument, memoryview):
-                small += (_arguments(command[done:at]), b"$%d\r\n" % argument.nbytes)
-                parts += (b"".join(small), argument)
-                small = [b"\r\n"]
-                done = at + 1
+        while memoryview in types[done:]:
+            at = types.index(memoryview, done)
+            view = cast(memoryview, command[at])
+            small += (_arguments(command[done:at]), b"$%d\r\n" % view.nbytes)
+            parts += (b"".join(small), view)
+            small, done = [b"\r\n"], at + 1
         small.append(_arguments(command[done:]))
     parts.append(b"".join(small))
     return parts

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -80,29 +80,33 @@ class Script:
         count = len(self.keys) + len(rest)
         return ("EVALSHA", self._sha, count, *named, *rest, *arguments, *prefix)
 
-    async def __call__(
+    def __call__(
         self,
         client: Client,
         keys: Mapping[str, str],
         *arguments: Argument,
         rest: Sequence[str] = (),
         ahead: Sequence[Command] = (),
-    ) -> Any:
-        """Run the script; load all scripts and retry only if Redis doesn't have it.
+    ) -> Coroutine[Any, Any, Any]:
+        """Run the script, as :func:`run` does."""
+        return run(client, self.command(keys, *arguments, rest=rest), ahead=ahead)
 
-        Raises NoScript if this user may not load scripts: a service will.
 
-        ``ahead``: commands sent before the script in the same write. If one of them fails, its
-        error is raised, but the script has run all the same: it must check their effect itself.
-        """
-        command = self.command(keys, *arguments, rest=rest)
-        try:
-            return (await client.pipeline([*ahead, command]))[-1]
-        except NoScript:
-            if not client.loads_scripts:
-                raise
-            await load_all(client)
-            return await client.call(*command)
+async def run(client: Client, command: Command, *, ahead: Sequence[Command] = ()) -> Any:
+    """Run a script by its command; load all scripts and retry only if Redis doesn't have it.
+
+    Raises NoScript if this user may not load scripts: a service will.
+
+    ``ahead``: commands sent before the script in the same write. If one of them fails, its error is
+    raised, but the script has run all the same: it must check their effect itself.
+    """
+    try:
+        return (await client.pipeline([*ahead, command]))[-1]
+    except NoScript:
+        if not client.loads_scripts:
+            raise
+        await load_all(client)
+        return await client.call(*command)
 
 
 def _reason(name: re.Match[str]) -> str:

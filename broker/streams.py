@@ -169,6 +169,19 @@ class Group:
             )
         )
 
+    async def release_others(self, kept: Entry) -> bool:
+        """Hand back all entries but one that this consumer has; False if there are no others."""
+        try:
+            rows = await self._client.call(
+                "XPENDING", self.stream, self.group, "-", "+", 100, self.consumer
+            )
+        except BrokerError as error:
+            if not lost(error):
+                raise
+            return False
+        others = [Entry(id_.decode(), b"") for id_, *_ in rows if id_.decode() != kept.id]
+        return any([await self.release(other) for other in others])
+
     async def reap(self, *, idle_ms: int) -> list[str]:
         """Remove consumers idle for ``idle_ms`` without pending entries: their names.
 

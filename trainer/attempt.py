@@ -95,7 +95,7 @@ class Attempt:
         Raises Cancelled if the lease is lost or the trainer is told to stop.
         """
         try:
-            if self._is_late():
+            if self._is_cancelled():
                 raise Cancelled
             await self._until_eligible()
             return await self._answer_from(await self._start())

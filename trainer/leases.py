@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.ledger.trainer import TakenTask
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
-    from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.broker.commands import Command
+    from fedstream.broker.ledger.trainer import ComingTask, TrainerLedger
     from fedstream.broker.streams import Entry, Group
     from fedstream.runtime.service import Context
     from fedstream.runtime.tasks import LeaseSettings
@@ -36,6 +37,7 @@ class Leases:
         # Why we may hold tasks that we don't know of.
         self._unsure: Literal["crash", "trouble"] | None = "crash"
         self._swept = 0.0
+        self._coming: ComingTask | None = None  # taken along with the last answer
 
     async def next(self) -> TakenTask | None:
         """Take a task: our own from before, one that another trainer lost, or a new one.
@@ -44,8 +46,11 @@ class Leases:
         it without knowing.
         """
         why, self._unsure = self._unsure, "trouble"  # until proven otherwise
+        coming, self._coming = self._coming, None
         most = self._settings.attempts
-        if why is not None:
+        if coming is not None:
+            taken = await coming.taken()
+        elif why is not None:
             await self._group.ensure()
             entries, _ = await self._group.claim(
                 idle_ms=0, most=most, own=True, quiet=why == "trouble", count=1
@@ -57,9 +62,47 @@ class Leases:
             self.settle()
         return taken
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look for tasks that other trainers lost, before a new one."""
+        return time.monotonic() - self._swept > self._settings.seconds / 4
+
+    async def take_along(self, commands: Sequence[Command]) -> list[Any]:
+        """Send the commands that answer a task, and take the next one in the same write.
+
+        Returns the commands' replies as soon as they are there; :meth:`next` waits for the task. If
+        the task was not answered after all, :meth:`hand_back_others` must follow.
+        """
+        replies, self._coming = await self._ledger.take_after(commands, self._group)
+        return replies
+
+    async def hand_back_others(self, entry: Entry) -> None:
+        """Hand back what was taken along with an answer to ``entry`` that was not given."""
+        self.abandon()
+        if await self._group.release_others(entry):
+            self._swept = 0.0  # it has no lease: whoever looks first may take it
+
+    async def end(self) -> None:
+        """Hand back the task that was taken along, if one comes: nobody will do it."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        try:
+            taken = await coming.taken()
+            if taken is not None:
+                await self._group.release(taken.entry)
+        except FedstreamError as error:
+            self._context.log.warning("a task may wait for its lease to end", reason=str(error))
+
+    def abandon(self) -> None:
+        """Stop waiting for a task that was taken along."""
+        if self._coming is not None:
+            self._coming.abandon()
+            self._coming = None
+
     async def _lapsed(self) -> TakenTask | None:
         """A task whose lease has expired, looked for at a quarter of the lease."""
-        if time.monotonic() - self._swept <= self._settings.seconds / 4:
+        if not self.is_due:
             return None
         entries, _ = await self._group.claim(
             idle_ms=round(self._settings.seconds * 1000), most=self._settings.attempts, count=1

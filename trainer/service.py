@@ -123,7 +123,20 @@ class Trainer:
             if self._run is None or context.stop.is_set():
                 return
             shop = self._workshop(context, metrics, learner, thread, self._run)
-            shift = self._shift(shop)
+            await self._work(context, shop)
+        finally:
+            self._client.hurry(_GOODBYE_S)
+            try:
+                await self._outbox.goodbye(self._name)
+            except FedstreamError as error:
+                context.log.warning("could not announce that it is leaving", reason=str(error))
+            await self._client.close()
+            thread.shutdown(wait=False)
+
+    async def _work(self, context: Context, shop: Workshop) -> None:
+        """Take part in the run until told to stop."""
+        shift = self._shift(shop)
+        try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
                     repeat(context, "heartbeat", partial(self._announce, context, shift))
@@ -136,14 +149,9 @@ class Trainer:
                     group.create_task(
                         repeat(context, "initiative", initiative.decide, within_s=within_s)
                     )
+            await shift.leases.end()
         finally:
-            self._client.hurry(_GOODBYE_S)
-            try:
-                await self._outbox.goodbye(self._name)
-            except FedstreamError as error:
-                context.log.warning("could not announce that it is leaving", reason=str(error))
-            await self._client.close()
-            thread.shutdown(wait=False)
+            shift.leases.abandon()
 
     def _loaded(self) -> Learner:
         """Load torch and the task. Runs in the training thread."""
@@ -220,11 +228,11 @@ class Trainer:
         )  # fmt: skip
 
     def _shift(self, shop: Workshop) -> _Shift:
+        leases = Leases(self._group, self._ledger, self._lease, shop.context)
         delivery = Delivery(
-            self._client, self._keys, self._outbox, self._group.stream,
+            self._client, self._keys, self._outbox, leases, self._group.stream,
             self._settings.blob_expiry_s, shop.context, shop.metrics,
         )  # fmt: skip
-        leases = Leases(self._group, self._ledger, self._lease, shop.context)
         return _Shift(shop, leases, delivery, self._client)
 
     def _initiative(
@@ -258,7 +266,7 @@ class _Shift:
     def __init__(self, shop: Workshop, leases: Leases, delivery: Delivery, client: Client) -> None:
         self._shop = shop
         self._context = shop.context
-        self._leases = leases
+        self.leases = leases
         self._delivery = delivery
         self._client = client
         self.task: Assignment | None = None  # in hand
@@ -268,12 +276,17 @@ class _Shift:
         """Whether the trainer could take a task now."""
         return self.task is None and not self._shop.failures.rests
 
+    def _goes_on(self) -> bool:
+        """Whether a new task is wanted as soon as the one in hand is answered."""
+        rests = self._shop.failures.rests
+        return not (self._context.stop.is_set() or rests or self.leases.is_due)
+
     async def step(self) -> None:
         """Perform one task, if there is one."""
         await self._shop.failures.rest()
         if self._context.stop.is_set():
             return
-        taken = await self._leases.next()
+        taken = await self.leases.next()
         if taken is None:
             return
         try:
@@ -292,7 +305,7 @@ class _Shift:
     async def _perform(self, taken: TakenTask, task: Assignment) -> None:
         """Carry out a task, from fetching the model to sending the answer."""
         log, metrics, entry = self._context.log, self._shop.metrics, taken.entry
-        async with self._leases.held(entry) as lost:
+        async with self.leases.held(entry) as lost:
             attempt = Attempt(task, taken, lost, self._shop)
             self._context.trace("taken", attempt=attempt.id)
             try:
@@ -302,8 +315,8 @@ class _Shift:
                 if not lost.is_set():
                     self._client.hurry(_GOODBYE_S)
                     await attempt.saved.save(stopped.workspace)
-                    await self._leases.hand_back(entry)
-                self._leases.settle()
+                    await self.leases.hand_back(entry)
+                self.leases.settle()
                 log.info("task not finished", end=end)
                 metrics.ended(end)
                 return
@@ -314,11 +327,12 @@ class _Shift:
                 stage=None if unsent is None else partial(
                     feedback.stage, task.device, attempt.id, unsent
                 ),
+                along=self._goes_on(),
             )  # fmt: skip
             if unsent is not None:
                 feedback.answered(task.device, unsent, said=said)
         await attempt.saved.discard()
-        self._leases.settle()
+        self.leases.settle()
         self.answers += said
         end = answer.kind if said else "lease lost"
         metrics.ended(end)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
@@ -19,10 +20,12 @@ from fedstream.broker.digest import digest_of
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.plumbing import word
 from fedstream.broker.ledger.reading import MemoryUse
 from fedstream.broker.messages import Dead, Event, GiveUp, Heartbeat, Presence, Trigger, Upload
 from fedstream.broker.records import Head, mapping
-from fedstream.broker.scripts import Script
+from fedstream.broker.scripts import Script, run
+from fedstream.broker.started import Started
 from fedstream.broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 
 FINISH = Script("finish_task")
@@ -76,23 +79,60 @@ class TakesTasks(MemoryUse):
 
         No tasks if there are none within ``block_ms``; no version before the run's first.
         """
-        try:
-            # Redis reads the head once it has an entry to deliver.
-            reply, head = await self._client.pipeline(
-                [reading([group], count=count, block_ms=block_ms), ("HGETALL", self.keys.head)],
-                wait_s=block_ms / 1000,
-            )
-        except BrokerError as error:
-            if not lost(error):
-                raise
-            await group.ensure()
-            return [], None
-        entries = [entry for _, entry in given([group], reply)]
-        return entries, Head.parsed(mapping(head)) if head else None
+        taking = self._taking(group, count, block_ms)
+        return await _taken(group, self._client.pipeline(taking, wait_s=block_ms / 1000))
+
+    def _taking(self, group: Group, count: int, block_ms: int) -> tuple[Command, Command]:
+        # Redis reads the head once it has an entry to deliver, or none in time.
+        return reading([group], count=count, block_ms=block_ms), ("HGETALL", self.keys.head)
+
+
+async def _taken(group: Group, taking: Awaitable[list[Any]]) -> tuple[list[Entry], Head | None]:
+    """The tasks and the version in the replies."""
+    try:
+        reply, head = await taking
+    except BrokerError as error:
+        if not lost(error):
+            raise
+        await group.ensure()
+        return [], None
+    entries = [entry for _, entry in given([group], reply)]
+    return entries, Head.parsed(mapping(head)) if head else None
+
+
+class ComingTask:
+    """A task that is being taken."""
+
+    def __init__(self, group: Group, started: Started) -> None:
+        self._group = group
+        self._started = started
+
+    async def taken(self) -> TakenTask | None:
+        """Wait for it; None if there is none in time. To be called once."""
+        entries, head = await _taken(self._group, self._started.rest())
+        return TakenTask(entries[0], head) if entries else None
+
+    def abandon(self) -> None:
+        """Stop waiting; the task may be taken all the same."""
+        self._started.close()
 
 
 class TrainerLedger(TakesTasks):
     """The run as trainers see it."""
+
+    async def take_after(
+        self, commands: Sequence[Command], group: Group, *, block_ms: int = BLOCK_MS
+    ) -> tuple[list[Any], ComingTask]:
+        """Send commands and then take a task as :meth:`take` does, all in one write.
+
+        Returns the commands' replies as soon as they are there, and the task that is to come. If a
+        command fails, its error is raised, and a task may have been taken all the same.
+        """
+        taking = self._taking(group, 1, block_ms)
+        started = await self._client.start(
+            [*commands, *taking], wait_s=block_ms / 1000, late=len(taking)
+        )
+        return started.replies, ComingTask(group, started)
 
 
 class Outbox:
@@ -171,11 +211,23 @@ class Outbox:
         the blob. ``feedback``: the key of what the update left unsent, and the one that it gets if
         the answer is said; otherwise it is deleted.
         """
+        command = self.answering(stream, entry, answer, expire_s=expire_s, feedback=feedback)
+        return word(await run(self._client, command, ahead=ahead))
+
+    def answering(
+        self,
+        stream: str,
+        entry: Entry,
+        answer: Upload | GiveUp | Dead,
+        *,
+        expire_s: float = 600.0,
+        feedback: Sequence[str] = (),
+    ) -> Command:
+        """The command that :meth:`answer` sends, for a pipeline; its reply is that word."""
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
-        reply = await FINISH(
-            self._client, {"tasks": stream, "update": self._keys.update(update)},
+        return FINISH.command(
+            {"tasks": stream, "update": self._keys.update(update)},
             TRAINERS, entry.id, answer.encode(),
             answer.size if isinstance(answer, Upload) else 0, round(expire_s * 1000), self._inbox,
-            rest=feedback, ahead=ahead,
+            rest=feedback,
         )  # fmt: skip
-        return str(reply.decode())

@@ -271,6 +271,8 @@ async def test_site_waits_until_a_service_has_loaded_the_scripts(
     assert missing.value.retriable
     await hand.ledger.look()  # whatever script a service needs first, it loads them all
     assert await edge.renew(entry)
+    assert not await edge.release_others(entry)
+    assert await edge.release_others(Entry("0-0", b""))
     assert await hand.client.call("ACL", "LOG") == []
     await north.close()
 

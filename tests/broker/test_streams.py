@@ -184,6 +184,25 @@ async def test_claiming_quietly_counts_no_delivery(client: Client, ann: Group) -
     assert [times for _, times in (await deliveries(client, ann)).values()] == [1]
 
 
+async def test_consumer_hands_back_what_it_does_not_know_of(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "x", "y", "bob's")
+    kept, _ = await ann.read(count=2)
+    await bob.read()
+    assert await ann.release_others(kept)
+    assert sorted((await deliveries(client, ann)).values()) == [
+        (b"ann", 0),
+        (b"ann", 1),
+        (b"bob", 1),
+    ]
+    taken, _ = await bob.claim(idle_ms=60_000, most=1)
+    assert data(taken) == [b"y"]
+    assert not await ann.release_others(kept)
+    await client.call("FLUSHALL")
+    assert not await ann.release_others(kept)
+
+
 async def test_failed_delivery_does_not_count_towards_poison(client: Client, ann: Group) -> None:
     await add(client, ann.stream, "x")
     await ann.read()
