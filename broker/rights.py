@@ -35,7 +35,7 @@ from fedstream.broker.ledger import (
     updater,
 )
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.scripts import prelude
+from fedstream.broker.scripts import Script
 
 # Commands that any of our connections may need: PING and ROLE as checks, the others to set it up.
 _CONNECTION = (
@@ -74,7 +74,7 @@ def commands(rights: Rights) -> list[str]:
     """All commands that these rights allow, including those inside scripts, in lower case."""
     found = {*rights.commands}
     for script in rights.scripts:
-        found |= {*_sent(script.body), "evalsha", "script|load"}
+        found |= {*_sent(script), "evalsha", "script|load"}
         found |= {"exists"} if script.undeclared else set()
     return sorted(found)
 
@@ -156,15 +156,7 @@ _CALL = re.compile(
 )
 
 
-def _sent(script: str) -> Iterator[str]:
+def _sent(script: Script) -> Iterator[str]:
     """Find the commands in a script and in the prelude functions that it calls."""
-    shared = prelude()
-    waiting, known = [script], set[str]()
-    while waiting:
-        body = waiting.pop()
-        for command, part in _CALL.findall(body):
-            yield f"{command}|{part}".lower() if part else command.lower()
-        for name in shared.keys() - known:
-            if re.search(rf"\b{name}\(", body):
-                known.add(name)
-                waiting.append(shared[name])
+    for command, part in _CALL.findall(script.shared + script.body):
+        yield f"{command}|{part}".lower() if part else command.lower()

@@ -2,7 +2,8 @@
 
 A script's first line names the keys it touches, ``-- keys: open counts``; the script sees them as
 ``key.open`` and ``key.counts``. Keys of variable number (blobs) follow them, as ``rest``. Code
-shared by several scripts is in ``lua/prelude.lua``.
+shared by several scripts is in ``lua/prelude.lua``: each gets the functions that it uses, because
+Redis makes them anew whenever it runs a script.
 
 Redis requires read and write access to every declared key of a script. So a key that a script only
 reads or only writes, for a user with no other right to it, is named in a second line,
@@ -33,13 +34,21 @@ from fedstream.broker.errors import NoScript
 
 _LUA = files(__package__) / "lua"
 _REASONS = reasons.named()
+_FUNCTION = re.compile(r"^local function (\w+)\(.*?^end$", re.MULTILINE | re.DOTALL)
+_CALLED = re.compile(r"\b(\w+)\(")
 _REASON = re.compile(r"\breasons\.(\w+)")
 
 
-def prelude() -> dict[str, str]:
-    """The bodies of the prelude's functions, by name."""
+def _shared_by(body: str) -> str:
+    """The prelude without the functions that a script does not call, itself or by others."""
     text = (_LUA / "prelude.lua").read_text()
-    return dict(re.findall(r"^local function (\w+)\((.*?)^end$", text, re.MULTILINE | re.DOTALL))
+    functions = {found[1]: found[0] for found in _FUNCTION.finditer(text)}
+    waiting, used = [body], set[str]()
+    while waiting:
+        names = functions.keys() & set(_CALLED.findall(waiting.pop())) - used
+        used |= names
+        waiting += [functions[name] for name in names]
+    return _FUNCTION.sub(lambda found: found[0] if found[1] in used else "", text)
 
 
 class Script:
@@ -52,6 +61,7 @@ class Script:
             raise ValueError(f"lua/{name}.lua does not begin with '-- keys: ...'")
         second = re.match(r".*\n-- undeclared:([a-z_ ]*)\n", body)
         self.name = name
+        self.shared = _shared_by(body)
         self.keys = first.group(1).split()
         self.undeclared = second.group(1).split() if second else []
         table = [f"{key} = KEYS[{n}]" for n, key in enumerate(self.keys, 1)]
@@ -64,7 +74,7 @@ class Script:
             header += (
                 f"redis.call('EXISTS', {', '.join(f'key.{key}' for key in self.undeclared)})\n"
             )
-        text = header + (_LUA / "prelude.lua").read_text() + body
+        text = header + self.shared + body
         self.source = _REASON.sub(_reason, text).encode()
         self._sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
 
