@@ -16,9 +16,9 @@ of every kind are in ``tests/data/messages``: a test decodes them and compares t
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
-import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
@@ -358,7 +358,7 @@ def first_wrong(error: ValidationError) -> str:
 
 def task_id(time_ms: int, entropy: bytes | None = None) -> str:
     """Make a UUIDv7 (RFC 9562): ordered by time, unique by 74 random bits."""
-    noise = int.from_bytes(entropy or secrets.token_bytes(10), "big") & ((1 << 74) - 1)
+    noise = int.from_bytes(entropy or os.urandom(10), "big") & ((1 << 74) - 1)
     number = (time_ms & ((1 << 48) - 1)) << 80
     number |= 0x7 << 76 | (noise >> 62) << 64 | 0b10 << 62 | noise & ((1 << 62) - 1)
     text = struct.pack(">QQ", number >> 64, number & ((1 << 64) - 1)).hex()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
-from contextlib import contextmanager
 from itertools import compress
-from typing import overload
+from typing import Self, overload
 
 from fedstream.runtime.participation import Rated
 
@@ -33,7 +32,7 @@ class DeviceSet(Rated):
         self._total = sum(held)
         self._totals = _tree(held)
         self._top = 1 << limit.bit_length() >> 1
-        self._discarded: list[int] | None = None  # inside `restored`
+        self._discarded: list[int] | None = None  # inside a `with` block
 
     def add(self, device: int) -> None:
         """Add a device. Raises IndexError if it is not below the limit."""
@@ -53,16 +52,15 @@ class DeviceSet(Rated):
         self.discard(device)
         return device
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def __enter__(self) -> Self:
         """Put back at the end what is discarded inside the block; nothing must be added there."""
         self._discarded = []
-        try:
-            yield
-        finally:
-            discarded, self._discarded = self._discarded, None
-            for device in discarded:
-                self.add(device)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        discarded, self._discarded = self._discarded, None
+        for device in discarded or ():
+            self.add(device)
 
     def _change(self, device: int, by: int) -> None:
         self._has[device] += by
@@ -137,6 +135,7 @@ def _tree(values: Sequence[int]) -> list[int]:
 
 def _add(sums: MutableSequence[int], at: int, by: int) -> None:
     at += 1
-    while at < len(sums):
+    limit = len(sums)
+    while at < limit:
         sums[at] += by
         at += at & -at

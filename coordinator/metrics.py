@@ -20,10 +20,14 @@ class SchedulerMetrics:
 
     def __init__(self, registry: CollectorRegistry, *, max_queue: int) -> None:
         self.triggered = Counter("fedstream_tasks_triggered", "Tasks opened.", registry=registry)
-        self.open = Gauge("fedstream_tasks_open", "Tasks open.", registry=registry)
-        self.limit = Gauge(
+        self.open = 0  # tasks; read when metrics are, as there are many looks between
+        self.limit = 0  # tasks that may be open
+        Gauge(
+            "fedstream_tasks_open", "Tasks open.", registry=registry
+        ).set_function(lambda: self.open)  # fmt: skip
+        Gauge(
             "fedstream_tasks_limit", "Tasks that may be open now.", registry=registry
-        )
+        ).set_function(lambda: self.limit)  # fmt: skip
         self.again = Counter(
             "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
             registry=registry,

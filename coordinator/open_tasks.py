@@ -122,6 +122,8 @@ class OpenTasks(Collection[Trigger]):
 
     def _due(self, times: _Times, now: float, timeout_s: float) -> int:
         """How many of them are over."""
+        if not times or times[0][0] + timeout_s > now:  # as nearly always
+            return 0
         return bisect_right(times, now, key=lambda each: each[0] + timeout_s)
 
 

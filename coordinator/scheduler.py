@@ -25,7 +25,7 @@ from fedstream.broker.layout import Layout
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.plumbing import Pending
 from fedstream.broker.ledger.scheduler import SchedulerLedger
-from fedstream.broker.messages import CloseRound, Withdraw
+from fedstream.broker.messages import CloseRound, Trigger, Withdraw
 from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, Tally
 from fedstream.broker.streams import BLOCK_MS
@@ -132,7 +132,7 @@ class Scheduler:
             if seen is None:
                 await self._ledger.prepare()
                 seen = await self._look_at_all()
-            self._metrics.open.set(seen.tasks)
+            self._metrics.open = seen.tasks
             if seen.run.state == "finished":
                 await pause(self._context.stop, 0.5)
             else:
@@ -150,7 +150,7 @@ class Scheduler:
         return tally
 
     async def _look_after(
-        self, before: Tally, wait_ms: int, opening: Pending[int] | None
+        self, before: Tally, wait_ms: int, opening: Pending[int] | None, own: Sequence[Trigger]
     ) -> tuple[int, Tally, bool]:
         """Open tasks, wait for events, and look at what changed.
 
@@ -158,8 +158,9 @@ class Scheduler:
         """
         is_old = time.monotonic() - self._whole_at >= _WHOLE_S
         opened, tally, changes = await self._ledger.changes_after(
-            before, None if is_old else self._mirror.place, block_ms=wait_ms, opening=opening
-        )
+            before, None if is_old else self._mirror.place, block_ms=wait_ms, opening=opening,
+            own={trigger.task: trigger for trigger in own},
+        )  # fmt: skip
         if changes.all_tasks:
             self._whole_at = time.monotonic()
         return opened, tally, self._mirror.follow(tally, changes, time.time())
@@ -171,7 +172,7 @@ class Scheduler:
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
         seen = self._situation(view)
         todo = await self._planned(seen)
-        self._metrics.limit.set(todo.limit)
+        self._metrics.limit = todo.limit
         if todo.held != self._held:
             self._held = todo.held
             self._metrics.show_held(todo.held)
@@ -194,7 +195,7 @@ class Scheduler:
         wait_ms, now = BLOCK_MS, time.time()
         if todo.wake_at is not None:
             wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - now) * 1000)))
-        opened, view, followed = await self._look_after(view, wait_ms, opening)
+        opened, view, followed = await self._look_after(view, wait_ms, opening, todo.triggers)
         if opened:
             self._metrics.triggered.inc(opened)
             self._last = todo.last

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from fedstream.broker.messages import Trigger, task_id
@@ -67,21 +66,16 @@ class Situation:
             return self.open
         return OpenTasks(self.open, self.since)
 
-    @contextmanager
-    def idle(self, barred: Iterable[int] = ()) -> Iterator[DeviceSet]:
-        """Devices that are neither at work nor barred, whether or not they may begin now.
+    def idle(self) -> DeviceSet:
+        """Devices that are not at work, whether or not they may begin now.
 
-        To be taken out inside the block: nothing is changed afterwards.
+        To be taken out inside a ``with`` block: nothing is changed afterwards.
         """
-        idle = self.not_at_work
-        if idle is None:
-            at_work = self.tasks.at_work
-            free = [device for device in self.devices if device not in at_work]
-            idle = DeviceSet(max(free, default=-1) + 1, free)
-        with idle.restored():
-            for device in barred:
-                idle.discard(device)
-            yield idle
+        if self.not_at_work is not None:
+            return self.not_at_work
+        at_work = self.tasks.at_work
+        free = [device for device in self.devices if device not in at_work]
+        return DeviceSet(max(free, default=-1) + 1, free)
 
     def take(self, idle: DeviceSet, pick: Callable[[DeviceSet], int]) -> int | None:
         """Take a device that may begin now out of ``idle``; None if there is none.
@@ -165,11 +159,11 @@ def plan(
     closed = frozenset(todo.close[1] if todo.close is not None else ())
     overdue = seen.tasks.overdue(seen.now, task_timeout_s)
     wakes = (seen.tasks.next_end(seen.now, task_timeout_s), todo.wake_at)
-    return replace(
-        todo,
-        overdue=tuple((task, why) for task, why in overdue if task not in closed),
-        wake_at=min((at for at in wakes if at is not None and at < math.inf), default=None),
-    )
+    ends = {
+        "overdue": tuple(each for each in overdue if each[0] not in closed) if overdue else (),
+        "wake_at": min((at for at in wakes if at is not None and at < math.inf), default=None),
+    }
+    return Plan(**(todo.__dict__ | ends))
 
 
 def _plan_tasks(
@@ -236,7 +230,9 @@ def _of_round(
     parts: Participation, seed: int, seen: Situation, missing: int, deadline: float
 ) -> Iterator[Trigger]:
     """Tasks of a round for devices that neither are at work nor have answered in it."""
-    with seen.idle(barred=seen.held) as idle:
+    with seen.idle() as idle:
+        for answered in seen.held:
+            idle.discard(answered)
         for n in range(missing):
             rng = draw(seed, seen.issued + n)
             device = seen.take(idle, partial(parts.pick, rng))

@@ -8,7 +8,7 @@ or if the log was cut since.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedstream.broker import lease
@@ -46,7 +46,7 @@ class SchedulerLedger(Overview, MemoryUse):
 
         Raises NoRun until the run is created.
         """
-        return self._changes(await self._run(LOOK, 0, *_asked(place)))
+        return self._changes(await self._run(LOOK, 0, *_asked(place)), {})
 
     async def changes_after(
         self,
@@ -55,9 +55,11 @@ class SchedulerLedger(Overview, MemoryUse):
         *,
         block_ms: int,
         opening: Pending[int] | None = None,
+        own: Mapping[str, Trigger] | None = None,
     ) -> tuple[int, Tally, Changes]:
         """Open tasks, wait for news since ``seen``, and look for changes, all in one exchange.
 
+        ``own``: the tasks that ``opening`` opens, by id, which then need not be decoded.
         Returns how many tasks were opened, and the new look, after at most ``block_ms``. Raises
         NoRun, and Fenced as :meth:`trigger` does.
         """
@@ -69,19 +71,19 @@ class SchedulerLedger(Overview, MemoryUse):
             )
         except NoScript:
             return await opening if opening else 0, *await self.changes(place)
-        return opening.parsed(opened[0]) if opening else 0, *self._changes(reply)
+        return opening.parsed(opened[0]) if opening else 0, *self._changes(reply, own or {})
 
-    def _changes(self, reply: Any) -> tuple[Tally, Changes]:
+    def _changes(self, reply: Any, own: Mapping[str, Trigger]) -> tuple[Tally, Changes]:
         (how_tasks, tasks), (how_devices, devices), last = reply[-3:]
         tally = self._tally(reply)
         if how_tasks == b"all":
             opened = (Trigger.decode(data) for data in tasks)
             found: dict[str, Trigger | None] = {trigger.task: trigger for trigger in opened}
         else:
-            found = {
-                task.decode(): None if data is None else Trigger.decode(data)
-                for task, data in _pairs(tasks)
-            }
+            found = {}
+            for name, data in _pairs(tasks):
+                task = name.decode()
+                found[task] = None if data is None else own.get(task) or Trigger.decode(data)
         named = [(name, b"") for name in devices] if how_devices == b"all" else _pairs(devices)
         owned = {
             device: owner is not None

@@ -53,7 +53,7 @@ def test_it_is_a_sorted_list(
 @given(st.sets(st.integers(0, 30)), st.data())
 def test_what_is_taken_out_for_a_while_comes_back(members: set[int], data: st.DataObject) -> None:
     devices, plain = DeviceSet(31, members), sorted(members)
-    with devices.restored():
+    with devices:
         for _ in range(data.draw(st.integers(0, len(plain)))):
             place = data.draw(st.integers(0, len(plain) - 1))
             assert devices.pop(place) == plain.pop(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -109,8 +110,10 @@ async def test_it_looks_at_everything_once(
     whole: list[bool] = []
     look = SchedulerLedger._changes
 
-    def watched(self: SchedulerLedger, reply: Any) -> tuple[Tally, Changes]:
-        tally, changes = look(self, reply)
+    def watched(
+        self: SchedulerLedger, reply: Any, own: Mapping[str, Trigger]
+    ) -> tuple[Tally, Changes]:
+        tally, changes = look(self, reply, own)
         whole.append(changes.all_tasks or changes.all_devices)
         return tally, changes
 
