@@ -28,6 +28,7 @@ COPY pyproject.toml ./
 COPY README.md LICENSE ./
 COPY broker broker
 COPY coordinator coordinator
+COPY device device
 COPY experiments experiments
 COPY fedstream fedstream
 COPY journal journal

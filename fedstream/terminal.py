@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,6 +26,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.spinner import Spinner
 from rich.text import Text
 
 from fedstream.runtime.visible import visible
@@ -141,6 +143,18 @@ def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Itera
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def doing() -> Iterator[Callable[[str], None]]:
+    """Last line of a terminal that says what is going on; yields a function to change it."""
+    here = console(err=True)
+    if not here.is_terminal:
+        yield lambda _what: None
+        return
+    spinner = Spinner("dots")
+    with Live(spinner, console=here, transient=True, redirect_stdout=sys.stdout.isatty()):
+        yield lambda what: spinner.update(text=cell(what))
 
 
 def cell(value: object, *, style: str = "", lines: bool = False) -> Text:

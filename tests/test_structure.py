@@ -15,8 +15,8 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[1]
 LINKED = (
-    "broker", "coordinator", "experiments", "journal", "protocol", "runtime", "strategies",
-    "trainer", "updater", "wire",
+    "broker", "coordinator", "device", "experiments", "journal", "protocol", "runtime",
+    "strategies", "trainer", "updater", "wire",
 )  # fmt: skip
 
 

@@ -33,8 +33,8 @@ from tests.chaos.faults import Kind
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
 PACKAGES = (
-    "broker", "coordinator", "fedstream", "journal", "protocol", "runtime", "strategies", "trainer",
-    "updater", "wire", "tests",
+    "broker", "coordinator", "device", "fedstream", "journal", "protocol", "runtime", "strategies",
+    "trainer", "updater", "wire", "tests",
 )  # fmt: skip
 COLUMNS = (
     "planted", "file", "faults", "seeds", "killed by", "first complaint", "without it", "seconds",

@@ -298,6 +298,19 @@ def test_stalled_run_has_no_estimate() -> None:
     assert pace(slow, 180 + 601) == f"stalled: no version for 10:01 {why}"
 
 
+def test_line_of_what_is_going_on_is_shown_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for is_terminal, shown in ((True, "task \\x1b[2J"), (False, "")):
+        screen = io.StringIO()
+        here = Console(file=screen, force_terminal=is_terminal, color_system=None)
+        monkeypatch.setattr(terminal, "console", lambda here=here, **_how: here)
+        with terminal.doing() as show:
+            show("task \x1b[2J")
+        assert shown in screen.getvalue()
+        assert bool(screen.getvalue()) == is_terminal
+
+
 async def test_key_press_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     keyboard, screen = os.openpty()
     try:

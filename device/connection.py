@@ -1,0 +1,234 @@
+"""HTTPS to one gateway: single requests, how their failures sort, and the waits between tries.
+
+A try ends in an answer (:class:`Reply`), in NotNow, which may be tried again, or in an error that
+no further try can mend. :meth:`Connection.answered` tries until there is an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Self, TypeVar
+
+import aiohttp
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.device.address import GatewayAddress
+from fedstream.device.errors import NotNow, TurnedAway
+from fedstream.protocol import headers as wire_headers
+from fedstream.protocol.messages import BODY, BadBody, Body, Problem
+from fedstream.runtime.backoff import Backoff
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+
+_CONNECT_S = 15.0
+_ANSWER_S = 30.0  # for an answer's next bytes
+_SLOWEST = 16 << 10  # bytes per second of an upload
+_MOST_WAIT_S = 60.0  # between tries, unless the gateway asks for more
+_LONGEST_WAIT_S = 3600.0  # whatever the gateway asks for
+_PIECE = 1 << 16  # bytes
+_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, read to its end."""
+
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: bytes
+
+    def read(self, message: type[B], what: str) -> B:
+        """The message in the body. Raises FedstreamError if it is another."""
+        try:
+            return message.decode(self.body)
+        except BadBody as error:
+            raise FedstreamError(
+                f"the gateway's answer to {what} can't be read: {error}: is it of another release?"
+            ) from error
+
+    def refusal(self, what: str) -> TurnedAway:
+        """The answer as an error."""
+        try:
+            problem = Problem.decode(self.body)
+        except BadBody:
+            return TurnedAway(what, self.status, "", f"status {self.status}")
+        return TurnedAway(what, self.status, problem.reason, problem.error)
+
+
+class Connection:
+    """Connections to one gateway, as a context manager; ``say`` gets a sentence when they break."""
+
+    def __init__(self, address: GatewayAddress, say: Callable[[str], None]) -> None:
+        """Raises ConfigError."""
+        self.base, self._tls, self._proxy = address.base, address.tls(), address.proxy()
+        self._say = say
+        self._backoff = Backoff(0.5, _MOST_WAIT_S, rng=random.Random())
+        self._trouble_since: float | None = None
+        self._has_worked = False
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._tls, limit=4),
+            auto_decompress=False,  # digests are of the bytes as they are sent
+            headers={"User-Agent": "fedstream-device", "Accept-Encoding": "identity"},
+            trust_env=False,  # which would also send what ~/.netrc says of the host
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._session.close()
+
+    async def once(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | memoryview = b"",
+        headers: Mapping[str, str] | None = None,
+        wait_s: float = 0.0,
+    ) -> Reply:
+        """Send one request; ``wait_s``: how much longer than usual an answer may take.
+
+        Raises NotNow, also if the answer asks for another try.
+        """
+        send_s = len(body) / _SLOWEST
+        async with self.opened(
+            method, path, body=body, headers=headers, wait_s=wait_s,
+            within_s=_CONNECT_S + send_s + wait_s + 2 * _ANSWER_S,
+        ) as response:  # fmt: skip
+            return await replied(response, f"{method} {path}")
+
+    @asynccontextmanager
+    async def opened(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | memoryview = b"",
+        headers: Mapping[str, str] | None = None,
+        wait_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send one request and read its answer inside the block.
+
+        ``within_s``: the most that all of it may take; None: as long as bytes arrive. Raises
+        NotNow, and FedstreamError for a certificate that isn't trusted.
+        """
+        times = aiohttp.ClientTimeout(
+            total=within_s, sock_connect=_CONNECT_S, sock_read=_ANSWER_S + wait_s
+        )
+        try:
+            async with self._session.request(
+                method, self.base.with_path(path),
+                data=io.BytesIO(body) if len(body) else None,
+                headers={"Content-Type": wire_headers.CONTENT_TYPE, **(headers or {})},
+                timeout=times, proxy=self._proxy, allow_redirects=False,
+            ) as response:  # fmt: skip
+                self._has_worked = True
+                yield response
+        except (aiohttp.ClientConnectorCertificateError, ssl.SSLCertVerificationError) as error:
+            if not self._has_worked:
+                raise FedstreamError(self._untrusted(error)) from error
+            raise NotNow(self._untrusted(error)) from error
+        except TimeoutError as error:
+            raise NotNow(f"{self.base} did not answer in time") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise NotNow(f"cannot reach {self.base}: {_in_words(error)}") from error
+
+    async def answered(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Call ``ask`` until it raises no NotNow, with a wait after each."""
+        while True:
+            try:
+                return await ask()
+            except NotNow as error:
+                await self.wait(error)
+
+    async def wait(self, trouble: NotNow) -> None:
+        """Wait before the next try: as long as the gateway asks, or with jittered back-off."""
+        if self._trouble_since is None:
+            self._trouble_since = time.monotonic()
+            self._say(f"{trouble}; trying again")
+        await self.pause(trouble.after_s)
+
+    async def pause(self, seconds: float | None) -> None:
+        """Wait as long as the gateway asks, up to a tenth longer; None: with jittered back-off."""
+        if seconds is None:
+            seconds = self._backoff.next()
+        else:
+            seconds = min(seconds, _LONGEST_WAIT_S) * random.uniform(1.0, 1.1)
+        await asyncio.sleep(seconds)
+
+    def settled(self) -> None:
+        """Note that a request was answered, so the next trouble is a new one."""
+        self._backoff.reset()
+        if self._trouble_since is not None:
+            away_s = time.monotonic() - self._trouble_since
+            self._trouble_since = None
+            self._say(f"the gateway answers again after {away_s:.1f} s")
+
+    def _untrusted(self, error: Exception) -> str:
+        why = getattr(error, "certificate_error", error)
+        said = getattr(why, "verify_message", "") or str(why)
+        return (
+            f"the certificate of {self.base} is not trusted: {said}: name the authority that "
+            "signed it with --ca FILE"
+        )
+
+
+async def replied(response: aiohttp.ClientResponse, what: str) -> Reply:
+    """Read an answer to its end. Raises NotNow if it asks for another try at ``what``."""
+    data = bytearray()
+    async for piece in response.content.iter_chunked(_PIECE):
+        data += piece
+        if len(data) > BODY:
+            raise NotNow(f"an answer to {what} of more than {BODY} bytes")
+    found = {name.lower(): value for name, value in response.headers.items()}
+    reply = Reply(response.status, found, bytes(data))
+    if reply.status in _AGAIN:
+        raise NotNow(str(reply.refusal(what)), retry_after(found))
+    return reply
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds to wait, of Retry-After, which may also be a time; None: it doesn't say."""
+    value = headers.get("retry-after", "").strip()
+    if value.isascii() and value.isdigit() and len(value) < 10:
+        return float(value)
+    if (at := date_of(value)) is not None:
+        return max(0.0, (at - datetime.now(UTC)).total_seconds())
+    return None
+
+
+def date_of(value: str) -> datetime | None:
+    """The time in a header such as Date; None if it is none."""
+    try:
+        at = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+def _in_words(error: Exception) -> str:
+    """Why there is no connection, without the address, which has been said."""
+    inner = getattr(error, "os_error", None) or error.__cause__ or error
+    number = getattr(inner, "errno", None)
+    if isinstance(number, int) and number > 0 and not isinstance(inner, ssl.SSLError):
+        return os.strerror(number)
+    return str(getattr(inner, "strerror", None) or inner) or type(error).__name__

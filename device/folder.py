@@ -1,0 +1,184 @@
+"""What a device remembers, in a folder of its own: its number, its model, its unfinished work.
+
+    device.json   its number, and for which run, gateway and key
+    models/       the newest model that was downloaded, as it came, by its digest
+    work          the workspace of a task whose training was interrupted
+    update        an update on its way to the gateway, with what it left unsent
+    unsent        what the last update that arrived left unsent
+
+A file is replaced as a whole, and begins with a checksum: what a power cut damages counts as
+missing, because all of it can be had again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError
+from fedstream.broker.layout import Floats
+from fedstream.protocol.messages import BadBody, UpdateReport
+from fedstream.trainer.workspace import Workspace
+
+_IDENTITY, _WORK, _UPDATE, _UNSENT = "device.json", "work", "update", "unsent"
+_STATE = (_WORK, _UPDATE, _UNSENT)
+_CHECKSUM = 8  # bytes
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who the device is, as its enrolment said."""
+
+    device: int
+    run: str
+    url: str
+    key: str  # its public key, PEM
+
+
+@dataclass(frozen=True)
+class FinishedUpdate:
+    """An update that has been trained and is to be delivered."""
+
+    task: str
+    attempt: str
+    url: str
+    report: UpdateReport
+    data: npt.NDArray[np.uint8]
+    unsent: Floats | None  # what it leaves unsent; None: its format loses nothing to be fed back
+
+
+class DeviceFolder:
+    """A device's folder. Methods raise OSError if it can't be read or written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.models = path / "models"
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Make the folder, and keep other processes out of it. Raises FedstreamError."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.models.mkdir(exist_ok=True)
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FedstreamError(
+                    f"{self.path}: another process is this device: stop it, or give this one a key "
+                    "and a folder of its own"
+                ) from None
+            yield
+        finally:
+            os.close(handle)
+
+    def identity(self) -> Identity | None:
+        """Who the device is; None: it has not enrolled. Raises ConfigError."""
+        file = self.path / _IDENTITY
+        try:
+            found = json.loads(file.read_text())
+            return Identity(int(found["device"]), *(str(found[k]) for k in ("run", "url", "key")))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file}: damaged: delete it, and enrol again") from error
+
+    def enrolled(self, who: Identity) -> None:
+        """Note who the device is. What it had as somebody else is deleted."""
+        if who != self.identity():
+            for name in _STATE:
+                (self.path / name).unlink(missing_ok=True)
+        self._write(_IDENTITY, json.dumps(asdict(who)).encode())
+
+    # interrupted training
+
+    def work(self) -> Workspace | None:
+        """The workspace of interrupted training, if there is a sound one."""
+        try:
+            return Workspace.decode((self.path / _WORK).read_bytes())
+        except (FileNotFoundError, BadMessage):
+            return None
+
+    def keep_work(self, workspace: Workspace) -> None:
+        """Keep training's state for the next process."""
+        self._write(_WORK, workspace.encode())
+
+    def drop_work(self) -> None:
+        """Forget interrupted training."""
+        (self.path / _WORK).unlink(missing_ok=True)
+
+    # updates and what they leave unsent
+
+    def unsent(self, parameters: int) -> Floats | None:
+        """What the last update left unsent, of so many parameters; None: nothing is known."""
+        data = self._sound(_UNSENT)
+        if data is None or len(data) != 4 * parameters:
+            return None
+        unsent: Floats = np.frombuffer(data, "<f4")
+        return unsent if np.isfinite(unsent).all() else None
+
+    def update(self) -> FinishedUpdate | None:
+        """The update that was on its way when the last process ended, if there is a sound one."""
+        data = self._sound(_UPDATE)
+        if data is None:
+            return None
+        try:
+            found: dict[str, Any] = msgpack.unpackb(data, max_bin_len=len(data))
+            unsent = found["unsent"]
+            return FinishedUpdate(
+                found["task"], found["attempt"], found["url"],
+                UpdateReport.decode(found["report"]), np.frombuffer(found["data"], np.uint8),
+                None if unsent is None else np.frombuffer(unsent, "<f4"),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, msgpack.UnpackException, BadBody):
+            return None  # of another release
+
+    def keep_update(self, update: FinishedUpdate) -> None:
+        """Keep a finished update until its receipt is there."""
+        fields = {
+            "task": update.task, "attempt": update.attempt, "url": update.url,
+            "report": update.report.encode(), "data": update.data.data,
+            "unsent": None if update.unsent is None else update.unsent.view(np.uint8).data,
+        }  # fmt: skip
+        self._write_sound(_UPDATE, msgpack.packb(fields))
+
+    def delivered(self, update: FinishedUpdate, *, known: bool, counts: bool) -> None:
+        """Forget an update, and note what it left unsent.
+
+        ``known``: what became of it. ``counts``: it was admitted; otherwise what earlier updates
+        left is still all there is to feed back. If it isn't known, nothing is fed back.
+        """
+        if not known:
+            (self.path / _UNSENT).unlink(missing_ok=True)
+        elif counts and update.unsent is not None:
+            self._write_sound(_UNSENT, update.unsent.view(np.uint8).data)
+        (self.path / _UPDATE).unlink(missing_ok=True)
+
+    def _sound(self, name: str) -> bytes | None:
+        """A file's content behind its checksum; None if it is missing or damaged."""
+        try:
+            data = (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        inside = data[_CHECKSUM:]
+        return inside if xxhash.xxh3_64_digest(inside) == data[:_CHECKSUM] else None
+
+    def _write_sound(self, name: str, data: bytes | memoryview) -> None:
+        self._write(name, xxhash.xxh3_64_digest(data), data)
+
+    def _write(self, name: str, *parts: bytes | memoryview) -> None:
+        aside = self.path / f".{name}"
+        with aside.open("wb") as file:
+            file.writelines(parts)
+        aside.replace(self.path / name)

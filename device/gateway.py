@@ -1,0 +1,178 @@
+"""What a device asks of its gateway: each route of the protocol but models and uploads.
+
+Requests carry a token, which is asked for with a signature and renewed before it expires.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.device.connection import Connection, Reply, date_of, retry_after
+from fedstream.protocol.headers import as_bearer
+from fedstream.protocol.messages import (
+    Access,
+    Advice,
+    Beat,
+    CheckIn,
+    Enrolled,
+    Enrolment,
+    Nothing,
+    Offer,
+    Surrender,
+)
+from fedstream.protocol.signatures import NEW, sign
+
+if TYPE_CHECKING:
+    from fedstream.protocol.signatures import PrivateKey
+
+CLOCK = "clock"  # reasons of refusals
+TOKEN = "token"  # noqa: S105  (no secret)
+RUN_OVER = "run over"
+_RENEWED = 0.2  # of a token's life that is left when the next one is asked for
+_PAUSE_S = 5.0  # between check-ins, if the gateway doesn't say
+
+
+class RunOver(FedstreamError):
+    """The run is over: there will be no more tasks."""
+
+
+class OwnGateway:
+    """The gateway as one device sees it.
+
+    Methods try until they are answered, except :meth:`once`. All raise TurnedAway for a refusal.
+    """
+
+    def __init__(self, connection: Connection, key: PrivateKey, device: int | None) -> None:
+        """``device``: its number; None: it has to enrol first."""
+        self.connection = connection
+        self._key = key
+        self._device = device
+        self._access: tuple[str, float] | None = None  # the token, and when to ask for the next
+
+    async def enrol(self, asks: Enrolment) -> Enrolled:
+        """Exchange an invite for a device's number."""
+        reply = await self._signed("/v1/devices", asks.encode(), NEW, "the invite", {200, 201})
+        enrolled = reply.read(Enrolled, "the invite")
+        self._device = enrolled.device
+        return enrolled
+
+    async def check_in(self, asks: CheckIn) -> Offer | float:
+        """A task, or in how many seconds to ask again. Raises RunOver."""
+        reply = await self._asked(
+            "POST", "/v1/check-in", asks.encode(), what="the check-in", expected={200, 204, 410},
+            wait_s=asks.wait_s,
+        )  # fmt: skip
+        if reply.status == 204:
+            after_s = retry_after(reply.headers)
+            return _PAUSE_S if after_s is None else after_s
+        if reply.status == 410:
+            refusal = reply.refusal("the check-in")
+            raise RunOver("the run is over") if refusal.reason == RUN_OVER else refusal
+        return reply.read(Offer, "the check-in")
+
+    async def beat(self, task: str, attempt: str) -> Advice:
+        """Say that the device is at work; the answer is whether to go on."""
+        reply = await self._asked(
+            "POST", f"/v1/tasks/{task}/heartbeat", Beat(attempt=attempt).encode(),
+            what="a heartbeat", expected={200},
+        )  # fmt: skip
+        return reply.read(Advice, "a heartbeat")
+
+    async def give_up(self, task: str, surrender: Surrender) -> None:
+        """Say that the device will not finish the task."""
+        path = f"/v1/tasks/{task}/give-up"
+        await self._asked("POST", path, surrender.encode(), what="giving up", expected={200})
+
+    async def once(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | memoryview = b"",
+        headers: Mapping[str, str] | None = None,
+        wait_s: float = 0.0,
+    ) -> Reply:
+        """Send one request with the token, asking for a token first if need be. Raises NotNow."""
+        for fresh in (False, True):
+            token = await self.token(fresh=fresh)
+            reply = await self.connection.once(
+                method, path, body=body, wait_s=wait_s,
+                headers={**(headers or {}), "Authorization": as_bearer(token)},
+            )  # fmt: skip
+            if reply.status != 401 or reply.refusal("").reason != TOKEN:
+                break
+        if reply.status == 401:
+            raise reply.refusal("this device")
+        self.connection.settled()
+        return reply
+
+    async def token(self, *, fresh: bool = False) -> str:
+        """A token that is valid for a while yet; ``fresh``: a new one. Raises NotNow."""
+        if self._access is None or fresh or time.monotonic() > self._access[1]:
+            asked = time.monotonic()
+            reply = await self._signed_once("/v1/token", Nothing().encode(), str(self._device))
+            if reply.status != 200:
+                raise _told(reply, "this device's key")
+            access = reply.read(Access, "the request for a token")
+            self._access = access.token, asked + (1 - _RENEWED) * access.expires_in
+        return self._access[0]
+
+    async def _asked(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        what: str,
+        expected: set[int],
+        wait_s: float = 0.0,
+    ) -> Reply:
+        reply = await self.connection.answered(
+            lambda: self.once(method, path, body=body, wait_s=wait_s)
+        )
+        if reply.status not in expected:
+            raise reply.refusal(what)
+        return reply
+
+    async def _signed(
+        self, path: str, body: bytes, keyid: str, what: str, expected: set[int]
+    ) -> Reply:
+        # Signed anew for each try: a nonce is accepted once.
+        reply = await self.connection.answered(lambda: self._signed_once(path, body, keyid))
+        self.connection.settled()
+        if reply.status not in expected:
+            raise _told(reply, what)
+        return reply
+
+    async def _signed_once(self, path: str, body: bytes, keyid: str) -> Reply:
+        headers = sign(
+            self._key, method="POST", path=path, body=body, keyid=keyid, created=int(time.time())
+        )
+        return await self.connection.once("POST", path, body=body, headers=headers)
+
+
+def _told(reply: Reply, what: str) -> FedstreamError:
+    """A refusal of something signed; that of a wrong clock says by how much it is wrong."""
+    refusal = reply.refusal(what)
+    gateways = date_of(reply.headers.get("date", ""))
+    if refusal.reason != CLOCK or gateways is None:
+        return refusal
+    ahead_s = (datetime.now(UTC) - gateways).total_seconds()
+    return FedstreamError(
+        f"this device's clock is {_long(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} "
+        "the gateway's, which accepts one minute: set the clock"
+    )
+
+
+def _long(seconds: float) -> str:
+    """A length of time in two units, as in ``2 h 3 min``."""
+    whole = round(seconds)
+    for unit, size, smaller in (("d", 86400, "h"), ("h", 3600, "min"), ("min", 60, "s")):
+        if whole >= size:
+            part = {"h": 3600, "min": 60, "s": 1}[smaller]
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"

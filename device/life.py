@@ -1,0 +1,128 @@
+"""The life of a device's process: key, folder, task and enrolment, then work until it is told to
+stop or the run is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from fedstream.broker.errors import ConfigError
+from fedstream.device.address import GatewayAddress
+from fedstream.device.connection import Connection
+from fedstream.device.folder import DeviceFolder, Identity
+from fedstream.device.gateway import OwnGateway, RunOver
+from fedstream.device.key import own_key
+from fedstream.device.training import LocalTraining
+from fedstream.device.worker import DeviceWorker
+from fedstream.protocol.messages import Enrolment
+from fedstream.protocol.signatures import pem_of
+from fedstream.trainer.devices import DeviceSettings
+
+if TYPE_CHECKING:
+    from fedstream.protocol.signatures import PrivateKey
+    from fedstream.trainer.choices import Solvers
+    from fedstream.trainer.learner import Learner
+    from fedstream.trainer.placement import Processor
+    from fedstream.trainer.task import Task
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Who a device is, where its gateway is, and how it trains."""
+
+    address: GatewayAddress
+    key: Path
+    folder: Path
+    load: Callable[[], Task]  # called once, in the thread that trains
+    solvers: Solvers
+    devices: DeviceSettings  # how it pretends to be slow, or to drop out
+    threads: int = 1  # of torch
+    place: Processor = "cpu"
+    invite: str | None = None  # None: it has enrolled before
+    once: bool = False  # end after one answered task
+    save_s: float = 30.0  # between two savings of training's state
+
+
+async def live(
+    options: DeviceOptions, say: Callable[[str], None], show: Callable[[str], None]
+) -> None:
+    """Work until the run is over, or until one task is answered if ``options.once``.
+
+    Cancel it to stop: it then gives its task up. ``say`` gets a line about what happened, ``show``
+    a few words about what is going on. Raises FedstreamError.
+    """
+    connection = Connection(options.address, say)
+    key, folder = own_key(options.key), DeviceFolder(options.folder)
+    # One thread, because the learner's is always the same one.
+    thread = ThreadPoolExecutor(1, "training")
+    try:
+        with folder.occupied():
+            show("loading the task")
+            learner = await asyncio.get_running_loop().run_in_executor(thread, _loaded, options)
+            async with connection:
+                gateway = await _enrolled(connection, key, folder, options, say)
+                worker = _worker(gateway, folder, learner, thread, options, say, show)
+                await worker.work()
+    except RunOver as over:
+        say(str(over))
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _loaded(options: DeviceOptions) -> Learner:
+    """Load torch and the task. Runs in the training thread."""
+    from fedstream.trainer.learner import Learner
+
+    return Learner(options.load, options.threads, options.place)
+
+
+async def _enrolled(
+    connection: Connection,
+    key: PrivateKey,
+    folder: DeviceFolder,
+    options: DeviceOptions,
+    say: Callable[[str], None],
+) -> OwnGateway:
+    """The gateway, which knows this device. Raises ConfigError without an invite."""
+    known, pem, url = folder.identity(), pem_of(key.public_key()), str(connection.base)
+    if known is not None and (known.key, known.url) == (pem, url):
+        say(f"device {known.device} of run {known.run}")
+        return OwnGateway(connection, key, known.device)
+    if options.invite is None:
+        raise ConfigError(
+            f"the key {options.key} is not enrolled at {url}: pass the invite that its operator "
+            "gave you with --invite TOKEN"
+        )
+    gateway = OwnGateway(connection, key, None)
+    try:
+        asks = Enrolment(invite=options.invite, public_key=pem)
+    except ValidationError:
+        raise ConfigError(
+            "--invite: that is not an invite: copy all of it, and nothing else"
+        ) from None
+    enrolled = await gateway.enrol(asks)
+    folder.enrolled(Identity(enrolled.device, enrolled.run, url, pem))
+    say(f"enrolled as device {enrolled.device} of run {enrolled.run}")
+    return gateway
+
+
+def _worker(
+    gateway: OwnGateway,
+    folder: DeviceFolder,
+    learner: Learner,
+    thread: Executor,
+    options: DeviceOptions,
+    say: Callable[[str], None],
+    show: Callable[[str], None],
+) -> DeviceWorker:
+    training = LocalTraining(learner, options.solvers, thread, folder, save_s=options.save_s)
+    return DeviceWorker(
+        gateway, folder, training, learner.layout,
+        devices=options.devices, say=say, show=show, once=options.once,
+    )  # fmt: skip

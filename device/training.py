@@ -1,0 +1,151 @@
+"""Training one task in a thread, with its state saved to disk from time to time.
+
+It is the same learner that trainers use, called in the same way: a device and a trainer that are
+given the same task, seed and model send the same bits. Saving interrupts training between two
+steps, and a process that is killed costs at most the steps since then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
+from fedstream.broker.layout import Model
+from fedstream.trainer.choices import chosen
+from fedstream.trainer.solvers import Cancelled, Work
+from fedstream.trainer.start import Start
+from fedstream.wire import format_of
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from fedstream.broker.layout import Floats
+    from fedstream.device.folder import DeviceFolder
+    from fedstream.protocol.messages import Offer
+    from fedstream.trainer.choices import Solvers
+    from fedstream.trainer.learner import Learned, Learner
+    from fedstream.trainer.workspace import Workspace
+
+_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work
+
+
+class Halt:
+    """A request to training to end, from any thread; the first reason counts."""
+
+    def __init__(self, deadline: float | None) -> None:
+        """``deadline``: seconds since 1970; None: there is none."""
+        self._deadline = deadline
+        self._called = threading.Event()
+        self.why = ""
+
+    def call(self, why: str) -> None:
+        """End training at its next step."""
+        if not self._called.is_set():
+            self.why = why
+            self._called.set()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._deadline is not None and time.time() > self._deadline
+
+    def __bool__(self) -> bool:
+        return self._called.is_set() or self.is_late
+
+
+class LocalTraining:
+    """Trains a device's tasks, one at a time."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        solvers: Solvers,
+        thread: Executor,
+        folder: DeviceFolder,
+        *,
+        save_s: float,
+    ) -> None:
+        """``thread``: the only one that may use the learner. ``save_s``: between two savings."""
+        self._learner = learner
+        self._solvers = solvers
+        self._thread = thread
+        self._folder = folder
+        self._save_s = save_s
+        self._saves = True  # the task's training can be interrupted and resumed
+        self._into = Model(learner.layout)
+
+    def interrupted(self, task: str) -> Start | None:
+        """Where an earlier process stopped with this task, if it did."""
+        saved = self._folder.work()
+        if saved is None:
+            return None
+        try:
+            if saved.task == task:
+                return Start.resumed(saved, self._learner.layout)
+        except LayoutMismatch:
+            pass
+        self._folder.drop_work()
+        return None
+
+    def again(self) -> None:
+        """Forget where an earlier process stopped."""
+        self._folder.drop_work()
+
+    async def learned(
+        self, offer: Offer, start: Start, memory: Floats | None, halt: Halt
+    ) -> tuple[Learned | None, float]:
+        """Train; returns the result and its learning rate.
+
+        The result is None if the state that an earlier process left is of no use: start anew.
+        ``memory``: what the last update left unsent. Raises Cancelled on ``halt``, and whatever the
+        user's task raises.
+        """
+        work = self._work(offer, start, halt)
+        while True:
+            saves_at = time.monotonic() + self._save_s if self._saves else None
+            work = replace(work, cancelled=partial(_is_to_stop, halt, saves_at))
+            try:
+                learned = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._learner.train, start, work, self._into,
+                    offer.update.sends, format_of(offer.update.format), memory,
+                )  # fmt: skip
+            except Cancelled as stopped:
+                if halt:
+                    raise
+                await self._saved(stopped.workspace)
+                work = replace(work, resume=stopped.workspace)
+            except _OF_NO_USE:
+                if start.saved is None or work.resume is not start.saved:
+                    raise
+                self._folder.drop_work()
+                return None, 0.0
+            else:
+                return learned, learned.trained.lr or work.solver.lr
+
+    async def _saved(self, workspace: Workspace | None) -> None:
+        if workspace is None:  # a task that trains in its own way, and then from the start
+            self._saves = False
+            return
+        began = time.monotonic()
+        await asyncio.to_thread(self._folder.keep_work, workspace)
+        # At most a hundredth of the time goes into saving.
+        self._save_s = max(self._save_s, 100 * (time.monotonic() - began))
+
+    def _work(self, offer: Offer, start: Start, halt: Halt) -> Work:
+        task = offer.task
+        return Work(
+            device=task.device, task=task.id, version=start.version, seed=task.seed,
+            steps=task.steps, epochs=task.epochs, seconds=task.seconds,
+            solver=chosen(self._learner.task, task.device, self._solvers),
+            cancelled=lambda: bool(halt), base=start.digest, resume=start.saved,
+        )  # fmt: skip
+
+
+def _is_to_stop(halt: Halt, saves_at: float | None) -> bool:
+    """Whether training is to end, or to be interrupted for saving its state."""
+    return bool(halt) or (saves_at is not None and time.monotonic() > saves_at)

@@ -1,0 +1,295 @@
+"""A device at work: it checks in, trains what it is offered, and uploads the update.
+
+One task at a time. While a task is in hand, heartbeats tell the gateway so, and the answer is
+whether to go on. A device that is cancelled gives the task in hand up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import re
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fedstream.broker import reasons
+from fedstream.broker.errors import BlobDamaged, FedstreamError, LayoutMismatch
+from fedstream.device.errors import TurnedAway
+from fedstream.device.folder import DeviceFolder, FinishedUpdate
+from fedstream.device.models import ModelStore, Superseded
+from fedstream.device.training import Halt, LocalTraining
+from fedstream.device.uploads import UpdateUpload
+from fedstream.protocol.messages import CheckIn, Surrender, UpdateReport
+from fedstream.protocol.signatures import new_nonce
+from fedstream.runtime.backoff import Backoff
+from fedstream.trainer.devices import DeviceSettings, behaviour
+from fedstream.trainer.solvers import Cancelled
+from fedstream.trainer.start import Start
+from fedstream.wire import ENCODINGS, format_of
+
+if TYPE_CHECKING:
+    from fedstream.broker.layout import Floats, Layout
+    from fedstream.device.gateway import OwnGateway
+    from fedstream.protocol.messages import Offer, Receipt
+    from fedstream.trainer.learner import Learned
+
+FORMATS = tuple(name + ending for ending in ("", "+zstd") for name in ENCODINGS)
+_CHECK_IN_S = 50.0  # longest that a check-in waits for a task
+_GOODBYE_S = 5.0  # for giving a task up when told to stop
+_LOOK_S = 0.25  # between looks whether to go on, of a device that pretends to be slow
+_REST_S = 10.0  # longest rest after a task that raised
+_RAISED = re.compile(r"raised [A-Za-z0-9_.]{1,80}")  # what the protocol can say of an error
+
+
+class DeviceWorker:
+    """One device at work."""
+
+    def __init__(
+        self,
+        gateway: OwnGateway,
+        folder: DeviceFolder,
+        training: LocalTraining,
+        layout: Layout,
+        *,
+        devices: DeviceSettings,
+        say: Callable[[str], None],
+        show: Callable[[str], None],
+        once: bool = False,
+    ) -> None:
+        """``layout``: of the task's model. ``devices``: how the device pretends to be slow.
+
+        ``say`` gets a line about what happened, ``show`` a few words about what is going on.
+        ``once``: stop after one answered task.
+        """
+        self._gateway = gateway
+        self._folder = folder
+        self._training = training
+        self._layout = layout
+        self._devices = devices
+        self._say = say
+        self._show = show
+        self._once = once
+        self._models = ModelStore(gateway, folder.models, show)
+        self._rests = Backoff(0.5, _REST_S, rng=random.Random())
+        self._seen: set[str] = set()  # places that raised before
+
+    async def work(self) -> None:
+        """Work until the run is over (RunOver), or until one task is answered if told so.
+
+        Raises FedstreamError for what no further try can mend.
+        """
+        if (left := self._folder.update()) is not None:
+            await self._deliver(left, begun=True)
+        while True:
+            offer = await self._offered()
+            if await self._perform(offer) and self._once:
+                return
+
+    async def _offered(self) -> Offer:
+        """Check in until there is a task."""
+        while True:
+            self._show("waiting for a task")
+            asks = CheckIn(
+                nonce=new_nonce(), wait_s=_CHECK_IN_S, formats=FORMATS, has=self._models.has
+            )
+            found = await self._gateway.check_in(asks)
+            if not isinstance(found, float):
+                return found
+            await self._gateway.connection.pause(found)
+
+    async def _perform(self, offer: Offer) -> bool:
+        """Do one task; whether it was answered by an update."""
+        halt = Halt(offer.task.deadline)
+        try:
+            async with self._beating(offer, halt):
+                update = await self._trained(offer, halt)
+                if update is None:
+                    return False
+                self._folder.keep_update(update)
+                self._training.again()
+                await self._deliver(update)
+                return True
+        except asyncio.CancelledError:
+            halt.call("told to stop")
+            await self._leave(offer)
+            raise
+
+    @asynccontextmanager
+    async def _beating(self, offer: Offer, halt: Halt) -> AsyncIterator[None]:
+        """Send heartbeats inside the block; ``halt`` is called if the device is not to go on."""
+        beats = asyncio.create_task(self._beat(offer, halt), name="heartbeats")
+        try:
+            yield
+        finally:
+            beats.cancel()
+            await asyncio.wait({beats})
+            if not beats.cancelled():
+                beats.result()  # re-raises what went wrong
+
+    async def _beat(self, offer: Offer, halt: Halt) -> None:
+        while True:
+            await asyncio.sleep(offer.heartbeat_s)
+            try:
+                advice = await self._gateway.beat(offer.task.id, offer.attempt)
+            except TurnedAway as refusal:
+                halt.call(str(refusal))
+                return
+            if not advice.go_on:
+                halt.call(advice.why or "given up")
+                return
+
+    # training
+
+    async def _trained(self, offer: Offer, halt: Halt) -> FinishedUpdate | None:
+        """Train; None if there is nothing to send, which has then been said."""
+        try:
+            return await self._update(offer, halt)
+        except Cancelled:
+            self._training.again()
+            if halt.is_late:
+                await self._give_up(offer, reasons.DEADLINE_PASSED)
+            else:
+                self._say(f"task {offer.task.id}: stopped, because the gateway said: {halt.why}")
+        except Superseded:
+            self._say(f"task {offer.task.id}: its model was superseded; asking again")
+            await self._gateway.connection.pause(None)
+        return None
+
+    async def _update(self, offer: Offer, halt: Halt) -> FinishedUpdate | None:
+        task, began = offer.task, time.monotonic()
+        await self._check_layout(offer)
+        simulated = behaviour(self._devices, task.device, task.seed)
+        if simulated.drops_out:
+            await self._device_time(simulated.latency_s * 0.5, halt)
+            await self._give_up(offer, reasons.DROPPED_OUT)
+            return None
+        unsent = None
+        if format_of(offer.update.format).of_changes:
+            unsent = self._folder.unsent(self._layout.parameters)
+        try:
+            start, learned, lr = await self._learned(offer, unsent, halt)
+        except (Cancelled, TurnedAway, Superseded):
+            raise
+        except Exception as error:
+            await self._raised(offer, error)
+            return None
+        self._rests.reset()
+        await self._device_time(simulated.latency_s - (time.monotonic() - began), halt)
+        trained = learned.trained
+        loss = trained.loss
+        report = UpdateReport(
+            digest=learned.digest, samples=trained.samples, steps=trained.steps, lr=lr,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            seconds=time.monotonic() - began, tau=start.version, base=start.digest,
+            layout=self._layout.signature, format=offer.update.format,
+        )  # fmt: skip
+        return FinishedUpdate(
+            task.id, offer.attempt, offer.update.url, report, learned.update.buffer, learned.unsent
+        )
+
+    async def _learned(
+        self, offer: Offer, unsent: Floats | None, halt: Halt
+    ) -> tuple[Start, Learned, float]:
+        """Train from where an earlier process stopped, or else from the offer's model."""
+        while True:
+            start = self._training.interrupted(offer.task.id) or await self._start(offer)
+            self._show(f"training task {offer.task.id} from version {start.version}")
+            learned, lr = await self._training.learned(offer, start, unsent, halt)
+            if learned is not None:
+                return start, learned, lr
+
+    async def _start(self, offer: Offer) -> Start:
+        model = await self._models.model(offer.model, self._layout)
+        return Start(offer.model.version, offer.model.digest, model)
+
+    async def _check_layout(self, offer: Offer) -> None:
+        """Raise LayoutMismatch, with the task given up, if the run has another model."""
+        if offer.update.layout == self._layout.signature:
+            return
+        await self._give_up(offer, "raised LayoutMismatch")
+        raise LayoutMismatch(
+            f"the model of this device's task has {self._layout.parameters} parameters in "
+            f"{len(self._layout.tensors)} tensors, and the run's model is another: name the task "
+            "(--task) that the run was made with"
+        )
+
+    async def _device_time(self, seconds: float, halt: Halt) -> None:
+        """Wait as long as the device pretends to take. Raises Cancelled."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _LOOK_S))
+            if halt:
+                raise Cancelled
+
+    async def _raised(self, offer: Offer, error: Exception) -> None:
+        """Give a task up that raised: with a traceback the first time, then in one line."""
+        said = reasons.raised(error)
+        await self._give_up(offer, said if _RAISED.fullmatch(said) else "raised Exception")
+        if isinstance(error, FedstreamError) and not isinstance(error, BlobDamaged):
+            raise error  # the same would happen again
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
+        if where not in self._seen:
+            self._say("".join(traceback.format_exception(error)).rstrip())
+        self._seen.add(where)
+        if self._once:
+            raise FedstreamError(f"the task raised {where}: {error}") from error
+        self._say(f"task {offer.task.id}: raised {where}: {error}")
+        await asyncio.sleep(self._rests.next())
+
+    # answers
+
+    async def _deliver(self, update: FinishedUpdate, *, begun: bool = False) -> None:
+        """Upload an update, and say what became of it."""
+        try:
+            upload = UpdateUpload(self._gateway, update, self._show)
+            receipt = await upload.receipt(begun=begun)
+        except TurnedAway:
+            self._folder.delivered(update, known=False, counts=False)
+            raise
+        admitted = receipt is not None and receipt.state == "admitted"
+        self._folder.delivered(update, known=receipt is not None, counts=admitted)
+        self._say(f"task {update.task}: {_outcome(update, receipt)}")
+
+    async def _give_up(self, offer: Offer, reason: str) -> None:
+        try:
+            await self._gateway.give_up(
+                offer.task.id, Surrender(attempt=offer.attempt, reason=reason)
+            )
+        except TurnedAway as refusal:
+            if refusal.status != 404:  # it is over already
+                raise
+        self._say(f"task {offer.task.id}: given up: {reason}")
+
+    async def _leave(self, offer: Offer) -> None:
+        """Give a task up because the device is told to stop."""
+        self._training.again()
+        if (left := self._folder.update()) is not None:
+            # It may have been admitted a moment ago, so what it left unsent isn't known.
+            self._folder.delivered(left, known=False, counts=False)
+        try:
+            async with asyncio.timeout(_GOODBYE_S):
+                await self._give_up(offer, reasons.DROPPED_OUT)
+        except (FedstreamError, TimeoutError) as error:
+            why = str(error) or "no answer"
+            self._say(
+                f"task {offer.task.id}: could not tell the gateway that it is given up ({why}); "
+                "the gateway will notice"
+            )
+
+
+def _outcome(update: FinishedUpdate, receipt: Receipt | None) -> str:
+    """What became of an update, in one line."""
+    if receipt is None:
+        return "the gateway does not know it any more"
+    report = update.report
+    why = f" ({receipt.reason})" if receipt.reason else ""
+    loss = "" if report.loss is None else f", loss {report.loss:.4g}"
+    return (
+        f"{receipt.state}{why}: trained from version {report.tau}, {report.steps} steps{loss}, "
+        f"{update.data.nbytes} bytes, {report.seconds:.1f} s"
+    )

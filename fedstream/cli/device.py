@@ -1,0 +1,127 @@
+"""`fedstream device`: takes part in a run over HTTPS."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedstream.broker.errors import ConfigError
+from fedstream.cli.options import Config, DataRoot, Sets, TaskName, settings_of
+from fedstream.runtime import process
+from fedstream.runtime.signals import INTERRUPTED, Stop
+from fedstream.terminal import doing, line
+
+if TYPE_CHECKING:
+    from fedstream.device.life import DeviceOptions
+
+
+def device(
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="the gateway: https://HOST or https://HOST:PORT")
+    ],
+    key: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="the device's private key (PEM), of P-256 or Ed25519; made on first use",
+        ),
+    ],
+    task: TaskName = None,
+    invite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            envvar="FEDSTREAM_INVITE",
+            help="from the run's operator; needed once, to enrol",
+        ),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="trust the certificates in this file (PEM) instead of the system's authorities",
+        ),
+    ] = None,
+    cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="the device's certificate (PEM), for gateways that ask for one"
+        ),
+    ] = None,
+    cert_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="its private key (PEM); default: in the same file"),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="FOLDER",
+            help="what the device remembers; default: beside the key, named KEY.state",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="stop after one answered task")] = False,
+    config: Config = None,
+    data_root: DataRoot = None,
+    sets: Sets = None,
+) -> None:
+    """Take part in a run over HTTPS, as a device of a gateway. Needs no Redis.
+
+    Model and training are the task's, on this machine; the gateway sends numbers only. Settings of
+    the solver must be those of the run. On Ctrl-C, the device gives its task up.
+
+    Exit codes: 0 the run is over (or --once: a task was answered), 130 interrupted, 1 failed, 2
+    wrong configuration.
+    """
+    if find_spec("cryptography") is None:
+        raise ConfigError(
+            "cryptography is not installed: pip install 'fedstream[device]' adds what devices need"
+        )
+    with process.importing():
+        from fedstream.device.address import GatewayAddress
+        from fedstream.device.life import DeviceOptions
+        from fedstream.local.parent import end_with_parent
+        from fedstream.settings.services import loaded
+        from fedstream.trainer.choices import Solvers
+
+    end_with_parent()
+    settings = settings_of(config, sets, task=task, data_root=data_root)
+    options = DeviceOptions(
+        GatewayAddress(url, ca, cert, cert_key), key,
+        folder or key.with_name(f"{key.name}.state"),
+        load=partial(loaded, settings.task),
+        solvers=Solvers(settings.solver, settings.solvers), devices=settings.devices,
+        threads=settings.trainer.threads, place=settings.trainer.device,
+        invite=invite, once=once,
+    )  # fmt: skip
+    with Stop() as stop:
+        asyncio.run(_lived(options, stop))
+    if stop.name is not None:
+        raise typer.Exit(INTERRUPTED)
+
+
+async def _lived(options: DeviceOptions, stop: Stop) -> None:
+    """Be a device until a signal comes, which ends it in order."""
+    from fedstream.device.life import live
+
+    loop = asyncio.get_running_loop()
+    with doing() as show:
+        life = asyncio.create_task(live(options, line, show))
+
+        def signalled(name: str) -> None:
+            line(f"{name}: leaving; a second signal ends this process at once")
+            life.cancel()
+
+        stop.listen(lambda name: loop.call_soon_threadsafe(signalled, name))
+        try:
+            await life
+        except asyncio.CancelledError:
+            if stop.name is None:
+                raise
+        finally:
+            stop.listen(None)

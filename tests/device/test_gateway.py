@@ -1,0 +1,255 @@
+"""Requests to a gateway: tries, waits, tokens, clocks, certificates, and what is final."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+
+import pytest
+import trustme
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.layout import Model
+from fedstream.device.address import GatewayAddress
+from fedstream.device.connection import Connection, date_of, retry_after
+from fedstream.device.errors import NotNow, TurnedAway
+from fedstream.device.gateway import OwnGateway, RunOver
+from fedstream.protocol.messages import CheckIn, Surrender
+from tests.device.fake import FakeGateway
+from tests.support import wait_until
+
+ASKS = CheckIn(nonce="n" * 22, wait_s=0.0)
+CHECK_IN, TOKEN = "POST /v1/check-in", "POST /v1/token"
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """The waits between tries, which take no time: None is the back-off's."""
+    found: list[float | None] = []
+
+    async def pause(_self: Connection, seconds: float | None) -> None:
+        found.append(seconds)
+
+    monkeypatch.setattr(Connection, "pause", pause)
+    return found
+
+
+async def test_check_in_brings_an_offer(
+    own: OwnGateway, gateway: FakeGateway, model: Model
+) -> None:
+    offer = gateway.offer(model)
+    assert await own.check_in(ASKS) == offer
+
+
+async def test_without_a_task_the_answer_is_when_to_ask_again(
+    own: OwnGateway, gateway: FakeGateway
+) -> None:
+    assert await own.check_in(ASKS) == 0.0
+
+
+async def test_end_of_the_run_is_told(own: OwnGateway, gateway: FakeGateway) -> None:
+    gateway.over = True
+    with pytest.raises(RunOver):
+        await own.check_in(ASKS)
+
+
+async def test_one_token_serves_many_requests(own: OwnGateway, gateway: FakeGateway) -> None:
+    for _ in range(3):
+        await own.check_in(ASKS)
+    assert gateway.asked == [TOKEN, CHECK_IN, CHECK_IN, CHECK_IN]
+
+
+async def test_token_is_renewed_before_it_expires(
+    own: OwnGateway, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("fedstream.device.gateway.time.monotonic", lambda: now)
+    await own.check_in(ASKS)
+    now += 479
+    await own.check_in(ASKS)
+    assert gateway.asked.count(TOKEN) == 1
+    now += 2
+    await own.check_in(ASKS)
+    assert gateway.asked.count(TOKEN) == 2, "with a fifth of its 600 s left"
+
+
+async def test_refused_token_is_asked_for_anew_once(own: OwnGateway, gateway: FakeGateway) -> None:
+    await own.check_in(ASKS)
+    gateway.tokens.clear()  # such as after a change of the gateway's secret
+    await own.check_in(ASKS)
+    assert gateway.asked == [TOKEN, CHECK_IN, CHECK_IN, TOKEN, CHECK_IN]
+    for _ in range(2):
+        gateway.fails("POST", "/v1/check-in", status=401, reason="token")
+    with pytest.raises(TurnedAway, match="refused this device: it is token"):
+        await own.check_in(ASKS)
+
+
+async def test_revoked_device_is_turned_away(own: OwnGateway, gateway: FakeGateway) -> None:
+    gateway.fails("POST", "/v1/token", status=401, reason="revoked")
+    with pytest.raises(TurnedAway, match="refused this device's key: it is revoked") as refused:
+        await own.check_in(ASKS)
+    assert refused.value.reason == "revoked"
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "how"),
+    [(7410, "2 h 3 min behind"), (-90, "1 min 3"), (200_000, "2 d 7 h behind")],
+)
+async def test_wrong_clock_is_told_in_one_sentence(
+    own: OwnGateway, gateway: FakeGateway, ahead_s: float, how: str
+) -> None:
+    gateway.clock_s = ahead_s
+    with pytest.raises(
+        FedstreamError, match=r"^this device's clock is .*: set the clock$"
+    ) as wrong:
+        await own.check_in(ASKS)
+    assert how in str(wrong.value)
+
+
+async def test_lost_answer_is_asked_for_with_the_same_nonce(
+    own: OwnGateway, gateway: FakeGateway, model: Model, waits: list[float | None], said: list[str]
+) -> None:
+    offer = gateway.offer(model)
+    gateway.fails("POST", "/v1/check-in")
+    assert await own.check_in(ASKS) == offer
+    assert [one.nonce for one in gateway.check_ins] == [ASKS.nonce] * 2
+    assert waits == [None]
+    assert len(said) == 2
+    assert said[0].startswith("cannot reach http://")
+    assert said[1].startswith("the gateway answers again after")
+
+
+async def test_signed_request_is_signed_anew_for_each_try(
+    own: OwnGateway, gateway: FakeGateway, waits: list[float | None]
+) -> None:
+    gateway.fails("POST", "/v1/token")  # the gateway has taken the nonce
+    await own.check_in(ASKS)
+    assert len(gateway.nonces) == 2
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+async def test_busy_gateway_says_how_long_to_wait(
+    own: OwnGateway, gateway: FakeGateway, waits: list[float | None], status: int
+) -> None:
+    gateway.fails("POST", "/v1/check-in", status=status, headers={"Retry-After": "17"})
+    await own.check_in(ASKS)
+    assert waits == [17.0]
+
+
+async def test_wait_is_jittered_and_bounded(
+    own: OwnGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("fedstream.device.connection.asyncio.sleep", sleep)
+    for _ in range(50):
+        await own.connection.pause(10.0)
+    assert 10.0 <= min(slept) < max(slept) <= 11.0
+    await own.connection.pause(1e9)
+    assert slept[-1] <= 3600 * 1.1
+
+
+async def test_other_refusals_are_final(own: OwnGateway, gateway: FakeGateway) -> None:
+    gateway.fails("POST", "/v1/tasks/t/give-up", status=404, reason="unknown task")
+    with pytest.raises(TurnedAway) as refused:
+        await own.give_up("t", Surrender(attempt="0" * 12, reason="dropped out"))
+    assert (refused.value.status, refused.value.reason) == (404, "unknown task")
+    assert str(refused.value) == "the gateway refused giving up: it is unknown task (unknown task)"
+
+
+def test_retry_after_is_seconds_or_a_time() -> None:
+    at = datetime.now(UTC) + timedelta(seconds=90)
+    assert retry_after({"retry-after": "5"}) == 5.0
+    assert retry_after({"retry-after": format_datetime(at, usegmt=True)}) == pytest.approx(
+        89, abs=2
+    )
+    assert retry_after({"retry-after": "Mon, 23 Nov 2020 08:00:00 GMT"}) == 0.0
+    for nonsense in ("", "soon", "-1", "9" * 12, "\u0662"):
+        assert retry_after({"retry-after": nonsense}) is None
+    assert date_of("nonsense") is None
+
+
+async def test_gateway_that_is_not_there_may_come_later(said: list[str]) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        async with Connection(GatewayAddress(url), said.append) as connection:
+            with pytest.raises(NotNow, match=f"cannot reach {url}: .*refused"):
+                await connection.once("GET", "/")
+
+
+async def test_redirects_are_not_followed(own: OwnGateway, gateway: FakeGateway) -> None:
+    gateway.fails("POST", "/v1/check-in", status=307, headers={"Location": "/v1/elsewhere"})
+    with pytest.raises(TurnedAway) as refused:
+        await own.check_in(ASKS)
+    assert refused.value.status == 307
+    assert "POST /v1/elsewhere" not in gateway.asked
+
+
+async def test_endless_answer_is_not_read(own: OwnGateway, gateway: FakeGateway) -> None:
+    gateway.models["d" * 64] = bytes(1 << 20)
+    with pytest.raises(NotNow, match="of more than 65536 bytes"):
+        await own.once("GET", f"/v1/models/{'d' * 64}")
+
+
+# TLS
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@asynccontextmanager
+async def secured(gateway: FakeGateway, certificate: trustme.LeafCert) -> AsyncIterator[str]:
+    """The gateway's address, with this certificate."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate.configure_cert(context)
+    server = gateway.server()
+    await server.start_server(ssl=context)
+    yield f"https://localhost:{server.port}"
+    await server.close()
+
+
+async def test_gateway_is_trusted_by_its_authority(
+    gateway: FakeGateway, authority: trustme.CA, own: OwnGateway, tmp_path: Path, said: list[str]
+) -> None:
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with (
+        secured(gateway, authority.issue_cert("localhost")) as url,
+        Connection(GatewayAddress(url, ca=tmp_path / "ca.pem"), said.append) as connection,
+    ):
+        assert await OwnGateway(connection, own._key, 7).check_in(ASKS) == 0.0
+
+
+@pytest.mark.parametrize("name", ["localhost", "elsewhere.example"])
+async def test_certificate_that_is_not_trusted_ends_it_with_advice(
+    gateway: FakeGateway, authority: trustme.CA, tmp_path: Path, said: list[str], name: str
+) -> None:
+    trusted = trustme.CA() if name == "localhost" else authority
+    trusted.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with (
+        secured(gateway, authority.issue_cert(name)) as url,
+        Connection(GatewayAddress(url, ca=tmp_path / "ca.pem"), said.append) as connection,
+    ):
+        with pytest.raises(FedstreamError, match=r"is not trusted: .*--ca FILE") as refused:
+            await connection.once("GET", "/")
+    assert not isinstance(refused.value, NotNow)
+
+
+async def test_cancelling_ends_a_wait_at_once(own: OwnGateway, gateway: FakeGateway) -> None:
+    gateway.fails("POST", "/v1/check-in", status=503, headers={"Retry-After": "3000"})
+    asking = asyncio.create_task(own.check_in(ASKS))
+    await wait_until(lambda: CHECK_IN in gateway.asked)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asking, 5)
