@@ -12,7 +12,7 @@ import msgpack
 
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BadMessage, NoScript
-from fedstream.broker.ledger.plumbing import Ledger, Pending
+from fedstream.broker.ledger.plumbing import Ledger
 from fedstream.broker.records import Head, Run, Tally, View, mapping, trigger_of
 from fedstream.broker.scripts import Script
 
@@ -75,24 +75,19 @@ class Overview(Ledger):
 class Watch(Overview):
     """Waiting for news of the run."""
 
-    async def look_after(
-        self, view: View, *, block_ms: int, opening: Pending[int] | None = None
-    ) -> tuple[int, View]:
-        """Open tasks, wait for news since ``view``, and look again, all in one exchange.
+    async def look_after(self, view: View, *, block_ms: int) -> View:
+        """Wait for news since ``view``, and look again, all in one exchange.
 
-        Returns how many tasks were opened, and the new view, after at most ``block_ms``. Raises
-        NoRun, and Fenced as :meth:`trigger` does.
+        Returns after at most ``block_ms``. Raises NoRun.
         """
-        news = news_since(view, block_ms)
         look = LOOK.command(self.keys.__dict__, 0, "all")
-        first = (opening.command,) if opening else ()
         try:
-            *opened, _, reply = await self._client.pipeline(
-                [*first, news, look], wait_s=block_ms / 1000
+            _, reply = await self._client.pipeline(
+                [news_since(view, block_ms), look], wait_s=block_ms / 1000
             )
         except NoScript:
-            return await opening if opening else 0, await self.look()
-        return opening.parsed(opened[0]) if opening else 0, self._view(reply)
+            return await self.look()
+        return self._view(reply)
 
 
 def news_since(seen: Tally, block_ms: int) -> Command:

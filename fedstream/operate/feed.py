@@ -158,7 +158,7 @@ class Feeder:
         until = time.monotonic() + _LOOK_S
         view = await self._ledger.look()
         while self._is_waiting(view) and (left := until - time.monotonic()) > 0:
-            _, view = await self._ledger.look_after(view, block_ms=max(1, round(1000 * left)))
+            view = await self._ledger.look_after(view, block_ms=max(1, round(1000 * left)))
         self._before, self._after = self._before or view, view
 
     def _is_waiting(self, view: View) -> bool:
@@ -196,7 +196,7 @@ class Feeder:
         if self._after is None or self._unsure or self._waits_for_task or self._wait_s <= 0:
             return await self._ledger.look()
         block_ms = max(1, round(1000 * min(self._wait_s, _LOOK_S)))
-        return (await self._ledger.look_after(self._after, block_ms=block_ms))[1]
+        return await self._ledger.look_after(self._after, block_ms=block_ms)
 
     @property
     def _waits_for_task(self) -> bool:

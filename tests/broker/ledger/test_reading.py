@@ -16,9 +16,9 @@ async def test_what_a_view_contains_is_not_reported_as_news(hand: Hand) -> None:
     upload = await hand.admitted()
     before = await hand.ledger.look()
     assert await hand.commit(1, upload) == "done"  # an event and a version: one piece of news
-    _, after = await hand.ledger.look_after(before, block_ms=60_000)
+    after = await hand.ledger.look_after(before, block_ms=60_000)
     assert (after.head.version, after.told.keys()) == (1, before.told.keys())
-    _, then = await hand.ledger.look_after(after, block_ms=50)
+    then = await hand.ledger.look_after(after, block_ms=50)
     assert then.told == after.told
     assert then.now - after.now >= 0.05
 
@@ -37,23 +37,34 @@ async def test_inboxes_are_counted_only_on_request(hand: Hand, client: Client) -
 
     before = await counted()
     view = await hand.ledger.look()
-    _, view = await hand.ledger.look_after(view, block_ms=1)
+    view = await hand.ledger.look_after(view, block_ms=1)
     assert (view.inbox, await counted() - before) == (None, 2 * 3)  # queue, triggers, dead letters
     assert (await hand.ledger.look(inboxes=True)).inbox == 3
 
 
 async def test_opening_waiting_and_looking_are_one_exchange(hand: Hand, client: Client) -> None:
     await hand.create()
-    view = await hand.ledger.look()
+    seen, _ = await hand.ledger.changes()
     for n in range(2):
         opening = hand.ledger.trigger(hand.scheduler.token, 9, n, [hand.trigger()])
-        opened, view = await hand.ledger.look_after(view, block_ms=1, opening=opening)
-        assert (opened, len(view.open)) == (1, n + 1)
+        opened, seen, changes = await hand.ledger.changes_after(
+            seen, None, block_ms=1, opening=opening
+        )
+        assert (opened, seen.tasks, len(changes.tasks)) == (1, n + 1, n + 1)
         await client.call("SCRIPT", "FLUSH")
     fenced = hand.ledger.trigger("1:another", 9, 2, [hand.trigger()])
     await hand.ledger.prepare()
     with pytest.raises(Fenced):
-        await hand.ledger.look_after(view, block_ms=1, opening=fenced)
+        await hand.ledger.changes_after(seen, None, block_ms=1, opening=fenced)
+
+
+async def test_looking_again_after_redis_lost_its_scripts(hand: Hand, client: Client) -> None:
+    await hand.create()
+    view = await hand.ledger.look()
+    await hand.open()
+    await client.call("SCRIPT", "FLUSH")
+    view = await hand.ledger.look_after(view, block_ms=1)
+    assert len(view.open) == 1
 
 
 # scripts
