@@ -21,8 +21,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -57,8 +59,12 @@ class Pipeline:
         sync: str = "interval",
         task: str = "benchmarks.echo:task",
         in_flight: int = IN_FLIGHT,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``sync`` is the journal's sync setting; 'none': keep no journal."""
+        """``sync`` is the journal's sync setting; 'none': keep no journal.
+
+        ``settings``: others, by name without ``FEDSTREAM_``, such as ``WIRE__UPDATE``.
+        """
         self._recorded = sync != "none"
         self._env = os.environ | {
             "FEDSTREAM_ECHO_PARAMETERS": str(parameters),
@@ -72,6 +78,7 @@ class Pipeline:
             "FEDSTREAM_SCHEDULER__POLICY__KIND": "in_flight",
             "FEDSTREAM_SCHEDULER__POLICY__N": str(in_flight),
         }
+        self._env |= {f"FEDSTREAM_{name}": value for name, value in settings.items()}
         self._client = redis.Redis.from_url(url)
         self._head = "fedstream:{demo}:head"
         self._versions = versions
@@ -121,9 +128,9 @@ class Pipeline:
         while time.monotonic() < deadline:
             head = int(self._client.hget(self._head, "version") or 0)
             if head >= version:
-                server = psutil.Process(int(self._client.info("server")["process_id"]))
-                cpu = {n: _cpu(psutil.Process(p.pid)) for n, p in self._processes.items()}
-                return (head, time.perf_counter()), cpu | {"redis": _cpu(server)}
+                server = int(self._client.info("server")["process_id"])
+                cpu = {name: processor_s(one.pid) for name, one in self._processes.items()}
+                return (head, time.perf_counter()), cpu | {"redis": processor_s(server)}
             for name, process in self._processes.items():
                 if process.poll() is not None:
                     raise SystemExit(f"{name} exited with {process.returncode}")
@@ -163,8 +170,9 @@ class Pipeline:
         self._port.close()
 
 
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
+def processor_s(pid: int) -> float:
+    """The processor time that a process has used, in seconds."""
+    times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 

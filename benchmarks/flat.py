@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import redis
 
+from benchmarks.end_to_end import processor_s
 from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
 
@@ -140,9 +140,9 @@ class Deployment:
 
     def _cpu_s(self) -> dict[str, float]:
         about: Any = self._client.info("server")
-        used = {name: _cpu(process.pid) for name, process in self._services.items()}
-        used["trainers"] = sum(map(_cpu, self._trainers))
-        return used | {"redis": _cpu(int(about["process_id"]))}
+        used = {name: processor_s(process.pid) for name, process in self._services.items()}
+        used["trainers"] = sum(map(processor_s, self._trainers))
+        return used | {"redis": processor_s(int(about["process_id"]))}
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WITHIN_S
@@ -160,11 +160,6 @@ class Deployment:
             process.send_signal(signal.SIGTERM)
         for process in self._processes:
             process.wait(60)
-
-
-def _cpu(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
 
 
 def measured(cell: Cell, seconds: float) -> dict[str, Any]:

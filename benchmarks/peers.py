@@ -18,8 +18,7 @@ import re
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,22 +77,10 @@ def fedlab(parameters: int, clients: int, updates: int) -> float:
 
 def fedstream(parameters: int, versions: int, wire: str) -> float:
     """Our updates per second, with updates and models in the format ``wire``."""
-    set_ = {"FEDSTREAM_WIRE__UPDATE": wire, "FEDSTREAM_WIRE__MODEL": wire}
-    with environment(set_), RedisServer() as server, tempfile.TemporaryDirectory() as journal:
-        pipeline = Pipeline(server.url, parameters, versions, Path(journal))
+    formats = {"WIRE__UPDATE": wire, "WIRE__MODEL": wire}
+    with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
+        pipeline = Pipeline(server.url, parameters, versions, Path(journal), settings=formats)
         return float(pipeline.measure()["updates_per_s"])
-
-
-@contextmanager
-def environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Within this context, processes that are started have these variables."""
-    before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def bare_loop(parameters: int, updates: int) -> float:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +81,17 @@ def codec(size: int, name: str) -> dict[str, float]:
     }
 
 
-@contextmanager
-def _configured(**settings: str) -> Iterator[None]:
-    """In the environment, which the pipeline's services inherit."""
-    named = {f"FEDSTREAM_{key}": value for key, value in settings.items()}
-    os.environ.update(named)
-    yield
-    for key in named:
-        del os.environ[key]
-
-
 def pipeline(size: int, update: str, model: str) -> dict[str, float]:
     """Updates per second through every service, and processor time of all processes for each."""
     settings = {
         "WIRE__UPDATE": update, "WIRE__MODEL": model, "STRATEGY__NAME": "fedbuff",
         "STRATEGY__BUFFER_SIZE": "1",
     }  # fmt: skip
-    with RedisServer() as server, tempfile.TemporaryDirectory() as journal, _configured(**settings):
+    with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
         versions = 600 if size < 1_000_000 else 24
         run = Pipeline(
-            server.url, size, versions, Path(journal), task="benchmarks.wire:task"
+            server.url, size, versions, Path(journal), task="benchmarks.wire:task",
+            settings=settings,
         ).measure()  # fmt: skip
     return {
         "updates_per_s": run["updates_per_s"], "cpu_ms": run["cpu_ms_per_update"]["all"],
