@@ -412,3 +412,42 @@ SITES: dict[str, tuple[Change, str]] = {
         r"sites: StatefulSet site-a: Redis's users are made without FEDSTREAM_PASSWORD_SITE_SITE_A",
     ),
 }
+
+GATEWAYS: dict[str, tuple[Change, str]] = {
+    "a gateway whose site nobody serves": (
+        lambda m: config(m, "fedstream-run").update(FEDSTREAM_COORDINATOR__SITES='["pool"]'),
+        r"sites: StatefulSet gateway: coordinator\.sites does not name 'gateway'",
+    ),
+    "a gateway without a user": (
+        lambda m: pod(m, "redis")["initContainers"][0]["env"].pop(),
+        r"sites: StatefulSet gateway: Redis's users are made without FEDSTREAM_PASSWORD_GATEWAY",
+    ),
+    "a gateway that is a trainer's user": (
+        lambda m: entry(m, "gateway", "FEDSTREAM_REDIS__USERNAME").update(value="trainer"),
+        r"settings: StatefulSet gateway, .*: is not Redis's user 'gateway'",
+    ),
+    "a gateway that listens elsewhere": (
+        lambda m: container(m, "gateway")["ports"][0].update(containerPort=8443),
+        r"settings: StatefulSet gateway, .*: http\.port = 8080, the port named http is 8443",
+    ),
+    "a route without TLS": (
+        lambda m: m.get("HTTPRoute", "gateway")["spec"]["parentRefs"][0].pop("sectionName"),
+        r"exposure: HTTPRoute gateway: lets in without TLS",
+    ),
+    "a route to no port": (
+        lambda m: m.get("HTTPRoute", "gateway")["spec"]["rules"][0]["backendRefs"][0].update(
+            port=8080
+        ),
+        r"references: HTTPRoute gateway: there is no port 8080 of 'gateway'",
+    ),
+    "a route to all paths": (
+        lambda m: m.get("HTTPRoute", "gateway")["spec"]["rules"][0]["matches"][0]["path"].update(
+            value="/"
+        ),
+        r"references: HTTPRoute gateway: / lets out more than the API",
+    ),
+    "a route that is let in nowhere": (
+        lambda m: rule(m, "route-to-gateway").update(ingress=[]),
+        r"networks: network policies stop the Ingress controller to StatefulSet gateway, port 8080",
+    ),
+}

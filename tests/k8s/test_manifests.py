@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from fedstream import __version__
-from tests.k8s.breaks import BREAKS, SITES, config, container, pod, replace
+from tests.k8s.breaks import BREAKS, GATEWAYS, SITES, config, container, pod, replace
 from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
 from tests.k8s.policy.checks import CHECKS, findings
@@ -73,6 +73,13 @@ def test_images_are_named_in_one_place() -> None:
 def test_mistakes_in_a_site_are_detected(what: str, renderings: dict[str, Manifests]) -> None:
     change, expected = SITES[what]
     lines = broken(renderings["production with site"], change)
+    assert any(re.search(expected, line) for line in lines), "\n".join(lines)
+
+
+@pytest.mark.parametrize("what", GATEWAYS)
+def test_mistakes_in_a_gateway_are_detected(what: str, renderings: dict[str, Manifests]) -> None:
+    change, expected = GATEWAYS[what]
+    lines = broken(renderings["base with gateway-route"], change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Where others are let in by an Ingress: TLS and a token on the way in, TLS behind it."""
+"""Where others are let in: TLS and a token on the way in, TLS behind it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from tests.k8s.cluster.manifests import Manifests
-from tests.k8s.policy.workloads import Workload, environment, workloads
+from tests.k8s.policy.workloads import Workload, entered, environment, workloads
 
 
 def exposure(manifests: Manifests) -> Iterator[str]:
-    """What an Ingress must come with; nothing is wanted where there is none."""
-    entrances = manifests.of("Ingress")
-    if not entrances:
+    """What an entrance must come with; nothing is wanted where there is none.
+
+    Whoever comes to the gateway shows a token of his own.
+    """
+    services = entered(manifests)
+    if not services:
         return
-    for ingress in entrances:
+    for ingress in manifests.of("Ingress"):
         name, spec = f"Ingress {ingress['metadata']['name']}", ingress["spec"]
         sealed = {host for tls in spec.get("tls", ()) for host in tls.get("hosts", ())}
         for rule in spec["rules"]:
             if rule.get("host") not in sealed:
                 yield f"{name}: {rule.get('host', 'every host')} is let in without TLS"
-    coordinator = Workload(manifests.get("Deployment", "coordinator"))
-    tokens = [
-        entry
-        for entry in coordinator.containers[0]["env"]
-        if entry["name"] == "FEDSTREAM_HTTP__TOKEN"
-    ]
-    if not tokens or "secretKeyRef" not in tokens[0].get("valueFrom", {}):
-        yield f"{coordinator.name}: an Ingress leads to it, and it asks for no token of a Secret"
+    for route in manifests.of("HTTPRoute"):
+        for parent in route["spec"]["parentRefs"]:
+            if parent.get("sectionName") != "https":
+                yield f"HTTPRoute {route['metadata']['name']}: lets in without TLS"
+    if "coordinator" in services:
+        coordinator = Workload(manifests.get("Deployment", "coordinator"))
+        tokens = [
+            entry
+            for entry in coordinator.containers[0]["env"]
+            if entry["name"] == "FEDSTREAM_HTTP__TOKEN"
+        ]
+        if not tokens or "secretKeyRef" not in tokens[0].get("valueFrom", {}):
+            yield (
+                f"{coordinator.name}: an Ingress leads to it, and it asks for no token of a Secret"
+            )
     for workload in workloads(manifests):
         if workload.labels.get("app.kubernetes.io/name") == "fedstream":
             url = environment(manifests, workload.containers[0]).get("FEDSTREAM_REDIS__URL", "")

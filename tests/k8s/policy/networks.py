@@ -12,7 +12,7 @@ from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
 
 from tests.k8s.cluster.manifests import Manifest, Manifests
-from tests.k8s.policy.workloads import Workload, environment, selected, workloads
+from tests.k8s.policy.workloads import Workload, entered, environment, selected, workloads
 
 _OURS = {"kubernetes.io/metadata.name": "fedstream"}
 
@@ -68,9 +68,9 @@ def networks(manifests: Manifests) -> Iterator[str]:
         needed.append((_PROMETHEUS, place, 8081, "TCP"))
         barred += [(who, place, 8081, "TCP") for who in (_KEDA, _INGRESS, *ours)]
         barred += [(place, other, 8080, "TCP") for other in ours]
-        is_asked = place.labels["app.kubernetes.io/component"] == "coordinator"
-        for who, kind in ((_KEDA, "ScaledObject"), (_INGRESS, "Ingress")):
-            asks = is_asked and manifests.of(kind)
+        part = place.labels["app.kubernetes.io/component"]
+        scales = part == "coordinator" and manifests.of("ScaledObject")
+        for who, asks in ((_KEDA, scales), (_INGRESS, part in entered(manifests))):
             (needed if asks else barred).append((who, place, 8080, "TCP"))
     watched = [*servers, *sentinels] if sentinels else []
     for place in watched:

@@ -130,7 +130,18 @@ def _entrances(manifests: Manifests) -> Iterator[str]:
                 if wanted["port"].get("name") not in ports:
                     yield f"{name}: there is no port {wanted['port']} of Service {wanted['name']!r}"
                 if path["path"] != "/v1":
-                    yield f"{name}: {path['path']} lets out more than status and models"
+                    yield f"{name}: {path['path']} lets out more than the API"
+    for route in manifests.of("HTTPRoute"):
+        name = f"HTTPRoute {route['metadata']['name']}"
+        for rule in route["spec"]["rules"]:
+            for backend in rule["backendRefs"]:
+                service = manifests.find("Service", backend["name"])
+                numbers = [port["port"] for port in service["spec"]["ports"]] if service else []
+                if backend["port"] not in numbers:
+                    yield f"{name}: there is no port {backend['port']} of {backend['name']!r}"
+            for match in rule["matches"]:
+                if match["path"]["value"] != "/v1":
+                    yield f"{name}: {match['path']['value']} lets out more than the API"
 
 
 def _selectors(manifests: Manifests) -> Iterator[str]:

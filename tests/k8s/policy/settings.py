@@ -74,7 +74,7 @@ def _service(
     if found.http.host != "0.0.0.0":  # noqa: S104  (a pod's own address is not known before)
         yield f"http.host = {found.http.host!r}: probes come from elsewhere"
     listens = {"health": ("http.health_port", found.http.health_port)}
-    if role == "coordinator":
+    if role in ("coordinator", "gateway"):
         listens["http"] = ("http.port", found.http.port)
     for port, (key, number) in listens.items():
         if workload.ports.get(port) != number:
@@ -91,6 +91,8 @@ def _service(
         )
     own = role == "trainer" and found.trainer.site != POOL
     user = user_of(found.trainer.site) if own else role
+    if role == "gateway":
+        user = user_of(found.gateway.site, role)
     password = f"password-of-{'password' if own else role}"
     if found.redis.username != user or env.get("FEDSTREAM_REDIS__PASSWORD") != password:
         yield f"is not Redis's user {user!r} with that user's password"

@@ -14,8 +14,14 @@ K8S = ROOT / "k8s"
 
 # What an overlay of one's own may put on top of production (device-owners takes the place of what
 # KEDA scales).
-_WITH = {"ingress": ("redis-tls",)}
-ADDITIONS = ("redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data", "site", "sinks")
+_WITH = {
+    "ingress": ("redis-tls",),
+    "gateway-ingress": ("redis-tls", "gateway"),
+    "gateway-route": ("redis-tls", "gateway"),
+}
+ADDITIONS = (
+    "redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data", "site", "sinks", "gateway"
+)  # fmt: skip
 
 
 def overlays() -> list[str]:

@@ -21,6 +21,7 @@ BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
             "evaluator",
             "trainer",
             "operator",
+            "gateway",
             "sinks",
             "replica",
             "sentinel",
@@ -28,12 +29,17 @@ BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
         ]
     ),
     ("Secret", "fedstream-tls"): frozenset(("tls.crt", "tls.key")),
+    ("Secret", "fedstream-gateway-tls"): frozenset(("tls.crt", "tls.key")),
     ("Secret", "fedstream-redis-tls"): frozenset(("tls.crt", "tls.key", "ca.crt")),
     ("Secret", "fedstream-site-a"): frozenset(("password",)),
     ("Secret", "fedstream-http"): frozenset(("token",)),
     ("ConfigMap", "fedstream-redis-ca"): frozenset(("ca.crt",)),
     ("PersistentVolume", "fedstream-data"): frozenset(),
 }
+
+
+# What lets others in from outside the cluster.
+ENTRANCES = ("Ingress", "HTTPRoute")
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,20 @@ def workloads(manifests: Manifests) -> Iterator[Workload]:
     """All that make pods."""
     for manifest in manifests.of(*KINDS):
         yield Workload(manifest)
+
+
+def entered(manifests: Manifests) -> dict[str, str]:
+    """The Services that an entrance leads to, with the entrance."""
+    found: dict[str, str] = {}
+    for one in manifests.of(*ENTRANCES):
+        for rule in one["spec"]["rules"]:
+            backends = [
+                *(path["backend"]["service"] for path in rule.get("http", {}).get("paths", ())),
+                *rule.get("backendRefs", ()),
+            ]
+            name = f"{one['kind']} {one['metadata']['name']}"
+            found |= {backend["name"]: name for backend in backends}
+    return found
 
 
 def selected(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
