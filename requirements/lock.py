@@ -9,7 +9,7 @@ because not everybody installs all of them:
   names over files in a folder, so a list that allowed both builds would never get the smaller one.
 - ``torch-cuda.txt``: torch and torchvision from the package index, with their dependencies on
   Linux: several gigabytes. On macOS this is a CPU build too.
-- ``runtime.txt``: fedstream's other dependencies.
+- ``runtime.txt``: fedstream's other dependencies, with those of a gateway: the image has them.
 - ``dev.txt``: additional dependencies of the tests.
 - ``flower.txt``: fedstream's other dependencies beside Flower, which wants older releases of some,
   and what its tests need. Together with torch, a separate environment.
@@ -117,7 +117,7 @@ def _write(name: str, packages: Mapping[str, str]) -> None:
 def _write_project() -> None:
     known = read("torch-cuda") | read("runtime") | read("dev")
     project, pins = ROOT / "pyproject.toml", ("--constraint", ROOT / "constraints.txt")
-    runtime = _compiled(known, project, *pins)
+    runtime = _compiled(known, project, "--extra", "gateway", *pins)
     every = _compiled(known | runtime, project, "--extra", "dev", *pins)
     if differing := [name for name in runtime if _pin(runtime[name]) != _pin(every[name])]:
         raise SystemExit(f"the tests need other versions of {', '.join(differing)}")

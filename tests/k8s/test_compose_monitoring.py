@@ -17,7 +17,11 @@ from fedstream.settings.services import ROLES
 from tests.k8s.policy.targets import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-WATCHING = {name: one for name, one in COMPOSE["services"].items() if "profiles" in one}
+WATCHING = {
+    name: one
+    for name, one in COMPOSE["services"].items()
+    if one.get("profiles", ["gateway"]) != ["gateway"]
+}
 CONFIG = ROOT / "compose" / "prometheus.yaml"
 ALERTS = ROOT / "compose" / "alerts.yaml"
 [JOB] = yaml.safe_load(CONFIG.read_text())["scrape_configs"]

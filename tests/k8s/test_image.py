@@ -20,7 +20,11 @@ from tests.k8s.policy.targets import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 STARTED = [role for role in ROLES if role != "sinks"]  # which needs a tracker's package
-SERVICES = {name: one for name, one in COMPOSE["services"].items() if "profiles" not in one}
+SERVICES = {
+    name: one
+    for name, one in COMPOSE["services"].items()
+    if one.get("profiles", ["gateway"]) == ["gateway"]
+}
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PACKAGE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -36,12 +40,13 @@ def environment(service: str) -> dict[str, str]:
 
 
 def in_the_image() -> set[str]:
-    """The packages: what we depend on, what that does, and so on, for the image's Python."""
+    """The packages: what we depend on, gateways too, what that does, and so on."""
     python = re.search(r"^ARG PYTHON=([\d.]+)-", DOCKERFILE, re.MULTILINE)
     assert python
     target = {"python_full_version": python[1], "extra": ""}
     found: set[str] = set()
-    todo = list(PACKAGE["project"]["dependencies"])
+    project = PACKAGE["project"]
+    todo = [*project["dependencies"], *project["optional-dependencies"]["gateway"]]
     while todo:
         wanted = Requirement(todo.pop())
         name = canonicalize_name(wanted.name)
