@@ -29,7 +29,7 @@ from fedstream.settings.config import Settings
 from fedstream.trainer import cifar, digits
 from fedstream.trainer.workspace import Workspace
 from fedstream.wire import Undecodable, format_of
-from tests.fuzz import journals
+from tests.fuzz import devices, journals
 from tests.fuzz.harness import Target
 from tests.support import layout_of, model_of
 
@@ -58,6 +58,7 @@ def targets() -> dict[str, Target]:
             texts=journals.files(),
         ),
         Target("cifar", _cifar, values=[_CIFAR], encode=_pickled),
+        *devices.targets(),
     )
     return {target.name: target for target in every}
 
