@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from yarl import URL
 
+from fedstream.broker.client import RedisSettings
 from fedstream.broker.digest import digest_of
 from fedstream.coordinator.gateway import registry
 from fedstream.coordinator.gateway.auth import DEVICES, TOKEN, TOKEN_S
@@ -25,6 +27,7 @@ from tests.coordinator.gateway.phones import (
     invite,
     said,
 )
+from tests.coordinator.gateway.places import serving
 from tests.support import Hand
 
 # what works
@@ -286,3 +289,50 @@ def test_a_secret_is_long_enough() -> None:
     with pytest.raises(ValueError, match="at least 32"):
         GatewaySettings.model_validate({"secret": "short"})
     assert "secret" not in GatewaySettings.model_validate({"secret": SECRET}).model_dump()
+
+
+# against a whole gateway
+
+
+def _bombs(signed: dict[str, str]) -> list[bytes]:
+    """Requests with far more headers than any device sends, or far longer ones."""
+    start = f"POST {DEVICES} HTTP/1.1\r\nHost: x\r\n".encode()
+    honest = b"".join(f"{name}: {value}\r\n".encode() for name, value in signed.items())
+    return [
+        start + b"".join(b"X-%d: y\r\n" % n for n in range(5000)) + b"\r\n",
+        start + honest + b"Signature: fedstream=:" + b"A" * 100_000 + b":\r\n\r\n",
+        start + b"Signature-Input: " + b'"@method" ' * 20_000 + b"\r\n\r\n",
+        start + b"Authorization: Bearer " + b"e" * 1_000_000,  # and it never ends
+        start + honest + b"Content-Length: 9\r\nContent-Length: 2\r\n\r\n{}",
+        start + honest + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        start + b"Signature : x\r\n\r\n",
+        start + b"Signature: a\r\n b\r\n\r\n",
+        b"POST " + b"/v1/devices" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ]
+
+
+async def test_header_bombs_are_refused_while_honest_devices_enrol(
+    hand: Hand, redis: RedisSettings
+) -> None:
+    await hand.create()
+    await invite(hand)
+    key = Ed25519PrivateKey.generate()
+    async with serving(hand, redis) as place:
+        url = URL(place.url)
+        body = Enrolment(invite=INVITE, public_key=pem_of(key.public_key())).encode()
+        signed = sign(
+            key, method="POST", path=DEVICES, body=body, keyid="new", created=int(time.time())
+        )
+        for bomb in _bombs(signed):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            try:
+                writer.write(bomb)
+                async with asyncio.timeout(10):
+                    answer = await reader.read(4096)
+            except ConnectionResetError:  # it was closed while we were still sending
+                answer = b"HTTP/1.1 400 "
+            finally:
+                writer.close()
+            assert answer.split()[1] in (b"400", b"401"), (bomb[:60], answer)
+        async with place.session.post(url / DEVICES[1:], data=body, headers=signed) as enrolled:
+            assert enrolled.status == 201
