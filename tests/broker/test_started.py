@@ -216,6 +216,11 @@ async def test_what_a_node_did_not_do_is_sent_on_whole() -> None:
             with await mine.start([("GET", "a"), waiting("a")], wait_s=1) as started:
                 assert (started.replies, await started.last()) == ([b"OK"], None)
             assert here.asked[-2:] == there.asked[-2:] == ["get", "xread"]
+            mine._place = ("127.0.0.1", here.port)
+            mine._forget(mine._place)
+            sent: list[Command] = [("GET", "a"), waiting("a"), ("GET", "a")]
+            with await mine.start(sent, wait_s=1, late=2) as started:
+                assert (started.replies, await started.rest()) == ([b"OK"], [None, b"OK"])
             # In part, and nobody repeats it.
             mine._place = ("127.0.0.1", here.port)
             mine._forget(mine._place)
