@@ -430,6 +430,31 @@ GATEWAYS: dict[str, tuple[Change, str]] = {
         lambda m: container(m, "gateway")["ports"][0].update(containerPort=8443),
         r"settings: StatefulSet gateway, .*: http\.port = 8080, the port named http is 8443",
     ),
+    "an autoscaler that every apply undoes": (
+        lambda m: m.put(
+            {
+                "apiVersion": "autoscaling/v2",
+                "kind": "HorizontalPodAutoscaler",
+                "metadata": {"name": "g", "namespace": "fedstream"},
+                "spec": {
+                    "scaleTargetRef": {"kind": "StatefulSet", "name": "gateway"},
+                    "maxReplicas": 2,
+                },
+            }
+        ),
+        r"settings: HorizontalPodAutoscaler g: every apply would set back what it has set",
+    ),
+    "an autoscaler without metrics": (
+        lambda m: m.put(
+            {
+                "apiVersion": "autoscaling/v2",
+                "kind": "HorizontalPodAutoscaler",
+                "metadata": {"name": "g", "namespace": "fedstream"},
+                "spec": {"scaleTargetRef": {"kind": "Deployment", "name": "g"}, "maxReplicas": 2},
+            }
+        ),
+        r"settings: HorizontalPodAutoscaler g: nothing collects the metrics that it follows",
+    ),
     "a route without TLS": (
         lambda m: m.get("HTTPRoute", "gateway")["spec"]["parentRefs"][0].pop("sectionName"),
         r"exposure: HTTPRoute gateway: lets in without TLS",

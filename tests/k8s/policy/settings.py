@@ -180,11 +180,24 @@ def _scaling(manifests: Manifests) -> Iterator[str]:
     policy = found.policy
     if isinstance(policy, InFlight) and policy.n is not None and not scaled:
         yield f"scheduler.policy.n = {policy.n}, and nothing scales the trainers: leave it out"
+    for one in manifests.of("HorizontalPodAutoscaler"):
+        yield from _followed(manifests, one)
     for one in scaled:
         yield from (
             f"ScaledObject {one['metadata']['name']}: {line}"
             for line in _scaled(manifests, one, found)
         )
+
+
+def _followed(manifests: Manifests, scaler: Manifest) -> Iterator[str]:
+    name, target = scaler["metadata"]["name"], scaler["spec"]["scaleTargetRef"]
+    found = manifests.find(target["kind"], target["name"])
+    if found is None:
+        yield f"HorizontalPodAutoscaler {name}: there is no {target['kind']} {target['name']!r}"
+    elif "replicas" in found["spec"]:
+        yield f"HorizontalPodAutoscaler {name}: every apply would set back what it has set"
+    if not manifests.of("ServiceMonitor"):
+        yield f"HorizontalPodAutoscaler {name}: nothing collects the metrics that it follows"
 
 
 def _scaled(manifests: Manifests, scaled: Manifest, found: Settings) -> Iterator[str]:

@@ -18,6 +18,7 @@ _WITH = {
     "ingress": ("redis-tls",),
     "gateway-ingress": ("redis-tls", "gateway"),
     "gateway-route": ("redis-tls", "gateway"),
+    "gateway-scaling": ("monitoring", "gateway"),
 }
 ADDITIONS = (
     "redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data", "site", "sinks", "gateway"
