@@ -138,6 +138,10 @@ class Keys:
         """A text that changes whenever a gateway's devices do, so that what is known is known."""
         return f"{self._gateway(site)}changed"
 
+    def moves(self, site: str) -> str:
+        """The stream in which a gateway's replicas tell which devices have come to them."""
+        return f"{self._gateway(site)}moves"
+
     def secret(self, site: str) -> str:
         """What the replicas of a gateway sign tokens with."""
         return f"{self._gateway(site)}secret"

@@ -215,6 +215,23 @@ class Heartbeat(Message):
     answers: Count = 0
 
 
+class Seating(Message):
+    """Devices have come to a replica of a gateway, whichever they were at before."""
+
+    kind: ClassVar[str] = "seating"
+    gateway: Name
+    devices: Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+
+
+class HandOver(Message):
+    """A replica of a gateway leaves tasks to the one that their devices have come to."""
+
+    kind: ClassVar[str] = "hand_over"
+    gateway: Name  # that gets them
+    stream: Name  # of their entries
+    entries: Annotated[tuple[Name, ...], Field(min_length=1)]
+
+
 class RoundEnd(Message):
     """A control entry in the queue: no more updates will arrive for this version."""
 

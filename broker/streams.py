@@ -158,6 +158,27 @@ class Group:
         replies = await self._client.pipeline(commands) if commands else ()
         return {id_.decode() for reply in replies for id_ in reply}
 
+    async def is_empty(self) -> bool:
+        """Whether the stream has no entry, waiting or in anybody's hands."""
+        return not await self._client.call("XRANGE", self.stream, "-", "+", "COUNT", 1)
+
+    async def take_over(self, entries: Sequence[str]) -> list[Entry]:
+        """Make entries this consumer's, given by id, whoever has them: those still there.
+
+        Counts no delivery.
+        """
+        claim: Command = (
+            "XCLAIM", self.stream, self.group, self.consumer, 0, *entries, "JUSTID",
+        )  # fmt: skip
+        reads: list[Command] = [("XRANGE", self.stream, one, one) for one in entries]
+        try:
+            ours, *rows = await self._client.pipeline([claim, *reads])
+        except BrokerError as error:
+            if not lost(error):
+                raise
+            return []
+        return [entry for some in rows for entry in _entries(some) if entry.id.encode() in ours]
+
     async def release(self, entry: Entry) -> bool:
         """Hand an entry back for anyone to claim at once; False if it is another consumer's.
 

@@ -19,9 +19,12 @@ from fedstream.broker.ledger import trainer
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import word
 from fedstream.broker.ledger.trainer import TakesTasks
+from fedstream.broker.messages import HandOver, Seating
 from fedstream.broker.scripts import Script
+from fedstream.broker.streams import BLOCK_MS, Entry, Reader
 
 ENROL = Script("enrol")
+_MOVES_KEPT = 2000  # messages about devices that moved, each of at most 1,000
 
 # All that a site's trainer may do, and more. Like trainers, gateways may not load scripts.
 RIGHTS = Rights(
@@ -36,6 +39,7 @@ RIGHTS = Rights(
             ),
             commands=("evalsha", "get", "set", "hget", "hset", "hdel", "time"),
         ),
+        Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
     ),
 )  # fmt: skip
 
@@ -75,6 +79,7 @@ class GatewayLedger(TakesTasks):
         self._site = site
         self._enrolled, self._revoked = keys.enrolled(site), keys.revoked(site)
         self._changed = keys.enrolments(site)
+        self._moves = keys.moves(site)
 
     async def enrol(
         self, device: int, invite: str, key: str, nonce: str, *, nonce_s: float
@@ -122,6 +127,25 @@ class GatewayLedger(TakesTasks):
         key = self.keys.secret(self._site)
         _, found = await self._client.pipeline([("SET", key, fresh, "NX"), ("GET", key)])
         return bytes(found)
+
+    # devices that go from one replica to another
+
+    async def move(self, message: Seating | HandOver) -> str:
+        """Tell the site's replicas; returns where in the order of such messages that is."""
+        id_ = await self._client.call(
+            "XADD", self._moves, "MAXLEN", "~", _MOVES_KEPT, "*", "m", message.encode()
+        )
+        return str(id_.decode())
+
+    async def moves(self) -> list[Entry]:
+        """Read all that the site's replicas have told and that is kept."""
+        rows = await self._client.call("XRANGE", self._moves, "-", "+")
+        return [Entry(id_.decode(), fields[1]) for id_, fields in rows]
+
+    async def moves_after(self, entry: str, *, block_ms: int = BLOCK_MS) -> list[Entry]:
+        """Wait for what they tell after an entry, for at most ``block_ms``."""
+        found = await Reader(self._client, {self._moves: entry}).read(block_ms=block_ms)
+        return found.get(self._moves, [])
 
     async def fates(self, tasks: Sequence[str]) -> list[Fate]:
         """Look up what has become of tasks; of the newest 20,000 that ended Redis knows how."""

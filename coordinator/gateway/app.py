@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi
 from fedstream.coordinator.gateway.bodies import body_of
+from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.protocol import headers
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.desk import Desk, Woken
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
+    from fedstream.coordinator.gateway.moves import Moves
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.runtime.service import Context
@@ -59,6 +61,7 @@ class Opened:
 
     context: Context
     tasks: Tasks
+    moves: Moves
     metrics: GatewayMetrics
 
 
@@ -203,11 +206,14 @@ class GatewayApp:
         said = await self.said(request, Beat)
         task = request.match_info["task"]
         self._desk.heard(device, time.monotonic())
-        if task not in self._desk:
+        try:
+            held = await self._running().moves.find(task, device)
+        except NotHeld:
+            if task in self._desk:
+                raise  # another device's
             why: Literal["run over", "given up"]
             why = "run over" if self._current.is_over else "given up"
             return _json(Advice(go_on=False, why=why))
-        held = self._desk.held(task, device)
         run, head, now = self._current.run, self._current.head, time.time()
         advice = offers.advice(held, said.attempt, run, head, now)
         if (why_not := offers.overdue(held.task, head, now)) is not None:
@@ -219,8 +225,12 @@ class GatewayApp:
         said = await self.said(request, Surrender)
         task = request.match_info["task"]
         self._desk.heard(device, time.monotonic())
-        if task in self._desk:
-            held = self._desk.held(task, device)
+        try:
+            held = await self._running().moves.find(task, device)
+        except NotHeld:
+            if task in self._desk:
+                raise  # another device's
+        else:
             if said.attempt == held.attempt:
                 await self._running().tasks.give_up(held, said.reason)
         return _json(Nothing())

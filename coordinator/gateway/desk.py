@@ -57,6 +57,7 @@ class _Seat:
     """A device that is present."""
 
     heard: float  # when its last request ended, monotonic seconds
+    is_here: bool = False  # whether it made one, or only a task waits for it
     tasks: list[Held] = field(default_factory=list)  # in the order in which they came
     poll: asyncio.Future[Woken] | None = None  # that waits
     nonce: str = ""  # of the last check-in that was answered
@@ -78,6 +79,7 @@ class Desk:
         self._held: dict[str, Held] = {}  # by task
         self._listed: tuple[int, ...] | None = ()
         self.polls = 0  # check-ins that wait
+        self.newcomers: set[int] = set()  # whom nobody was told of yet
 
     # devices
 
@@ -91,12 +93,27 @@ class Desk:
                 503, "busy", f"{self._most} devices are present: try again later",
                 retry_after_s=self._away_s,
             )  # fmt: skip
-        self._sit(device, now)
+        self._come(device, now)
 
     def heard(self, device: int, now: float) -> None:
         """Note a request of a device, if it is present."""
         if device in self._seats:
-            self._sit(device, now)
+            self._come(device, now)
+
+    def is_present(self, device: int) -> bool:
+        """Whether a device is present."""
+        return device in self._seats
+
+    def let_go(self, device: int) -> list[Held]:
+        """Let a device go at once, with its tasks: it has come to another replica."""
+        seat = self._seats.get(device)
+        if seat is None:
+            return []
+        self._release(seat, "replaced")
+        for held in (tasks := list(seat.tasks)):
+            del self._held[held.task.task]
+        self._remove(device)
+        return tasks
 
     def leave(self, device: int) -> None:
         """Note that a device is not eligible. It stays while it has a task, unheard."""
@@ -127,8 +144,12 @@ class Desk:
     # check-ins that wait
 
     def park(self, device: int, poll: asyncio.Future[Woken], now: float) -> None:
-        """Let a device's check-in wait; one that waits already has to go."""
-        seat = self._sit(device, now)
+        """Let a device's check-in wait; one that waits already has to go.
+
+        Raises Refusal as :meth:`arrive` does.
+        """
+        self.arrive(device, now)
+        seat = self._seats[device]
         self._release(seat, "replaced")
         seat.poll = poll
         self.polls += 1
@@ -157,6 +178,10 @@ class Desk:
     def __len__(self) -> int:
         """The number of tasks in hand."""
         return len(self._held)
+
+    def has(self, held: Held) -> bool:
+        """Whether this very entry is in hand."""
+        return self._held.get(held.task.task) is held
 
     def __contains__(self, task: str) -> bool:
         """Whether a task is in hand, by its id."""
@@ -218,6 +243,12 @@ class Desk:
                 return
             yield device, seat
 
+    def _come(self, device: int, now: float) -> None:
+        seat = self._sit(device, now)
+        if not seat.is_here:
+            seat.is_here = True
+            self.newcomers.add(device)
+
     def _sit(self, device: int, now: float) -> _Seat:
         seat = self._seats.pop(device, None)
         if seat is None:
@@ -229,4 +260,5 @@ class Desk:
 
     def _remove(self, device: int) -> None:
         del self._seats[device]
+        self.newcomers.discard(device)
         self._listed = None

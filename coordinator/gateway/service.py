@@ -26,6 +26,7 @@ from fedstream.coordinator.gateway.current import Current
 from fedstream.coordinator.gateway.desk import Desk
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
+from fedstream.coordinator.gateway.moves import Moves
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
@@ -94,9 +95,10 @@ class Gateway:
         context.watch(self._client)
         metrics = GatewayMetrics(context.registry, self._desk, self._models)
         tasks = Tasks(
-            self._desk, self._current, self._group, self._ledger, self._outbox, self._keys,
-            self._lease, context, name=self._name,
+            self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
+            self._keys, self._lease, context, name=self._name,
         )  # fmt: skip
+        moves = Moves(self._desk, tasks, self._ledger, context, name=self._name)
         if self._settings.tls_cert is None:
             context.log.warning(
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
@@ -106,7 +108,7 @@ class Gateway:
             await repeat(context, "run", partial(self._join, context))
             if context.stop.is_set():
                 return
-            self._app.open(Opened(context, tasks, metrics))
+            self._app.open(Opened(context, tasks, moves, metrics))
             within_s = max(30.0, self._lease.seconds)
             async with asyncio.TaskGroup() as group:
                 for name, step in (
@@ -114,7 +116,8 @@ class Gateway:
                     ("tasks", tasks.take),
                     ("leases", partial(self._renew, context, tasks)),
                     ("devices", partial(self._sweep, context, tasks)),
-                    ("heartbeat", partial(self._announce, context, tasks)),
+                    ("heartbeat", partial(self._announce, context, tasks, moves)),
+                    ("moves", moves.follow),
                 ):
                     group.create_task(repeat(context, name, step, within_s=within_s))
                 group.create_task(self._end_waits(context))
@@ -145,9 +148,13 @@ class Gateway:
         await tasks.sweep()
         await pause(context.stop, _LOOK_S)
 
-    async def _announce(self, context: Context, tasks: Tasks) -> None:
+    async def _announce(self, context: Context, tasks: Tasks, moves: Moves) -> None:
         """Announce who is present: soon after a change, and every two seconds in any case."""
+        await moves.tell()
         present, now = self._desk.present(), time.monotonic()
+        if not present and self._announced and not await self._group.is_empty():
+            # Other replicas have tasks of our stream, which goes with the last device that we own.
+            present = self._announced[:1] if len(self._announced) > 1 else self._announced
         if present is not self._announced or now - self._announced_at >= _ANNOUNCE_S:
             if present:
                 heard = await self._outbox.announce(self._name, present, answers=tasks.answers)
@@ -167,11 +174,12 @@ class Gateway:
         self._desk.release_all()
 
     async def _leave(self, context: Context) -> None:
-        """Say good-bye if no task is in hand; otherwise its devices come back to us."""
-        if not self._announced or len(self._desk):
+        """Say good-bye if our stream is empty; otherwise devices come back to us for its tasks."""
+        if not self._announced:
             return
         self._client.hurry(_GOODBYE_S)
         try:
-            await self._outbox.goodbye(self._name)
+            if await self._group.is_empty():
+                await self._outbox.goodbye(self._name)
         except FedstreamError as error:
             context.log.warning("could not announce that it is leaving", reason=str(error))

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker import reasons
 from fedstream.broker.errors import BadMessage
+from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import OWNED, Assignment, Dead, GiveUp
+from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.desk import Held
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.ledger.trainer import Outbox
-    from fedstream.broker.streams import Entry, Group
+    from fedstream.broker.streams import Entry
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk
     from fedstream.runtime.service import Context
@@ -30,6 +35,7 @@ class Tasks:
         self,
         desk: Desk,
         current: Current,
+        client: Client,
         group: Group,
         ledger: GatewayLedger,
         outbox: Outbox,
@@ -41,6 +47,7 @@ class Tasks:
     ) -> None:
         self._desk = desk
         self._current = current
+        self._client = client
         self._group = group
         self._ledger = ledger
         self._outbox = outbox
@@ -49,6 +56,7 @@ class Tasks:
         self._context = context
         self._name = name
         self._unsure = True  # whether there may be tasks of ours that we don't know of
+        self._began = False
         self._swept = 0.0
         self.answers = 0
 
@@ -71,8 +79,24 @@ class Tasks:
         known = {held.entry.id for held in self._desk} if unsure else set()
         for entry in entries:
             if entry.id not in known:
-                await self._hold(entry, now)
-        self._unsure = False
+                await self._hold(entry, self._group, now)
+        self._unsure, self._began = False, True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the tasks that this replica had before are in hand again."""
+        return self._began
+
+    async def take_over(self, stream: str, entries: Sequence[str]) -> None:
+        """Take tasks in hand that another replica of the site leaves to this one."""
+        group = self._group_of(stream)
+        for entry in await group.take_over(entries):
+            await self._hold(entry, group, time.monotonic())
+
+    def _group_of(self, stream: str) -> Group:
+        if stream == self._group.stream:
+            return self._group
+        return Group(self._client, stream, TRAINERS, self._name)
 
     async def _lapsed(self) -> list[Entry]:
         """Tasks of ours that another replica took over and then lost, at a quarter of the lease."""
@@ -85,23 +109,27 @@ class Tasks:
         )  # fmt: skip
         return entries
 
-    async def _hold(self, entry: Entry, now: float) -> None:
+    async def _hold(self, entry: Entry, group: Group, now: float) -> None:
         try:
             task = Assignment.decode(entry.data)
         except BadMessage as error:
-            await self._bury(entry, str(error))
+            await self._bury(entry, group.stream, str(error))
             return
         self._context.trace("taken", task=task.task, device=task.device)
-        self._desk.hold(Held(task, entry, self._group.stream), now)
+        self._desk.hold(Held(task, entry, group.stream), now)
 
     async def renew(self) -> None:
         """Renew all leases together; tasks whose lease is lost are over for their devices."""
-        before = list(self._desk)
-        ours = await self._group.renew_all([held.entry.id for held in before])
-        for held in before:
-            if held.entry.id not in ours and held.task.task in self._desk:
-                self._context.log.info("lease lost", task=held.task.task, device=held.task.device)
-                self._desk.ended(held.task.task)
+        by_stream: dict[str, list[Held]] = {}
+        for held in self._desk:
+            by_stream.setdefault(held.stream, []).append(held)
+        for stream, some in by_stream.items():
+            ours = await self._group_of(stream).renew_all([held.entry.id for held in some])
+            for held in some:
+                if held.entry.id not in ours and self._desk.has(held):
+                    task = held.task
+                    self._context.log.info("lease lost", task=task.task, device=task.device)
+                    self._desk.ended(task.task)
 
     async def sweep(self) -> None:
         """Give up the tasks of devices that stay away, and all tasks once the run is over."""
@@ -124,10 +152,10 @@ class Tasks:
             self.answers += 1
             self._context.trace("gave up", task=task.task, device=task.device, reason=reason)
 
-    async def _bury(self, entry: Entry, reason: str) -> None:
+    async def _bury(self, entry: Entry, stream: str, reason: str) -> None:
         """Have a coordinator move an entry to ``dead``."""
         dead = Dead(
-            stream=self._group.stream.removeprefix(self._keys.prefix), entry=entry.id,
+            stream=stream.removeprefix(self._keys.prefix), entry=entry.id,
             reason=reason, time=time.time(), deliveries=1, data=entry.data,
         )  # fmt: skip
-        await self._outbox.answer(self._group.stream, entry, dead)
+        await self._outbox.answer(stream, entry, dead)

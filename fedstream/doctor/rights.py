@@ -51,7 +51,7 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "zremrangebyrank": ("K", "0", "1"), "zscore": ("K", "x"),
 }  # fmt: skip
 _READERS = ("hget", "hgetall", "get", "xlen", "xrange", "pttl")
-_BOTH = ("xreadgroup", "hset", "set")  # for roles that may not send scripts
+_BOTH = ("xreadgroup", "hset", "set", "xadd")  # for roles that may not send scripts
 _WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
 

@@ -25,10 +25,12 @@ from fedstream.broker.messages import (
     Dead,
     Event,
     GiveUp,
+    HandOver,
     Heartbeat,
     Message,
     Presence,
     RoundEnd,
+    Seating,
     SetQuarantine,
     Trigger,
     Upload,
@@ -56,6 +58,8 @@ LEAST = {  # only what has no default
     "give_up": GiveUp(task=ID, attempt="a1", device=3, trainer="t", reason="dropped out"),
     "presence": Presence(trainer="t"),
     "heartbeat": Heartbeat(trainer="t", owns=DIGEST),
+    "seating": Seating(gateway="gw-0", devices=(3,)),
+    "hand_over": HandOver(gateway="gw-0", stream="tasks", entries=("1-1",)),
     "round_end": RoundEnd(version=4),
     "set_quarantine": SetQuarantine(devices=(3,)),
     "version": Version(version=0, time=1.5, epoch=1, digest=DIGEST, blob="0.1.ab", size=16),
@@ -77,6 +81,8 @@ MOST = {  # everything there is
             "loss": 0.5, "seconds": 2.5, "seed": 7, "sends": "delta", "site": "north", "handed": 3,
         }
     ),
+    "seating": LEAST["seating"],
+    "hand_over": LEAST["hand_over"],
     "give_up": LEAST["give_up"],
     "presence": Presence(
         trainer="t", owns=(3, 4), leaves=True, host="h", pid=12, device=3, answers=9

@@ -43,7 +43,7 @@ BESIDES: dict[str, tuple[Script, ...]] = {
 }  # fmt: skip
 # Words of commands that are not their names.
 OPTIONS = {
-    "BLOCK", "COUNT", "IDLE", "LIMIT", "MATCH", "NX", "PX", "STREAMS", "WITHSCORES", "XX",
+    "BLOCK", "COUNT", "IDLE", "LIMIT", "MATCH", "MAXLEN", "NX", "PX", "STREAMS", "WITHSCORES", "XX",
 }  # fmt: skip
 
 

@@ -1,0 +1,147 @@
+"""Devices that come to one replica of a gateway after another, and bring their task along.
+
+Whoever balances load between replicas may send a device's next connection to any of them. So each
+replica tells the others which devices have come to it, in one stream, whose order decides: a device
+is where it came last. The replica that had it lets it go, and leaves its tasks to the other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from fedstream.broker.messages import HandOver, Seating, decode
+from fedstream.coordinator.gateway.desk import NotHeld
+from fedstream.runtime.backoff import pause
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from fedstream.broker.ledger.gateway import GatewayLedger
+    from fedstream.coordinator.gateway.desk import Desk, Held
+    from fedstream.coordinator.gateway.tasks import Tasks
+    from fedstream.runtime.service import Context
+
+_SETTLE_S = 2.0  # in which a device that came has its tasks here, if another replica had them
+_TOGETHER = 1000  # devices in one message
+
+
+class Moves:
+    """What one replica tells of its devices, and what it makes of what others tell."""
+
+    def __init__(
+        self, desk: Desk, tasks: Tasks, ledger: GatewayLedger, context: Context, *, name: str
+    ) -> None:
+        self._desk = desk
+        self._tasks = tasks
+        self._ledger = ledger
+        self._context = context
+        self._name = name
+        self._told: dict[int, tuple[tuple[int, int], float]] = {}  # of devices here: where, when
+        self._left: dict[int, str] = {}  # devices that were here, and are at another replica
+        self._after: str | None = None  # what others told until there is known
+        self._settling: dict[int, asyncio.Event] = {}  # devices whose task may come after them
+
+    async def tell(self) -> None:
+        """Tell the other replicas who has come."""
+        while some := list(self._desk.newcomers)[:_TOGETHER]:
+            told = await self._ledger.move(Seating(gateway=self._name, devices=tuple(some)))
+            self._desk.newcomers.difference_update(some)
+            now = time.monotonic()
+            for device in some:
+                self._left.pop(device, None)
+                self._told[device] = (_place(told), now)
+
+    async def follow(self) -> None:
+        """Follow what the other replicas tell, for up to a second."""
+        if not self._tasks.has_begun:
+            await pause(self._context.stop, 0.05)
+            return
+        if self._after is None:
+            await self._catch_up()
+            return
+        for entry in await self._ledger.moves_after(self._after):
+            match decode(entry.data, Seating, HandOver):
+                case Seating(gateway=other, devices=devices) if other != self._name:
+                    await self._leave(other, self._lost(devices, _place(entry.id)))
+                case HandOver(gateway=self._name, stream=stream, entries=entries):
+                    await self._tasks.take_over(stream, entries)
+                    self._settle()
+            self._after = entry.id
+        # Tasks that were on their way here when their device left.
+        late = {held.task.device for held in self._desk} & self._left.keys() - self._desk.newcomers
+        for device in late:
+            await self._leave(self._left[device], (device,))
+
+    async def _catch_up(self) -> None:
+        """Leave the tasks from before a restart to where their devices have come meanwhile."""
+        last: dict[int, str] = {}
+        entries = await self._ledger.moves()
+        for entry in entries:
+            message = decode(entry.data, Seating, HandOver)
+            if isinstance(message, Seating):
+                last.update(dict.fromkeys(message.devices, message.gateway))
+        for device in {*self._desk.present()} - self._desk.newcomers:
+            if (other := last.get(device, self._name)) != self._name:
+                await self._leave(other, (device,))
+        self._after = entries[-1].id if entries else "0"
+
+    def _lost(self, devices: Iterable[int], place: tuple[int, int]) -> Iterator[int]:
+        """The devices that are not here any more, by what was told at a place of the order."""
+        for device in devices:
+            told = self._told.get(device)
+            if device not in self._desk.newcomers and (told is None or told[0] < place):
+                yield device
+
+    async def _leave(self, other: str, devices: Iterable[int]) -> None:
+        """Let devices go that have come to another replica, and leave their tasks to it."""
+        tasks: dict[str, list[str]] = {}
+        for device in devices:
+            was_here = self._told.pop(device, None) is not None
+            if was_here or self._desk.is_present(device):
+                self._left[device] = other
+            for held in self._desk.let_go(device):
+                tasks.setdefault(held.stream, []).append(held.entry.id)
+        for stream, entries in tasks.items():
+            self._context.log.info("tasks left to another replica", to=other, tasks=len(entries))
+            await self._ledger.move(HandOver(gateway=other, stream=stream, entries=tuple(entries)))
+
+    async def find(self, task: str, device: int) -> Held:
+        """A task in hand for this device; its device may have come here with it just now.
+
+        Raises NotHeld, and Refusal if too many devices are present.
+        """
+        try:
+            return self._desk.held(task, device)
+        except NotHeld:
+            if task in self._desk or not self._comes(device):
+                raise
+        self._desk.arrive(device, time.monotonic())
+        settled = self._settling.setdefault(device, asyncio.Event())
+        await self.tell()
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await settled.wait()
+        except TimeoutError:
+            self._settling.pop(device, None)
+        return self._desk.held(task, device)
+
+    def _comes(self, device: int) -> bool:
+        """Whether a device is new here, or came just now."""
+        if not self._desk.is_present(device) or device in self._desk.newcomers:
+            return True
+        told = self._told.get(device)
+        return told is not None and time.monotonic() - told[1] < _SETTLE_S
+
+    def _settle(self) -> None:
+        """Let those look again whose tasks have come."""
+        for device in tuple(self._settling):
+            if self._desk.first(device) is not None:
+                self._settling.pop(device).set()
+
+
+def _place(entry: str) -> tuple[int, int]:
+    """An entry's place in its stream."""
+    ms, _, number = entry.partition("-")
+    return int(ms), int(number)

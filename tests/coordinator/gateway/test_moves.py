@@ -1,0 +1,136 @@
+"""Two replicas of one gateway, and devices that go from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+from fedstream.broker import reasons
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import TRAINERS, member
+from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
+from tests.support import Hand, wait_until
+
+
+@asynccontextmanager
+async def two(hand: Hand, redis: RedisSettings) -> AsyncIterator[tuple[Place, Place]]:
+    await hand.create()
+    async with (
+        coordinating(hand, redis),
+        serving(hand, redis, "gw-0") as one,
+        serving(hand, redis, "gw-1") as other,
+    ):
+        yield one, other
+
+
+async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> None:
+    async with two(hand, redis) as (one, other):
+        await one.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await one.check_in(3, wait_s=50)).offer
+        moved = (await other.check_in(3, wait_s=50)).offer
+        assert (moved.task, moved.attempt) == (offer.task, offer.attempt)
+        assert (len(one.gateway._desk), len(other.gateway._desk)) == (0, 1)
+        assert (await other.beat(3, offer)).json["go_on"]
+        assert await hand.ledger.owners() == {3: member(SITE, "gw-0")}, "as long as it has its task"
+        await other.give_up(3, offer)
+        await ends(hand, "given_up", reasons.DROPPED_OUT)
+        await owned_by(hand, 3, "gw-1")
+        await hand.open(device=3)
+        assert (await other.check_in(3, wait_s=50)).status == 200
+
+
+async def test_heartbeat_at_another_replica_goes_on(redis: RedisSettings, hand: Hand) -> None:
+    """Who balances load may send each connection to any of them."""
+    async with two(hand, redis) as (one, other):
+        await one.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await one.check_in(3, wait_s=50)).offer
+        for place in (other, one, other):
+            assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
+        assert (await one.give_up(3, offer)).status == 200
+        await ends(hand, "given_up", reasons.DROPPED_OUT)
+        assert (await other.beat(3, offer)).json == {"go_on": False, "why": "given up"}
+
+
+async def test_device_that_waits_at_both_is_where_it_came_last(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    async with two(hand, redis) as (one, other):
+        first = asyncio.create_task(one.check_in(3, wait_s=50))
+        await owned_by(hand, 3, "gw-0")
+        second = asyncio.create_task(other.check_in(3, wait_s=50))
+        assert (await first).status == 204
+        await owned_by(hand, 3, "gw-1")
+        [trigger] = await hand.open(device=3)
+        assert (await second).offer.task.id == trigger.task
+
+
+async def test_task_that_was_on_its_way_follows_the_device(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    async with two(hand, redis) as (one, other):
+        for device in (3, 4):
+            await one.check_in(device)
+            await owned_by(hand, device, "gw-0")
+        second = asyncio.create_task(other.check_in(3, wait_s=50))
+        await wait_until(lambda: not one.gateway._desk.is_present(3))
+        # The coordinators still know the device at the first replica.
+        assert (await hand.ledger.owners())[3] == member(SITE, "gw-0")
+        [trigger] = await hand.open(device=3)
+        assert (await second).offer.task.id == trigger.task
+        assert not one.gateway._desk.is_present(3)
+
+
+async def test_restarted_replica_leaves_tasks_to_where_their_devices_came(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with coordinating(hand, redis, trainer_silence_s=60.0):
+        async with serving(hand, redis, "gw-0") as one:
+            for device in (3, 4):
+                await one.check_in(device)
+                await owned_by(hand, device, "gw-0")
+                await hand.open(device=device)
+            await wait_until(lambda: len(one.gateway._desk) == 2)
+            offer = (await one.check_in(3)).offer
+        async with serving(hand, redis, "gw-1") as other:
+            assert (await other.check_in(3)).status == 204
+            await wait_until(lambda: not other.gateway._desk.newcomers)
+            async with serving(hand, redis, "gw-0") as one:
+                assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
+                assert (await one.check_in(4, wait_s=50)).offer.task.device == 4
+                assert {held.task.device for held in one.gateway._desk} == {4}
+
+
+async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with (
+        coordinating(hand, redis),
+        serving(hand, redis, "gw-0", task_lease_s=1.0) as one,
+    ):
+        await one.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await one.check_in(3, wait_s=50)).offer
+        async with serving(hand, redis, "gw-1", task_lease_s=1.0) as other:
+            assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
+            stream = one.gateway._group.stream
+            begun, idle_ms = time.monotonic(), [0]
+            while time.monotonic() < begun + 1.5:  # longer than its lease, which is renewed
+                [(_, owner, idle, _)] = await hand.client.call(
+                    "XPENDING", stream, TRAINERS, "-", "+", 9
+                )
+                assert owner == b"gw-1"
+                idle_ms.append(idle)
+                await asyncio.sleep(0.02)
+            assert sum(later < before for before, later in pairwise(idle_ms)) > 2
+        again = (await one.check_in(3, wait_s=50)).offer
+        assert again.attempt == offer.attempt
