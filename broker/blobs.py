@@ -14,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
+from fedstream.broker.digest import digest_of
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
 from fedstream.broker.layout import Payload
@@ -115,15 +118,10 @@ async def read(
     try:
         for first in range(0, max(chunks, 1), WINDOW):
             numbers = range(first, min(first + WINDOW, chunks))
-            stated, *lengths = await _asked(client, key, field, numbers, data[at:])
-            if stated is None:
-                raise BlobMissing(key)
-            if stated != expected:
-                said = stated.decode(errors="replace")
-                raise BlobDamaged(f"blob {key} has {said} bytes, expected {expected.decode()}")
-            if None in lengths:
-                raise BlobMissing(key)
-            begin, at = at, at + sum(lengths)
+            part = data[at:]
+            asked = _asking(key, field, numbers)
+            said = await _of(client, key, asked, [None, *(part for _ in numbers)])
+            begin, at = at, at + _length(key, expected, said)
             if at > size:
                 raise BlobDamaged(f"blob {key} is too long")
             if digest is None:
@@ -138,22 +136,99 @@ async def read(
     finally:
         if hashing is not None:
             await hashing  # it reads the model
-    if at != size:
-        raise BlobDamaged(f"blob {key} ends after {at} of {size} bytes")
-    if digest is not None and (own := sha256.hexdigest()) != digest:
+    _check(key, at, size, digest and sha256.hexdigest(), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An update to be read: where it is, what it should be, and where its bytes go."""
+
+    key: str
+    into: Payload
+    digest: str
+    chunks: int | None  # as for :func:`read`
+
+    @property
+    def numbers(self) -> range:
+        """Its chunks'."""
+        return range(chunks_of(self.into.buffer.nbytes) if self.chunks is None else self.chunks)
+
+
+async def read_together(
+    client: Client, wanted: Sequence[Wanted]
+) -> list[BlobMissing | BlobDamaged | None]:
+    """Read small blobs in one exchange: for each, what :func:`read` would raise, or None.
+
+    They are small if all of them together are a few MiB: hashed on the event loop.
+    """
+    asked: list[Command] = []
+    places: list[memoryview | None] = []
+    for one in wanted:
+        data, numbers = one.into.buffer.data, one.numbers
+        asked += _asking(one.key, _SIZE, numbers)
+        places += (None, *(data for _ in numbers))
+    try:
+        replies = iter(await client.pipeline(asked, into=places))
+    except Foreign:  # a site wrote something else under one of the keys: ask for each alone
+        return [await _failure(client, one) for one in wanted]
+    return [_failure_in(one, list(islice(replies, 1 + len(one.numbers)))) for one in wanted]
+
+
+def _failure_in(one: Wanted, said: list[Any]) -> BlobMissing | BlobDamaged | None:
+    """Why what a blob said, and the bytes that came, are not as wanted; None if they are."""
+    size = one.into.buffer.nbytes
+    try:
+        length = _length(one.key, _statement(size, None)[1], said)
+        _check(one.key, length, size, digest_of(one.into.buffer.data), one.digest)
+    except (BlobMissing, BlobDamaged) as error:
+        return error
+    return None
+
+
+async def _failure(client: Client, one: Wanted) -> BlobMissing | BlobDamaged | None:
+    try:
+        await read(client, one.key, one.into, digest=one.digest, chunks=one.chunks)
+    except (BlobMissing, BlobDamaged) as error:
+        return error
+    return None
+
+
+def _asking(key: str, field: bytes, numbers: range) -> list[Command]:
+    """The commands that fetch what a blob says in ``field``, and chunks."""
+    return [("HGET", key, field), *(("HGET", key, n) for n in numbers)]
+
+
+def _length(key: str, expected: bytes, said: Sequence[Any]) -> int:
+    """Total length of the chunks in the replies to :func:`_asking`.
+
+    Raises BlobMissing, or BlobDamaged if the blob says that it is anything else than ``expected``.
+    """
+    stated, *lengths = said
+    if stated is None:
+        raise BlobMissing(key)
+    if stated != expected:
+        other = stated.decode(errors="replace")
+        raise BlobDamaged(f"blob {key} has {other} bytes, expected {expected.decode()}")
+    if None in lengths:
+        raise BlobMissing(key)
+    return sum(lengths)
+
+
+def _check(key: str, length: int, size: int, own: str | None, digest: str | None) -> None:
+    """Raise BlobDamaged if a blob's length or digest is not the expected one."""
+    if length > size:
+        raise BlobDamaged(f"blob {key} is too long")
+    if length < size:
+        raise BlobDamaged(f"blob {key} ends after {length} of {size} bytes")
+    if own != digest:
         raise BlobDamaged(f"blob {key} has digest {own}, expected {digest}")
 
 
-async def _asked(
-    client: Client, key: str, field: bytes, numbers: range, into: memoryview
-) -> list[Any]:
-    """Fetch what a blob says in ``field``, and chunks into a buffer: returns their lengths."""
-    parts: list[Command] = [("HGET", key, field), *(("HGET", key, n) for n in numbers)]
-    return await _of(client, key, parts, into)
-
-
 async def _of(
-    client: Client, key: str, commands: Sequence[Command], into: memoryview | None = None
+    client: Client,
+    key: str,
+    commands: Sequence[Command],
+    into: Sequence[memoryview | None] | None = None,
 ) -> list[Any]:
     """Send commands about a blob. Raises BlobDamaged if the key holds something else."""
     try:

@@ -29,7 +29,7 @@ from redis.crc import key_slot
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
 from fedstream.broker.errors import BrokerError, ConfigError, ReplyTooLarge
 from fedstream.broker.failures import is_elsewhere, meaning
-from fedstream.broker.link import READ, Link
+from fedstream.broker.link import READ, Link, Place
 from fedstream.broker.places import Address, Cluster, Guide, Sentinels
 from fedstream.broker.settings import RedisSettings, check_files
 from fedstream.broker.started import Started
@@ -134,16 +134,16 @@ class Client:
         *,
         wait_s: float = 0.0,
         most: float = inf,
-        into: memoryview | None = None,
+        into: Sequence[Place] | None = None,
     ) -> Coroutine[Any, Any, list[Any]]:
         """Send several commands in one write and return their replies.
 
         Raises the first error among the replies. ``wait_s``: seconds the commands may block.
         ``most``: limit in bytes on all replies together, accurate to one read of 256 KiB, for
         replies whose length others control. Beyond it ReplyTooLarge is raised, although Redis
-        executes every command. ``into``: for commands whose replies are all bulks or nil. The first
-        reply is returned as usual; the bytes of the others go into this buffer, one after the
-        other, and their lengths are returned. What exceeds the buffer is dropped.
+        executes every command. ``into``: for commands whose replies are all bulks or nil: for each
+        the buffer that its bytes go into, behind what the commands just before put there; the
+        length is returned. None: returned as usual. What exceeds a buffer is dropped.
         """
         return self._exchange(commands, wait_s, most, into)
 
@@ -208,7 +208,7 @@ class Client:
         replies: list[Any],
         wait_s: float,
         most: float,
-        into: memoryview | None = None,
+        into: Sequence[Place] | None = None,
         hops: int = 0,
     ) -> list[Any]:
         """Raise the first error among replies, or follow it to the right node: its replies."""
@@ -251,7 +251,7 @@ class Client:
         commands: Sequence[Command],
         wait_s: float = 0.0,
         most: float = inf,
-        into: memoryview | None = None,
+        into: Sequence[Place] | None = None,
         once: _Elsewhere | None = None,
         hops: int = 0,
     ) -> list[Any]:

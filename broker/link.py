@@ -23,25 +23,33 @@ _SENT = 1 << 20  # bytes that the system takes at once: a chunk
 _LINE = 1 << 16  # bytes of a line at most; none of Redis's is nearly as long
 _CLOSED = "Connection closed by server."
 _NOT_YET = object()
+Place = memoryview | None  # where a bulk goes; None: returned as bytes
 _END = b"\r\n"
 
 
 class Bulks:
-    """Receives a number of bulk replies: the first as bytes, the others into one buffer.
+    """Receives a number of bulk replies: as bytes, or into buffers.
 
-    The bytes beyond the buffer are dropped, and replies say how many there were.
+    The bytes beyond a buffer are dropped, and the reply says how many there were.
     """
 
-    def __init__(self, expected: int, into: memoryview, error: Callable[[str], Exception]) -> None:
-        """``error`` makes an exception from an error reply's text."""
-        self.replies: list[Any] = []  # the first one's bytes, then lengths; None: nil; or errors
+    def __init__(
+        self, expected: int, into: Sequence[Place], error: Callable[[str], Exception]
+    ) -> None:
+        """``into``: where each reply goes; see :meth:`Link.exchange`.
+
+        ``error`` makes an exception from an error reply's text.
+        """
+        self.replies: list[Any] = []  # bytes, or lengths; None: nil; or errors
         self._expected = expected
-        self._into = into
+        self._places = iter(into)
+        self._place: Place = None
+        self._into = memoryview(b"")  # what is left of the place
         self._error = error
         self._line = bytearray()  # the beginning of a line, or the first reply
         self._left = 0  # bytes of the current bulk still to come, and of the line's end after it
         self._length = 0  # of the current bulk
-        self._is_first = True
+        self._next_place()
 
     @property
     def is_complete(self) -> bool:
@@ -51,9 +59,10 @@ class Bulks:
     @property
     def room(self) -> memoryview | None:
         """Where the next bytes belong; None: they are to be passed to :meth:`feed`."""
+        if not self._left or self._place is None:
+            return None
         # The last bytes come with the line's end, and with what follows.
-        direct = min(self._left - len(_END), len(self._into)) - 1 if self._left else 0
-        direct = 0 if self._is_first else direct
+        direct = min(self._left - len(_END), len(self._into)) - 1
         return self._into[:direct] if direct >= _STAGED else None
 
     def filled(self, count: int) -> None:
@@ -71,7 +80,7 @@ class Bulks:
     def _bytes(self, data: memoryview) -> memoryview:
         """Take bytes of the current bulk; return the rest."""
         content = data[: max(0, self._left - len(_END))]
-        if self._is_first:
+        if self._place is None:
             self._line += content
         else:
             kept = min(len(content), len(self._into))
@@ -80,10 +89,19 @@ class Bulks:
         taken = min(len(data), self._left)
         self._left -= taken
         if not self._left:
-            self.replies.append(bytes(self._line) if self._is_first else self._length)
+            self._reply(bytes(self._line) if self._place is None else self._length)
             self._line.clear()
-            self._is_first = False
         return data[taken:]
+
+    def _reply(self, what: Any) -> None:
+        self.replies.append(what)
+        self._next_place()
+
+    def _next_place(self) -> None:
+        place = next(self._places, None)
+        if place is not self._place:
+            self._place = place
+            self._into = memoryview(b"") if place is None else place
 
     def _header(self, data: memoryview) -> memoryview:
         """Take bytes of a line; return the rest."""
@@ -97,14 +115,13 @@ class Bulks:
         kind, text = self._line[:1], bytes(self._line[1:end])
         self._line.clear()
         if kind == b"-":
-            self.replies.append(self._error(text.decode(errors="replace")))
+            self._reply(self._error(text.decode(errors="replace")))
         elif kind == b"+":  # to a command sent ahead, such as ASKING
             self.replies.append(text)
         elif kind != b"$":
             raise ValueError(f"a reply of kind {kind.decode(errors='replace')!r}, expected a bulk")
         elif text == b"-1":
-            self.replies.append(None)
-            self._is_first = False
+            self._reply(None)
         else:
             self._length = int(text)
             self._left = self._length + len(_END)
@@ -159,7 +176,7 @@ class Link(asyncio.BufferedProtocol):
         *,
         seconds: float,
         most: float = inf,
-        into: memoryview | None = None,
+        into: Sequence[Place] | None = None,
         early: asyncio.Future[list[Any]] | None = None,
         late: int = 1,
         wait_s: float = 0.0,
@@ -167,7 +184,8 @@ class Link(asyncio.BufferedProtocol):
         """Send encoded commands; the future gets so many replies, error replies among them.
 
         ``most``: limit in bytes on all replies together, accurate to one read. ``into``: for
-        commands that all reply with a bulk: receives all but the first, as :class:`Bulks` says.
+        commands that all reply with a bulk or nil: the buffer that each goes into, behind what the
+        replies just before put there; None: it is returned as bytes.
         The future gets a TimeoutError after ``seconds``, ReplyTooLarge, or an OSError: the
         connection must then be aborted, as also if the future is cancelled. Raises ConnectionError.
 

@@ -312,9 +312,9 @@ def ended(counts: Mapping[str, int]) -> int:
 class Commit:
     """The changes of one updater step, made atomically."""
 
-    version: Version | None  # None: no new version, only ends
     held: Sequence[int]  # devices whose updates are buffered
     mean_staleness: float
+    versions: Sequence[Version] = ()  # to publish, each made on top of the one before
     at: int = 0  # the updater's newest version: if none is published, Redis must have it
     retained: int = 0  # entries that are done but stay in the queue for now
     ends: Sequence[End] = ()

@@ -6,7 +6,7 @@ short and end by themselves, so that stopping never cancels a read that Redis ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.scripts import Script
+from fedstream.broker.started import Started
 
 BLOCK_MS = 1000
 RENEWED = 1000  # entries whose leases one script renews
@@ -58,6 +59,15 @@ def _entry(id_: bytes, fields: list[bytes], size: int | None = None) -> Entry:
     return Entry(id_.decode(), data, sum(map(len, fields)) if size is None else size)
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A read of streams that goes behind other commands, in one exchange with them."""
+
+    command: Command
+    wait_s: float  # that it may block
+    begun: Callable[[Started], object]  # is told once the other commands were executed
+
+
 class Reader:
     """A reader of streams from given ids on, without a group."""
 
@@ -70,11 +80,16 @@ class Reader:
 
         Returns {} if there are none within ``block_ms``; 0 polls.
         """
+        command = self.command(count=count, block_ms=block_ms)
+        return self.found(await self._client.call(*command, wait_s=block_ms / 1000))
+
+    def command(self, *, count: int, block_ms: int) -> Command:
+        """The command that reads new entries, for a pipeline; :meth:`found` takes its reply."""
         block = ("BLOCK", block_ms) if block_ms else ()
-        reply = await self._client.call(
-            "XREAD", "COUNT", count, *block, "STREAMS", *self._after, *self._after.values(),
-            wait_s=block_ms / 1000,
-        )  # fmt: skip
+        return ("XREAD", "COUNT", count, *block, "STREAMS", *self._after, *self._after.values())
+
+    def found(self, reply: Any) -> dict[str, list[Entry]]:
+        """The new entries in a reply; the next read begins behind them."""
         # A stream that was restored without entries (an older state of Redis) comes with none.
         found = {name.decode(): _entries(rows) for name, rows in reply or () if rows}
         for name, entries in found.items():

@@ -388,7 +388,7 @@ class Hand:
             message.blob: id_ for id_, message in await self.queue() if isinstance(message, Upload)
         }
         about: dict[str, Any] = {
-            "version": version, "held": (), "mean_staleness": 0.5,
+            "versions": [version] if version else [], "held": (), "mean_staleness": 0.5,
             "ends": [
                 End(
                     task=upload.task, attempt=upload.attempt, device=upload.device,

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 from fedstream.broker import blobs
 from fedstream.broker.commands import Command
@@ -14,6 +15,7 @@ from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import Commit, ended
+from fedstream.broker.streams import Look
 from fedstream.journal.progress import Progress
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.backoff import pause
@@ -70,38 +72,53 @@ class Commits:
 
     # one change
 
-    async def settle(self, state: RunState) -> tuple[RunState, Change | None]:
-        """Publish and commit the oldest pending change; return it if Redis accepted it."""
-        first = self.pending[0]
-        change, strategy = first.change, state.strategy
-        publish, end = change.version, change.end
-        if state.ahead is not None and publish is not None:
-            if publish.version <= state.ahead.version:
-                publish = None  # Redis already has this version
+    async def settle(
+        self, state: RunState, look: Look | None = None
+    ) -> tuple[RunState, Sequence[Change]]:
+        """Publish and commit the oldest pending changes, small ones together.
+
+        Returns them if Redis accepted them. ``look``: at the queue, in the same exchange.
+        """
+        due = self._due(state)
+        publish = [one.change.version for one in due if one.change.version is not None]
+        if state.ahead is not None and publish:
+            if publish[0].version <= state.ahead.version:
+                publish = []  # Redis already has this version
             else:
                 state = state.caught_up()
+        ends = [one.change.end for one in due if one.change.end is not None]
         with self.metrics.timed("publish"):
-            device = None if end is None or end.weight is None else end.device  # of a used update
-            # The device needs its vector before it gets another task.
-            if device is not None and not await self.hand_out(change.after, strategy, {device}):
-                return state, None
-            ahead = await self.publisher.prepare(publish, change.given)
-            state, done = await self._commit(state, first, publish, ahead)
+            used = {end.device for end in ends if end.device is not None and end.weight is not None}
+            # The devices need their vectors before they get another task.
+            if used and not await self.hand_out(due[-1].change.after, state.strategy, used):
+                return state, ()
+            ahead: list[Command] = []
+            for one in due if publish else ():
+                ahead += await self.publisher.prepare(one.change.version, one.change.given)
+            state, done = await self._commit(state, due, publish, ahead, look)
         if not done:
-            return state, None
-        self.pending.popleft()
-        if end is not None:
+            return state, ()
+        for _ in due:
+            self.pending.popleft()
+        for end in ends:
             self.metrics.updates.labels(end.outcome, end.reason).inc()
             if end.weight is not None:
                 self.metrics.staleness.observe(end.staleness or 0)
                 self.metrics.weight.observe(end.weight)
-        if publish is not None:
-            self.metrics.version.set(publish.version)
-            for update in publish.updates:
+        for version in publish:
+            self.metrics.version.set(version.version)
+            for update in version.updates:
                 self.context.trace(
-                    "published", task=update.task, device=update.device, version=publish.version
+                    "published", task=update.task, device=update.device, version=version.version
                 )
-        return state, change
+        return state, [one.change for one in due]
+
+    def _due(self, state: RunState) -> Sequence[PendingCommit]:
+        """The oldest pending changes that can be committed together."""
+        if state.ahead is not None or state.layout.nbytes > blobs.CHUNK:
+            return (self.pending[0],)
+        # A reader of the newest model must be able to finish.
+        return tuple(islice(self.pending, self.publisher.most(state.layout.nbytes) - 1))
 
     async def write_ahead(self, change: Change, state: RunState) -> None:
         """Write a large model of a change that is being journalled."""
@@ -117,46 +134,51 @@ class Commits:
     async def _commit(
         self,
         state: RunState,
-        pending: PendingCommit | None = None,
-        publish: Version | None = None,
+        due: Sequence[PendingCommit] = (),
+        publish: Sequence[Version] = (),
         ahead: Sequence[Command] = (),
+        look: Look | None = None,
     ) -> tuple[RunState, bool]:
         """Commit once, and react if that is not accepted; return whether it was.
 
         The commit deletes from the queue the processed entries whose records are on disk; the other
         processed entries are retained.
         """
-        change, progress, done_with, told = None, state.progress, [*self.retained], self.told
-        if pending is not None:
-            change, progress, told = pending.change, pending.change.after, pending.journalled
-            done_with.append(Retained(pending.position, change.entry, change.blob))
+        changes = [one.change for one in due]
+        progress, told = state.progress, self.told
+        if due:
+            progress, told = due[-1].change.after, due[-1].journalled
+        done_with = [
+            *self.retained,
+            *(Retained(one.position, one.change.entry, one.change.blob) for one in due),
+        ]
         quarantines = state.quarantines
         on_disk = bisect_right(done_with, self.recorder.safe, key=lambda one: one.position)
         safe = done_with[:on_disk]
         commit = Commit(
-            version=publish,
+            versions=publish,
             held=tuple(one.device for one in progress.held),
             retained=len(done_with) - on_disk,
             mean_staleness=progress.mean_staleness,
             at=progress.state.version,
-            ends=(change.end,) if change and change.end else (),
+            ends=[change.end for change in changes if change.end is not None],
             journalled=told,
             before=ended(self.told),
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
-            retired=self.publisher.outlived(publish.size) if publish is not None else (),
-            finish=change.finish if change else None,
+            retired=self.publisher.outlived(len(publish), publish[-1].size) if publish else (),
+            finish=next((change.finish for change in changes if change.finish is not None), None),
             quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
             quarantines_before=self.told_quarantines,
         )
-        done = await self.ledger.commit(self.lease.token, commit, ahead=ahead)
+        done = await self.ledger.commit(self.lease.token, commit, ahead=ahead, look=look)
         if done.what == "done":
             self.retained, self.told = done_with[on_disk:], told
             self.told_quarantines = quarantines.taken
-            if publish is not None:
-                self.publisher.published(publish, commit.retired)
+            for version in publish:
+                self.publisher.published(version, commit.retired)
             state = state.counted(done.counts, told)
-            if done.finished != state.finished and len(self.pending) < 2:
+            if done.finished != state.finished and len(self.pending) <= len(due):
                 return state.to_compare(), True  # someone ended the run, or Redis forgot its end
         elif done.what == "unwritten":
             self.publisher.forget_written()

@@ -19,7 +19,6 @@ from fedstream.broker.messages import (
     SetQuarantine,
     Upload,
     Version,
-    decode,
 )
 from fedstream.broker.streams import Entry
 from fedstream.journal import QuarantineSet, RoundClosed, Taken
@@ -28,13 +27,11 @@ from fedstream.journal.rebuild import end_of
 from fedstream.journal.records import QUARANTINES, WIRE_FORMATS, Counted
 from fedstream.runtime.service import Context
 from fedstream.updater import refusals
-from fedstream.updater.intake import Intake
+from fedstream.updater.intake import LARGE, Intake, Queued
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import blob_of, version_of
 from fedstream.updater.state import Change, RunState, Undecided
 from fedstream.wire import F32, Format, Undecodable, format_of
-
-LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +50,16 @@ class Decider:
     said: Callable[[str], bool]  # whether the journal's segment tells its readers of a need
     format: Format  # of published models
 
-    async def change(self, entry: Entry, state: RunState) -> Change | Undecided | None:
+    async def change(self, queued: Queued, state: RunState) -> Change | Undecided | None:
         """Decide what a queue entry does; None if it is undecodable or no longer expected.
 
         Afterwards only the change may follow ``state``: the strategy's memory has it already. Not
         so while versions that the journal lost are being made again: if the change turns out to be
         none of theirs, ``state`` is as it was.
         """
-        try:
-            message = decode(entry.data, Upload, RoundEnd, SetQuarantine)
-        except BadMessage as error:
-            await self.ledger.bury(self.keys.queue, "", entry, str(error))
+        entry, message = queued.entry, queued.message
+        if isinstance(message, BadMessage):
+            await self.ledger.bury(self.keys.queue, "", entry, str(message))
             return None
         if isinstance(message, RoundEnd):
             apart = self._apart(state)

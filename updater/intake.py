@@ -6,39 +6,94 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BadMessage, BrokerError
+from fedstream.broker.commands import Command
+from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing, BrokerError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model, Payload
-from fedstream.broker.messages import Upload, decode
-from fedstream.broker.streams import Entry, Reader
+from fedstream.broker.messages import RoundEnd, SetQuarantine, Upload, decode
+from fedstream.broker.started import Started
+from fedstream.broker.streams import Entry, Look, Reader
 from fedstream.updater.refusals import by_format
 from fedstream.updater.state import Ends
 from fedstream.wire import F32
 
 BATCH = 16  # entries that are read together; small ones share a journal write
+LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
+
+Message = Upload | RoundEnd | SetQuarantine
+
+
+def is_small(layout: Layout) -> bool:
+    """Whether a model fits into one chunk: updates are then fetched and committed together."""
+    return layout.nbytes <= blobs.CHUNK
+
+
+def together(layout: Layout) -> int:
+    """How many updates are decided on together."""
+    return max(1, min(BATCH, LARGE // max(1, layout.nbytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """An entry of the queue, and what it says."""
+
+    entry: Entry
+    message: Message | BadMessage
 
 
 class Intake:
-    """Reads the queue in order, without a consumer group, and prefetches one update."""
+    """Reads the queue in order, without a consumer group.
+
+    Fetches small updates together, and prefetches one that is large.
+    """
 
     def __init__(self, client: Client, keys: Keys) -> None:
         self._client = client
         self._keys = keys
         self._reader = Reader(client, {keys.queue: "0"})
-        self.backlog: deque[Entry] = deque()
-        self.fetches: dict[str, asyncio.Task[Payload]] = {}  # by entry
+        self.backlog: deque[Queued] = deque()
+        self.looking: Started | None = None  # a look at the queue that was begun
+        self.fetches: dict[str, asyncio.Task[Payload]] = {}  # of large updates, by entry
+        self.arrived: dict[str, Fetched] = {}  # small updates, by entry
         self.free: list[Model] = []  # models to reuse
 
     # entries
 
     async def read(self, block_ms: int) -> bool:
         """Read new queue entries into the backlog; return whether there were any."""
-        new = await self._reader.read(count=BATCH, block_ms=block_ms)
-        entries = new.get(self._keys.queue, [])
-        self.backlog.extend(entries)
+        reply = await self._client.call(*self._command(block_ms), wait_s=block_ms / 1000)
+        return self._heard(reply)
+
+    def look(self, block_ms: int) -> Look:
+        """A read to be begun behind other commands, and ended by :meth:`hear`."""
+        return Look(self._command(block_ms), block_ms / 1000, self._begun)
+
+    async def hear(self) -> None:
+        """End the look that was begun: put what it found into the backlog."""
+        looking, self.looking = self.looking, None
+        if looking is not None:
+            self._heard(await looking.last())
+
+    def _begun(self, look: Started) -> None:
+        self.looking = look
+
+    def _stop_looking(self) -> None:
+        looking, self.looking = self.looking, None
+        if looking is not None:
+            looking.close()
+
+    def _command(self, block_ms: int) -> Command:
+        return self._reader.command(count=BATCH, block_ms=block_ms)
+
+    def _heard(self, reply: Any) -> bool:
+        entries = self._reader.found(reply).get(self._keys.queue, [])
+        self.backlog.extend(Queued(entry, _message(entry)) for entry in entries)
         return bool(entries)
 
     async def left(self) -> int:
@@ -47,6 +102,7 @@ class Intake:
 
     def rewind(self) -> None:
         """Go back to the beginning of the queue."""
+        self._stop_looking()
         self.backlog.clear()
         self._reader.rewind(self._keys.queue)
 
@@ -59,7 +115,7 @@ class Intake:
     def take_back(self, used: Iterable[Model], in_use: Iterable[Model]) -> None:
         """Keep for reuse those of the ``used`` models that are not in use any more."""
         kept = {id(model) for model in in_use}
-        self.free += [model for model in used if id(model) not in kept]
+        self.free += {id(model): model for model in used if id(model) not in kept}.values()
 
     def give_back(self, update: Payload) -> None:
         """Keep for reuse what :meth:`fetched` returned, if it is a model."""
@@ -67,10 +123,20 @@ class Intake:
             self.free.append(update)
 
     async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Payload:
-        """The update as it was sent, usually prefetched while the one before was being mixed in.
+        """The update as it was sent: a Model if it is not encoded.
 
-        It passed :func:`fedstream.updater.refusals.by_word`. A Model if it is not encoded.
+        It passed :func:`fedstream.updater.refusals.by_word`. A small one is fetched with those
+        behind it in the backlog; a large one was usually prefetched while the one before was being
+        mixed in. Raises BlobMissing or BlobDamaged.
         """
+        if is_small(layout):
+            if entry.id not in self.arrived:
+                await self._fetch_together(Queued(entry, upload), layout, ends)
+            arrived = self.arrived.pop(entry.id)
+            if arrived.failure is not None:
+                self.give_back(arrived.update)
+                raise arrived.failure
+            return arrived.update
         fetch = self.fetches.pop(entry.id, None) or self._fetch(upload, layout)
         self._fetch_ahead(1, layout, ends)
         try:
@@ -80,28 +146,67 @@ class Intake:
             raise
 
     async def read_ahead(self, layout: Layout, ends: Ends) -> None:
-        """Start prefetching the next update, if there is one by now."""
+        """Start prefetching the next update if it is large, and there by now."""
+        if is_small(layout):
+            return
         if not self.backlog:
             await self.read(block_ms=0)
         self._fetch_ahead(0, layout, ends)
 
     async def unfetch(self, entry: Entry) -> None:
-        """Free the memory of a prefetched update that is not going to be used."""
+        """Free the memory of a fetched update that is not going to be used."""
+        arrived = self.arrived.pop(entry.id, None)
+        if arrived is not None:
+            self.give_back(arrived.update)
         fetch = self.fetches.pop(entry.id, None)
         if fetch is not None:
             with suppress(BrokerError):
                 self.give_back(await fetch)
 
+    async def close(self) -> None:
+        """Give up the look that was begun, and all prefetches."""
+        self._stop_looking()
+        await self.forget_fetches()
+
     async def forget_fetches(self) -> None:
-        """Cancel all prefetches."""
+        """Cancel all prefetches, and free the memory of what was fetched."""
+        for id_ in [*self.arrived]:
+            self.give_back(self.arrived.pop(id_).update)
         for fetch in self.fetches.values():
             fetch.cancel()
         await asyncio.gather(*self.fetches.values(), return_exceptions=True)
         self.fetches.clear()
 
+    async def _fetch_together(self, first: Queued, layout: Layout, ends: Ends) -> None:
+        """Fetch a small update, and those behind it in the backlog, in one exchange."""
+        group = {first.entry.id: first}
+        for queued in islice(self.backlog, together(layout)):
+            message = queued.message
+            if isinstance(message, Upload) and _is_fit(message, layout, ends):
+                group.setdefault(queued.entry.id, queued)
+        for id_ in self.arrived.keys() - group.keys():  # of entries that Redis has forgotten
+            self.give_back(self.arrived.pop(id_).update)
+        wanted: dict[str, blobs.Wanted] = {}
+        for id_, queued in group.items():
+            upload = queued.message
+            if id_ not in self.arrived and isinstance(upload, Upload):
+                key, into = self._keys.queued(upload.blob), self._room(upload, layout)
+                wanted[id_] = blobs.Wanted(key, into, upload.digest, upload.chunks)
+        try:
+            failures = await blobs.read_together(self._client, [*wanted.values()])
+        except BaseException:
+            for one in wanted.values():
+                self.give_back(one.into)
+            raise
+        for (id_, one), failure in zip(wanted.items(), failures, strict=True):
+            self.arrived[id_] = Fetched(one.into, failure)
+
+    def _room(self, upload: Upload, layout: Layout) -> Payload:
+        """Where an update of a size that was checked goes."""
+        return self.spare(layout) if upload.format == F32.name else Payload.empty(upload.size)
+
     def _fetch(self, upload: Upload, layout: Layout) -> asyncio.Task[Payload]:
-        plain = upload.format == F32.name
-        into = self.spare(layout) if plain else Payload.empty(upload.size)
+        into = self._room(upload, layout)
         key = self._keys.queued(upload.blob)
 
         async def read() -> Payload:
@@ -119,13 +224,30 @@ class Intake:
         if len(self.backlog) <= place or self.fetches:
             return
         following = self.backlog[place]
-        try:
-            upload = decode(following.data, Upload)
-        except BadMessage:
-            return  # reported when its turn comes
-        if (
-            upload.layout == layout.signature
-            and not by_format(upload, layout)
-            and ends.get(upload.task) is None
-        ):
-            self.fetches[following.id] = self._fetch(upload, layout)
+        upload = following.message
+        if isinstance(upload, Upload) and _is_fit(upload, layout, ends):
+            self.fetches[following.entry.id] = self._fetch(upload, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A small update, or why it is of no use."""
+
+    update: Payload
+    failure: BlobMissing | BlobDamaged | None
+
+
+def _message(entry: Entry) -> Message | BadMessage:
+    try:
+        return decode(entry.data, Upload, RoundEnd, SetQuarantine)
+    except BadMessage as error:
+        return error
+
+
+def _is_fit(upload: Upload, layout: Layout, ends: Ends) -> bool:
+    """Whether an update may be fetched before its turn: its size is right, its task is open."""
+    return (
+        upload.layout == layout.signature
+        and not by_format(upload, layout)
+        and ends.get(upload.task) is None
+    )

@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
 
-from fedstream.broker import blobs
 from fedstream.broker.errors import OutOfMemory
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.records import Head
-from fedstream.broker.streams import BLOCK_MS, time_in
+from fedstream.broker.streams import BLOCK_MS, Look, time_in
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.service import Context
 from fedstream.updater.commit import Commits, PendingCommit
-from fedstream.updater.decider import LARGE, Decider
-from fedstream.updater.intake import BATCH, Intake
+from fedstream.updater.decider import Decider
+from fedstream.updater.intake import Intake, is_small, together
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import Change, RunState, Undecided
 from fedstream.updater.upkeep import Upkeep
+
+LOOK_MS = (
+    100  # that a look behind a commit blocks: the next try would wait as long if Redis is full
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A change that was decided on, and the states between which it lies."""
+
+    change: Change
+    before: RunState
+    after: RunState
 
 
 @dataclass(kw_only=True)
@@ -47,7 +60,7 @@ class Loop:
     recovery: Recovery
     upkeep: Upkeep
     state: RunState = field(init=False)  # once recovered
-    unwritten: list[Change] = field(default_factory=list)  # decided on, not in the journal yet
+    unwritten: list[Decided] = field(default_factory=list)  # not in the journal yet
 
     async def begin(self) -> bool:
         """Recover the state to go on from; return whether there is one."""
@@ -62,20 +75,20 @@ class Loop:
 
     async def step(self) -> None:
         """Do the first of these that is due."""
-        state, pending, backlog = self.state, self.commits.pending, self.intake.backlog
-        # More than four small models may be in memory: commit these while the next are journalled.
-        small = state.layout.nbytes <= blobs.CHUNK and state.ahead is None
+        state, backlog = self.state, self.intake.backlog
         try:
             if self.unwritten:  # first: a change not yet journalled would be taken for lost
                 await self._write()
             elif state.compared != self.lease.number:
                 await self._compare()
-            elif pending and not (backlog and small):
-                await self._settle()
+            elif self.commits.pending:
+                await self._settle(self._look())
             elif self.recorder.is_full or state.finished != state.sealed:
                 self.state = await self.recovery.begin_segment(state, "continued")
             elif backlog:
                 await self._decide()
+            elif self.intake.looking is not None:
+                await self.intake.hear()
             elif not await self.intake.read(BLOCK_MS):
                 await self._rest()
         except OutOfMemory:
@@ -87,8 +100,7 @@ class Loop:
     async def _decide(self) -> None:
         """Decide on the next entries, each on top of the one before."""
         state, backlog, ahead = self.state, self.intake.backlog, self.state.ahead
-        most = max(1, min(BATCH, LARGE // max(1, state.layout.nbytes)))
-        finishing = False
+        most, finishing = together(state.layout), False
         while backlog and len(self.unwritten) < most and not finishing:
             published_digest = None
             if ahead is not None:
@@ -110,37 +122,40 @@ class Loop:
                 return
             backlog.popleft()
             if change is not None:
-                self.unwritten.append(change)
+                after = state.after(change)
+                self.unwritten.append(Decided(change, state, after))
                 state.ends.decide(change)
-                state = state.after(change)
+                state = after
                 finishing = change.finish is not None
 
     async def _write(self) -> None:
-        """Write the changes decided on to the journal, and meanwhile get on with other work.
+        """Write the changes decided on to the journal.
 
-        Settles the changes written before, prefetches the next update, and writes a large model's
-        chunks to Redis. Whatever fails here is left to its regular turn.
+        Meanwhile settles the changes written before, prefetches the next update and writes a
+        model's chunks to Redis, if they are large. Whatever fails here is left to its regular turn.
         """
-        changes = self.unwritten
-        appending = asyncio.create_task(
-            self.recorder.append([(one.record, one.payload) for one in changes]), name="journal"
-        )
+        decided, state = self.unwritten, self.state
+        records = [(one.change.record, one.change.payload) for one in decided]
+        appending: Awaitable[list[int]] = self.recorder.append(records)
         try:
-            await self._settle()
-            await self.intake.read_ahead(self.state.layout, self.state.ends)
-            await self.commits.write_ahead(changes[0], self.state)
+            if self.commits.pending or not is_small(state.layout):
+                appending = asyncio.ensure_future(appending)
+                await self._settle()
+                await self.intake.read_ahead(state.layout, state.ends)
+                await self.commits.write_ahead(decided[0].change, self.state)
         finally:
             with self.metrics.timed("journal"):
                 positions = await appending
             # Fewer if the disk is full: the rest is retried, which raises if nothing fits.
-            self.unwritten = changes[len(positions) :]
-            for change, position in zip(changes, positions, strict=False):
-                self._written(change, position)
+            self.unwritten = decided[len(positions) :]
+            for one, position in zip(decided, positions, strict=False):
+                self._written(one, position)
 
-    def _written(self, change: Change, position: int) -> None:
+    def _written(self, decided: Decided, position: int) -> None:
         """Apply a change that is in the journal, and therefore final."""
+        change = decided.change
         self.state.ends.journal(change)
-        self.state = self.state.after(change)
+        self.state = decided.after if self.state is decided.before else self.state.after(change)
         self.commits.pending.append(PendingCommit(change, position, self.state.journalled))
         if change.finish is not None:
             self.context.log.info("run finished", why=change.finish)
@@ -157,18 +172,30 @@ class Loop:
                 version=end.version, staleness=end.staleness, weight=end.weight,
             )  # fmt: skip
 
-    async def _settle(self) -> None:
-        """Commit the changes in the journal, in order, until one is not accepted."""
+    async def _settle(self, look: Look | None = None) -> None:
+        """Commit the changes in the journal, in order, until some are not accepted.
+
+        ``look``: at the queue, in the first exchange.
+        """
         while self.commits.pending:
-            self.state, change = await self.commits.settle(self.state)
-            if change is None:
-                return  # the rest depends on it
+            self.state, changes = await self.commits.settle(self.state, look)
+            if not changes:
+                return  # the rest depends on them
+            look = None
             in_use = [*self.state.progress.state.models()]
-            for other in (*(one.change for one in self.commits.pending), *self.unwritten):
+            waiting = [one.change for one in self.commits.pending]
+            for other in (*waiting, *(one.change for one in self.unwritten)):
                 in_use += other.models()
-            self.intake.take_back(change.used, in_use)
-            if change.version is not None:
+            self.intake.take_back((model for one in changes for model in one.used), in_use)
+            if any(one.version is not None for one in changes):
                 self.upkeep.heard = time.monotonic()
+
+    def _look(self) -> Look | None:
+        """At the queue, behind a commit; it waits a little if there is nothing else to do."""
+        if self.intake.backlog:
+            return None
+        busy = self.recorder.is_full or self.state.finished != self.state.sealed
+        return self.intake.look(0 if busy else min(BLOCK_MS, LOOK_MS))
 
     # nothing to do
 

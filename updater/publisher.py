@@ -61,7 +61,7 @@ class Publisher:
         self._keep_versions = keep_versions
         self._keep_bytes = keep_bytes
         self._kept: dict[str, int] = {}  # blob -> version, oldest first
-        self._written = ""  # the blob of the pending version, once completely written
+        self._written: set[str] = set()  # the blobs of pending versions, once completely written
 
     # models
 
@@ -71,13 +71,13 @@ class Publisher:
 
     async def prepare(self, version: Version | None, payload: Payload | None) -> Sequence[Command]:
         """Write a version as it is given, or return the commands that do so ahead of its commit."""
-        if version is None or payload is None or version.blob == self._written:
+        if version is None or payload is None or version.blob in self._written:
             return ()  # if a reply was lost, it may be published already and must not expire
         key = self._ledger.keys.model(version.blob)
         ahead = await blobs.prepare(
             self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded
         )
-        self._written = version.blob
+        self._written.add(version.blob)
         return ahead
 
     async def write(self, version: Version, payload: Payload) -> None:
@@ -100,21 +100,25 @@ class Publisher:
         await read_newest(self._client, self._ledger.keys, head, model)
 
     def forget_written(self) -> None:
-        """Forget the prepared model: it expired, never reached Redis, or is of no use."""
-        self._written = ""
+        """Forget the prepared models: they expired, never reached Redis, or are of no use."""
+        self._written.clear()
 
     def published(self, version: Version, retired: Sequence[str]) -> None:
         """Take note that a version was committed, and that these models were deleted."""
         self._kept[version.blob] = version.version
+        self._written.discard(version.blob)
         for blob in retired:
             self._kept.pop(blob, None)
 
-    def outlived(self, size: int) -> tuple[str, ...]:
-        """The models to delete so that one more of ``size`` bytes stays within the limits."""
+    def most(self, size: int) -> int:
+        """How many models of ``size`` bytes are kept."""
         by_bytes = self._keep_bytes // max(size, 1)
         # At least two: a reader of the newest must be able to finish when the next is published.
-        most = max(2, min(self._keep_versions, by_bytes))
-        surplus = len(self._kept) + 1 - most
+        return max(2, min(self._keep_versions, by_bytes))
+
+    def outlived(self, more: int, size: int) -> tuple[str, ...]:
+        """The models to delete so that ``more`` of ``size`` bytes stay within the limits."""
+        surplus = len(self._kept) + more - self.most(size)
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
     async def make_room(self) -> int:

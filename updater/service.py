@@ -154,7 +154,7 @@ class Updater:
             with allowing(changed=self._journal.changed_rules):
                 await lead(context, lease, work)
         finally:
-            await intake.forget_fetches()
+            await intake.close()
             await self._client.close()
 
     def _synced(self, seconds: float) -> None:

@@ -226,7 +226,8 @@ class RunState:
 
     def counted(self, counts: Mapping[str, int], told: Mapping[str, int]) -> RunState:
         """Redis has these counts, ``told`` among them: those of the ends committed so far."""
-        return replace(self, besides=without(counts, told))
+        besides = without(counts, told)
+        return replace(self, besides=besides) if besides != self.besides else self
 
     def agreeing(self, epoch: int) -> RunState:
         """Redis was compared in this epoch, and lacks nothing."""

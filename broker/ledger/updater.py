@@ -12,7 +12,7 @@ from fedstream.broker import blobs, lease
 from fedstream.broker.blobs import chunks_of
 from fedstream.broker.commands import Command
 from fedstream.broker.custody import ended_unlike
-from fedstream.broker.errors import BadMessage, Fenced
+from fedstream.broker.errors import BadMessage, Fenced, NoScript
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import packed
@@ -29,6 +29,7 @@ from fedstream.broker.records import (
     mapping,
 )
 from fedstream.broker.scripts import Script
+from fedstream.broker.streams import Look
 
 _COMMIT = Script("commit")
 _CREATE = Script("create")
@@ -110,24 +111,34 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         return self._committed(reply, token)
 
     async def commit(
-        self, token: str, commit: Commit, *, ahead: Sequence[Command] = ()
+        self,
+        token: str,
+        commit: Commit,
+        *,
+        ahead: Sequence[Command] = (),
+        look: Look | None = None,
     ) -> Committed:
         """Publish, end tasks and delete in one step, or do nothing at all.
 
         Returns 'done' (also for a repetition after a lost reply), 'lost' (Redis was emptied),
-        'behind:<version>' (Redis's head is not this version's parent, or is older than `at`, or
-        Redis has forgotten ends that it was told) or 'unwritten' (the model's blob is missing).
-        Raises Fenced.
+        'behind:<version>' (Redis's head is neither the first version's parent nor one of the
+        versions, or is older than `at`, or Redis has forgotten ends that it was told) or
+        'unwritten' (a model's blob is missing). Raises Fenced.
 
-        ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the model's blob.
+        ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the models'
+        blobs. ``look``: goes behind the commit in the same write; its reply is waited for later.
         """
-        version = commit.version
+        versions = commit.versions
         about: dict[str, Any] = {
             "token": token, "ends": [self._ending(end) for end in commit.ends],
             "entries": list(commit.entries),
             "retired": list(commit.retired), "time": repr(time.time()), "at": commit.at,
-            "head": self._head(version, commit.held, commit.retained, commit.mean_staleness),
+            "head": self._head(
+                versions[-1] if versions else None,
+                commit.held, commit.retained, commit.mean_staleness,
+            ),
             "journalled": packed(dict(commit.journalled)), "before": commit.before,
+            "versions": [_published(version) for version in versions],
         }  # fmt: skip
         if commit.finish is not None:
             about["finish"] = commit.finish
@@ -135,18 +146,35 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             about["quarantines"] = commit.quarantines.packed()
         if commit.quarantines_before:
             about["quarantines_before"] = commit.quarantines_before
-        if version is not None:
-            about |= _published(version)
-        reply = await self._run(
-            _COMMIT, packed(about), version.encode() if version else b"",
-            blob=self.keys.model(version.blob if version else "none"),
-            rest=[
-                *(self.keys.queued(blob) for blob in commit.updates),
-                *(self.keys.model(blob) for blob in commit.retired),
-            ],
-            ahead=ahead,
-        )  # fmt: skip
+        arguments = (packed(about), *(version.encode() for version in versions))
+        rest = [
+            *(self.keys.model(version.blob) for version in versions),
+            *(self.keys.queued(blob) for blob in commit.updates),
+            *(self.keys.model(blob) for blob in commit.retired),
+        ]
+        if look is not None:
+            reply = await self._looking(look, arguments, rest, ahead)
+            if reply is not None:
+                return self._committed(reply, token)
+            ahead = ()  # they were executed
+        reply = await self._run(_COMMIT, *arguments, rest=rest, ahead=ahead)
         return self._committed(reply, token)
+
+    async def _looking(
+        self,
+        look: Look,
+        arguments: Sequence[bytes],
+        rest: Sequence[str],
+        ahead: Sequence[Command],
+    ) -> Any:
+        """Run the commit's script with a look behind it; None if Redis does not have the script."""
+        command = _COMMIT.command(self.keys.__dict__, *arguments, rest=rest)
+        try:
+            started = await self._client.start([*ahead, command, look.command], wait_s=look.wait_s)
+        except NoScript:
+            return None
+        look.begun(started)
+        return started.replies[-1]
 
     async def hand_out(
         self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()

@@ -1,9 +1,9 @@
--- keys: tokens run head blob models kept lineage queue open admitted ended events counts changes
+-- keys: tokens run head models kept lineage queue open admitted ended events counts changes
 -- Commits the results of one updater step atomically, if the caller holds the role. A Redis that
 -- fell back to an older state is detected by its newest version, or by the number of journalled
 -- ends it was told, which must be at least as many as were committed before. ARGV: the change, the
--- version's entry ('' if there is none). rest: blobs to delete. Idempotent: may be repeated after a
--- lost reply.
+-- entry of each version. rest: the blob of each version, then blobs to delete. Idempotent: may be
+-- repeated after a lost reply, also together with later versions.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
@@ -11,25 +11,37 @@ guard()
 local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
 local _, told = ends_of(redis.call('HGET', key.head, 'journalled'))
 local _, ends = ends_of(a.journalled)
-if told < a.before then return 'behind:' .. head end
+local behind = 'behind:' .. head
+if told < a.before then return behind end
 if a.quarantines_before
   and quarantines_taken(redis.call('HGET', key.head, 'quarantines')) < a.quarantines_before
 then
-  return 'behind:' .. head
+  return behind
 end
-local repeated = head == a.version and redis.call('HGET', key.head, 'digest') == a.digest
-if a.version and not repeated then
+local versions, due = a.versions, 1 -- the first that is not published yet
+local function blob(n) return KEYS[first_rest + n - 1] end
+if #versions > 0 then
+  due = head - versions[1].version + 2
   -- Ahead: this request was repeated, others followed, and now it comes after all.
-  if head ~= a.version - 1 then return 'behind:' .. head end
-  if not is_written(a) then return 'unwritten' end
-  know(a)
-  redis.call('ZADD', key.kept, a.version, a.blob)
-  redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
-elseif not a.version and head < a.at then
-  return 'behind:' .. head
+  if due < 1 or due > #versions + 1 then return behind end
+  local published = versions[due - 1]
+  if published and redis.call('HGET', key.head, 'digest') ~= published.digest then return behind end
+elseif head < a.at then
+  return behind
 end
--- Also when repeated: the commands sent ahead of a late request gave the model an expiry again.
-if a.version then keep(a.chunks) end
+for n = due, #versions do
+  if not is_written(versions[n], blob(n)) then return 'unwritten' end
+end
+for n, version in ipairs(versions) do
+  if n >= due then
+    know(version)
+    redis.call('ZADD', key.kept, version.version, version.blob)
+    redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[1 + n])
+  end
+  -- Also when repeated, if it was not deleted since: the commands sent ahead of a late request gave
+  -- the model an expiry again.
+  if n >= due or redis.call('ZSCORE', key.kept, version.blob) then keep(blob(n), version.chunks) end
+end
 redis.call('HSET', key.head, unpack(a.head))
 -- Fewer ends than told: this request is late, or the journal lost its tail and is catching up.
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
@@ -44,7 +56,7 @@ for _, ended in ipairs(a.ends) do
 end
 for _, entry in ipairs(a.entries) do redis.call('XDEL', key.queue, entry) end
 for _, blob in ipairs(a.retired) do redis.call('ZREM', key.kept, blob) end
-for i = first_rest, #KEYS do redis.call('UNLINK', KEYS[i]) end
+for i = first_rest + #versions, #KEYS do redis.call('UNLINK', KEYS[i]) end
 if a.finish then
   redis.call('HSET', key.run, 'state', 'finished', 'why', a.finish, 'finished', a.time)
 end

@@ -9,8 +9,8 @@ if foreign then return foreign end
 if a.look and redis.call('HGET', key.tokens, 'look') ~= a.look then return 'moved' end
 local forgot = a.ends or redis.call('EXISTS', key.run) == 0
 guard()
-if not is_written(a) then return 'unwritten' end
-keep(a.chunks)
+if not is_written(a, key.blob) then return 'unwritten' end
+keep(key.blob, a.chunks)
 local had, told = ends_of(redis.call('HGET', key.head, 'journalled')) -- included in Redis's counts
 local journalled, ends = ends_of(a.journalled)
 if forgot then

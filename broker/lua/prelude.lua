@@ -252,9 +252,9 @@ local function pool_serves()
 end
 
 -- Whether a version's blob is there, as the version says it is.
-local function is_written(version)
-  if version.encoded then return redis.call('HGET', key.blob, 'encoded') == version.encoded end
-  return redis.call('HGET', key.blob, 'size') == version.size
+local function is_written(version, blob)
+  if version.encoded then return redis.call('HGET', blob, 'encoded') == version.encoded end
+  return redis.call('HGET', blob, 'size') == version.size
 end
 
 -- Adds a version to the lineage, under the digest by which devices know it. The digest of its float32
@@ -272,9 +272,9 @@ end
 
 -- Keeps a model that is published, and says in it how many chunks it has, for readers that know only
 -- its name.
-local function keep(chunks)
-  redis.call('PERSIST', key.blob)
-  if chunks then redis.call('HSET', key.blob, 'chunks', chunks) end
+local function keep(blob, chunks)
+  redis.call('PERSIST', blob)
+  if chunks then redis.call('HSET', blob, 'chunks', chunks) end
 end
 
 -- Why an operator's command about these devices can't be obeyed, and a detail; nil if it can.

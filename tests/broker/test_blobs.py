@@ -106,6 +106,68 @@ async def test_expiry_is_renewed_every_few_chunks(
     assert min(left_ms) > 300_000
 
 
+async def test_small_blobs_are_read_in_one_exchange(
+    client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as if alone: what is missing or damaged does no harm to the others."""
+    models = [random_model(floats) for floats in (MIB // 16, 3, 0, MIB // 8, 5, 4)]
+    wanted = [
+        blobs.Wanted(keys.update(f"a.{n}"), Model(model.layout), model.digest(), None)
+        for n, model in enumerate(models)
+    ]
+    for one, model in zip(wanted, models, strict=True):
+        await blobs.write(client, one.key, model, expire_s=60)
+    await client.call("HSET", wanted[0].key, 0, models[0].buffer[:-1].tobytes())
+    await client.call("HSET", wanted[1].key, 0, models[1].buffer.tobytes() + b"more")
+    await client.call("DEL", wanted[4].key)
+    await client.call("HDEL", wanted[5].key, 0)
+    exchanges, real = 0, client.pipeline
+
+    async def counted(*about: Any, **more: Any) -> list[Any]:
+        nonlocal exchanges
+        exchanges += 1
+        return await real(*about, **more)
+
+    monkeypatch.setattr(client, "pipeline", counted)
+    short, long, *well, missing, empty = await blobs.read_together(client, wanted)
+    assert exchanges == 1
+    assert ("ends after" in str(short), "too long" in str(long)) == (True, True)
+    assert well == [None, None]
+    assert (type(missing), type(empty)) == (BlobMissing, BlobMissing)
+    for n in (2, 3):
+        assert wanted[n].into.buffer.tobytes() == models[n].buffer.tobytes()
+
+
+async def test_small_blobs_are_read_beside_foreign_values(client: Client, keys: Keys) -> None:
+    """A site may write anything under the keys of its own updates."""
+    models = [random_model(3), random_model(4), random_model(5)]
+    wanted = [
+        blobs.Wanted(keys.update(f"a.{n}"), Model(model.layout), model.digest(), None)
+        for n, model in enumerate(models)
+    ]
+    await blobs.write(client, wanted[0].key, models[0], expire_s=60)
+    await client.call("SET", wanted[1].key, "mine", "EX", 60)
+    await blobs.write(client, wanted[2].key, models[2], expire_s=60)
+    first, foreign, last = await blobs.read_together(client, wanted)
+    assert (first, type(foreign), last) == (None, BlobDamaged, None)
+    for n in (0, 2):
+        assert wanted[n].into.buffer.tobytes() == models[n].buffer.tobytes()
+
+
+async def test_small_blobs_of_many_chunks_are_put_together(client: Client, keys: Keys) -> None:
+    """As another release may write them; another digest is noticed."""
+    model, key = random_model(1000), keys.update("a.1")
+    data = model.buffer.tobytes()
+    await client.call("HSET", key, "size", len(data), 0, data[:1500], 1, data[1500:])
+    await client.call("PEXPIRE", key, 60_000)
+    read = [
+        blobs.Wanted(key, Model(model.layout), digest, 2) for digest in (model.digest(), "0" * 64)
+    ]
+    well, damaged = await blobs.read_together(client, read)
+    assert (well, "has digest" in str(damaged)) == (None, True)
+    assert read[0].into.buffer.tobytes() == data
+
+
 async def test_missing_blob_is_named(client: Client, keys: Keys) -> None:
     with pytest.raises(BlobMissing, match=r"model:1\.1 does not exist") as raised:
         await blobs.read(client, keys.model("1.1"), random_model(3), digest="", chunks=None)

@@ -153,7 +153,7 @@ async def test_head_and_model_give_the_chunk_count(hand: Hand, client: Client) -
     key, model = hand.keys.model(version.blob), model_of(hand.layout)
     assert await blobs.stated(client, key) == (None, None)
     assert await written_in(client, key, model, 2 * CHUNK) == 2
-    assert await hand.commit(1, write=False, version=version) == "done"
+    assert await hand.commit(1, write=False, versions=[version]) == "done"
     head = await hand.ledger.head()
     assert head
     assert (head.chunks, await blobs.stated(client, key)) == (2, (2, None))

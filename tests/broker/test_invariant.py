@@ -166,7 +166,7 @@ class Walk:
             entries, uploads = [], []
         version = await self.hand.publish(self.version + 1) if makes_version else None
         commit = Commit(
-            version=version, mean_staleness=0.0,
+            versions=[version] if version else [], mean_staleness=0.0,
             held=() if makes_version else [upload.device for _, upload in self.held],
             ends=ends, entries=entries, updates=[upload.blob for upload in uploads],
             retired=[f"{self.version}.{self.hand.updater.number}"] if makes_version else [],

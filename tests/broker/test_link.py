@@ -26,7 +26,11 @@ LONG = bytes(range(256)) * 320  # 80 KiB: received past the staging buffer
 
 def received(stream: bytes, expected: int, into: bytearray, step: int) -> list[Any]:
     """The replies in a stream of which at most ``step`` bytes arrive at once."""
-    bulks = Bulks(expected, memoryview(into), ValueError)
+    place = memoryview(into)
+    return fed(Bulks(expected, [None, *[place] * (expected - 1)], ValueError), stream, step)
+
+
+def fed(bulks: Bulks, stream: bytes, step: int) -> list[Any]:
     at = 0
     while at < len(stream):
         room = bulks.room
@@ -71,9 +75,22 @@ def test_errors_stand_in_for_bulks(step: int) -> None:
     "stream", [b"*1\r\n", b":1\r\n", b"$x\r\n", b"$1\r\na\r\n$1\r\n", b"+" + bytes(1 << 17)]
 )
 def test_what_is_no_bulk_is_refused(stream: bytes) -> None:
-    bulks = Bulks(1, memoryview(bytearray(1)), ValueError)
+    bulks = Bulks(1, [memoryview(bytearray(1))], ValueError)
     with pytest.raises(ValueError, match=r"reply|replies|invalid|line"):
         bulks.feed(memoryview(stream))
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000, 1 << 20])
+def test_each_bulk_goes_to_its_own_place(step: int) -> None:
+    """Into one buffer behind the other if it is the same, else to the beginning of the next."""
+    stream = b"+OK\r\n$1\r\n4\r\n$2\r\nab\r\n$2\r\ncd\r\n$1\r\n3\r\n-ERR no\r\n$%d\r\n%b\r\n"
+    first, second, third = bytearray(4), bytearray(3), bytearray(len(LONG))
+    places = [memoryview(first), memoryview(second), memoryview(third)]
+    into = [None, places[0], places[0], None, places[1], places[2]]
+    replies = fed(Bulks(7, into, ValueError), stream % (len(LONG), LONG), step)
+    assert replies[:5] == [b"OK", b"4", 2, 2, b"3"]
+    assert (type(replies[5]), replies[6]) == (ValueError, len(LONG))
+    assert [bytes(first), bytes(second), bytes(third)] == [b"abcd", bytes(3), LONG]
 
 
 async def test_bulks_and_usual_replies_take_turns(client: Client, keys: Keys) -> None:
@@ -82,11 +99,12 @@ async def test_bulks_and_usual_replies_take_turns(client: Client, keys: Keys) ->
     asked: list[Command] = [("HGET", keys.run, name) for name in ("size", 0, 1)]
     for _ in range(3):
         into = bytearray(len(LONG) + 3)
-        replies = await client.pipeline(asked, into=memoryview(into))
+        places = [None, *[memoryview(into)] * 3]
+        replies = await client.pipeline(asked, into=places)
         assert replies == [b"7", len(LONG), 3]
         assert bytes(into) == LONG + b"end"
         with pytest.raises(Foreign):
-            await client.pipeline([*asked, ("GET", keys.run)], into=memoryview(into))
+            await client.pipeline([*asked, ("GET", keys.run)], into=places)
         assert await client.call("HMGET", keys.run, "size", 0, 1) == [b"7", LONG, b"end"]
     assert len(client._idle) == 1
 

@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "a version is committed on any other", "broker/lua/commit.lua",
-        "  if head ~= a.version - 1 then return 'behind:' .. head end\n", "",
+        "  if due < 1 or due > #versions + 1 then return behind end\n", "",
         (Kind.LATE,), (7, 0, 1, 2),
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a device has to know is not handed out", "updater/commit.py",
-        "device = None if end is None or end.weight is None else end.device", "device = None",
+        "used = {end.device for end in ends if", "used = {end.device for end in ends if False and",
         (Kind.KILL,), (5, 11),
     ),
     Mutant(

@@ -369,7 +369,7 @@ async def test_model_written_by_another_release_is_served(hand: Hand, redis: Red
     key, model = hand.keys.model(version.blob), model_of(hand.layout, 3.0)
     chunks = await written_in(hand.client, key, model, 1 << 17)
     version = version.model_copy(update={"chunks": chunks})
-    assert await hand.commit(1, write=False, version=version) == "done"
+    assert await hand.commit(1, write=False, versions=[version]) == "done"
     assert await hand.commit(2) == "done"
     async with (
         serving(hand, redis) as url,

@@ -70,7 +70,7 @@ class Follower(Walk):
             self.quarantines = self.quarantines.quarantined([device], "", 1.5, 0)
         await self.hand.ledger.commit(
             self.hand.updater.token,
-            Commit(version=None, held=(), mean_staleness=0.0, quarantines=self.quarantines),
+            Commit(held=(), mean_staleness=0.0, quarantines=self.quarantines),
         )
 
     async def look(self) -> None:

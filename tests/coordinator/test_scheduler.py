@@ -457,9 +457,7 @@ async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, cloc
         await wait_until(lambda: watched(run))
         assert (await run.ledger.look()).issued == 3
         buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
-        commit = Commit(
-            version=None, held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered]
-        )
+        commit = Commit(held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered])
         assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["closed"]
@@ -503,7 +501,7 @@ async def test_round_with_too_few_answers_keeps_them_and_asks_others(
         upload = await run.trained(first)
         assert await run.admit(upload) == [("admitted", "")]
         held = Commit(
-            version=None, held=[upload.device], mean_staleness=0.0,
+            held=[upload.device], mean_staleness=0.0,
             ends=[End(task=upload.task, attempt=upload.attempt, outcome="buffered")],
             entries=[entry for entry, _ in await run.queue()], updates=[upload.blob],
         )  # fmt: skip
@@ -646,7 +644,7 @@ async def test_closing_a_round_is_requested_once(make: Any, run: Hand, client: C
 
 async def one_is_held(hand: Hand) -> None:
     """A device has answered: the round can end with that."""
-    head = Commit(version=None, held=[0], mean_staleness=0.0)
+    head = Commit(held=[0], mean_staleness=0.0)
     assert (await hand.ledger.commit(hand.updater.token, head)).what == "done"
 
 
@@ -678,9 +676,7 @@ async def test_device_that_answered_does_not_replace_one_that_gave_up(
         upload = await run.trained(first)
         assert await run.admit(upload) == [("admitted", "")]
         buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
-        commit = Commit(
-            version=None, held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered]
-        )
+        commit = Commit(held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered])
         assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
         for n in range(3, 12):
             await give_up(run, second)

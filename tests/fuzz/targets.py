@@ -23,6 +23,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Layout, Model
+from fedstream.broker.link import Bulks, Place
 from fedstream.broker.messages import Message, decode
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
@@ -106,16 +107,16 @@ class _Redis:
         self.fields = fields
 
     async def pipeline(
-        self, commands: Sequence[Command], *, into: memoryview | None = None
+        self, commands: Sequence[Command], *, into: Sequence[Place] | None = None
     ) -> list[Any]:
-        first, *rest = (self._answer(*command) for command in commands)
+        replies = [self._answer(*command) for command in commands]
         if into is None:
-            return [first, *rest]
-        for part in rest:
-            kept = (part or b"")[: into.nbytes]  # what exceeds the buffer is dropped
-            into[: len(kept)] = kept
-            into = into[len(kept) :]
-        return [first, *(None if part is None else len(part) for part in rest)]
+            return replies
+        bulks = Bulks(len(replies), into, ValueError)
+        for part in replies:
+            said = b"$-1\r\n" if part is None else b"$%d\r\n%b\r\n" % (len(part), part)
+            bulks.feed(memoryview(said))
+        return bulks.replies
 
     def _answer(self, name: object, _key: object, *fields: object) -> Any:
         found = [self.fields.get(str(_text(field)).encode()) for field in fields]

@@ -143,7 +143,7 @@ async def uninterrupted(hand: Hand, make: Make, task: Steps, solver: SolverSetti
 async def newer(hand: Hand) -> None:
     """Meanwhile version 1 is made of something else."""
     version = await hand.publish(1, 0.5)
-    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    commit = Commit(versions=[version], held=(), mean_staleness=0.0)
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
 
 

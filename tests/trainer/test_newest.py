@@ -47,7 +47,7 @@ async def test_version_with_the_same_bits_is_another_version(hand: Hand, make: M
         await hand.dispatch()
         await answers(hand)
         model = await hand.publish(1, 0.0)
-        commit = Commit(version=model, held=(), mean_staleness=0.0)
+        commit = Commit(versions=[model], held=(), mean_staleness=0.0)
         assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
         await hand.open()
         await hand.dispatch()
@@ -65,7 +65,7 @@ async def published(hand: Hand, number: int, name: str, *floats: float) -> Versi
     )
     key = hand.keys.model(version.blob)
     await blobs.write(hand.client, key, one.payload, expire_s=60, encoded=one.encoded)
-    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    commit = Commit(versions=[version], held=(), mean_staleness=0.0)
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
     return version
 
@@ -107,7 +107,7 @@ async def test_unknown_format_is_waited_for(
     strange = strange.model_copy(update={"format": "fp4", "given": "unknown"})
     assert strange.encoded is not None
     await hand.client.call("HSET", hand.keys.model(strange.blob), "encoded", strange.encoded.text)
-    commit = Commit(version=strange, held=(), mean_staleness=0.0)
+    commit = Commit(versions=[strange], held=(), mean_staleness=0.0)
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
     async with running(make(), context()) as trainer:
         await hand.open()
@@ -143,12 +143,12 @@ async def test_partially_read_model_is_never_trained_on(
         await answers(hand)
         half = await hand.publish(1, 5.0)
         assert await hand.client.call("HDEL", hand.keys.model(half.blob), 1)
-        assert await hand.commit(1, write=False, version=half) == "done"
+        assert await hand.commit(1, write=False, versions=[half]) == "done"
         await hand.open()
         await hand.dispatch()
         await wait_until(lambda: missing)
         again = await hand.publish(2, 0.0)
-        assert await hand.commit(2, write=False, version=again) == "done"
+        assert await hand.commit(2, write=False, versions=[again]) == "done"
         _, upload = await answers(hand, 2)
     assert isinstance(upload, Upload)
     trained = Model(hand.layout)

@@ -14,6 +14,7 @@ from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
 from fedstream.broker.reasons import LOST_WITH_REDIS
 from fedstream.broker.records import End
 from fedstream.strategies import FedAvgSettings
+from fedstream.updater.loop import Loop
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, reasons, records
 from tests.updater.test_faults import COMMIT, CREATE, Disk, makes_more
@@ -248,6 +249,7 @@ async def test_lost_reply_to_publishing_several_versions_is_harmless(
             return len(await hand.queue()) == together and bool(await read_new(block_ms))
 
         monkeypatch.setattr(updater._intake, "read", at_once)
+        monkeypatch.setattr(Loop, "_look", lambda self: None)
         async with running(updater, context()):
             await hand.join()
             backup = await backed_up(client)

@@ -526,7 +526,7 @@ async def test_duplicate_updates_read_together_are_applied_once(
     async with running(updater, context()):
         await wait_until(hand.queue_is_empty)
         # The second one's, begun before the first was decided on.
-        assert updater._intake.fetches == {}
+        assert updater._intake.arrived == {}
     assert await hand.version() == 2
     assert await floats(hand) == [5.0] * 4
     assert len(records(folder)) == 2
@@ -551,6 +551,7 @@ async def test_memory_stays_bounded_across_restarts(
 async def test_prefetches_are_dropped_when_redis_falls_back(
     make: Any, hand: Hand, client: Client, disk: Disk, folder: Path
 ) -> None:
+    hand.layout = layout_of(blobs.CHUNK // 4 + 1)
     updater = make(lease_s=0.4)
     async with running(updater, context()):
         await makes_more(hand, 1.0)
@@ -584,6 +585,7 @@ async def test_update_lost_with_its_entry_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a fail-over to a replica that lags does it, before the updater had it."""
+    hand.layout = layout_of(blobs.CHUNK // 4 + 1)
     updater = make()
     read_new = updater._intake.read
 
@@ -597,6 +599,7 @@ async def test_update_lost_with_its_entry_is_not_refused(
         await wait_until(lambda: updater._loop.unwritten and disk.refused > 1)
         with monkeypatch.context() as patched:
             patched.setattr(updater._intake, "read", both_at_once)
+            patched.setattr(Loop, "_look", lambda self: None)
             await hand.admitted(3.0)
             lost = await hand.admitted(4.0)
             # Of which one is being fetched.
@@ -794,7 +797,7 @@ async def test_rediscovered_task_is_counted_once_despite_a_fallback(
             async def decide(loop: Loop) -> None:
                 await real(loop)
                 if loop.unwritten and not found.is_set():
-                    assert [change.record for change in loop.unwritten] == [None]
+                    assert [one.change.record for one in loop.unwritten] == [None]
                     await go_back(client, backup)
                     loop.state = loop.state.to_compare()  # as if the lease had been taken again
                     found.set()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from tests.support import Hand, at_rest, context, layout_of, running, wait_until
 from tests.updater.journalled import forget_newest
@@ -37,6 +38,7 @@ async def test_stale_prefetches_are_dropped(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would hold its model, and the one place there is for an update that is read ahead."""
+    hand.layout = layout_of(blobs.CHUNK // 4 + 1)
     disk = Disk()
     monkeypatch.setattr(os, "pwritev", disk.pwritev)
     updater = make()

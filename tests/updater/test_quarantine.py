@@ -11,6 +11,7 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.messages import SetQuarantine, Upload
 from fedstream.broker.records import Quarantines
+from fedstream.broker.streams import Look
 from fedstream.journal import QUARANTINES, JournalError, QuarantineSet, Segment, Taken, segments
 from fedstream.journal.rebuild import recovered
 from fedstream.strategies import FedBuffSettings
@@ -153,11 +154,11 @@ async def test_crash_neither_loses_nor_doubles_a_quarantine(
     """Its updater dies once it is in the journal, before Redis is told, or just after."""
     real = Commits.settle
 
-    async def dies(commits: Commits, state: RunState) -> Any:
+    async def dies(commits: Commits, state: RunState, look: Look | None = None) -> Any:
         barring = isinstance(commits.pending[0].change.record, QuarantineSet)
         if barring and moment == "journalled":
             raise RuntimeError("it dies")
-        done = await real(commits, state)
+        done = await real(commits, state, look)
         if barring:
             raise RuntimeError("it dies")
         return done

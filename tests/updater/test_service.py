@@ -19,8 +19,7 @@ from fedstream.broker.messages import CloseRound, RoundEnd, Upload
 from fedstream.broker.scripts import Script
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 from fedstream.strategies.staleness import Constant, Polynomial
-from fedstream.updater.decider import LARGE
-from fedstream.updater.intake import BATCH
+from fedstream.updater.intake import BATCH, LARGE
 from tests.support import (
     Hand,
     Proxy,
@@ -214,7 +213,7 @@ async def test_staleness_is_determined_when_applying(make: Any, hand: Hand) -> N
     async with running(updater, context()):
         await refused(hand, "too stale", 2)
         assert await hand.version() == 1
-        assert updater._intake.fetches == {}
+        assert updater._intake.arrived == {}
         await hand.admitted(1.0)
         await hand.reaches(2)
         await hand.balanced()

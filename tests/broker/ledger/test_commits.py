@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import (
     Version,
 )
 from fedstream.broker.records import Commit
+from fedstream.broker.started import Started
+from fedstream.broker.streams import Look
 from tests.broker.ledger.steps import exists, expires
-from tests.support import Hand, snapshot
+from tests.support import Hand, model_of, snapshot
 
 
 async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, keys: Keys) -> None:
@@ -67,7 +72,7 @@ async def test_version_must_follow_the_head(
     await hand.create()
     version = (await hand.publish(number)).model_copy(update={"digest": "other"})
     before = await snapshot(client, keys)
-    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    commit = Commit(versions=[version], held=(), mean_staleness=0.0)
     done = await hand.ledger.commit(hand.updater.token, commit)
     assert done.what == f"behind:{found}"
     assert await snapshot(client, keys) == before
@@ -84,6 +89,137 @@ async def test_late_duplicate_commit_changes_nothing(
     before = await snapshot(client, keys)
     assert await hand.commit(1, first, journalled={"applied": 1}, write=False) == "behind:2"
     assert await snapshot(client, keys) == before
+
+
+async def several(hand: Hand, *numbers: int, write: bool = True, **more: Any) -> str:
+    """The updater commits these versions together."""
+    versions = [await hand.publish(number, float(number), write=write) for number in numbers]
+    commit = Commit(versions=versions, held=(), mean_staleness=0.0, **more)
+    return (await hand.ledger.commit(hand.updater.token, commit)).what
+
+
+async def test_several_versions_are_published_together(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    assert await several(hand, 1, 2, 3) == "done"
+    published = [version.version for version in await hand.published()]
+    assert (published, await hand.version()) == ([0, 1, 2, 3], 3)
+    for version in await hand.published():
+        assert await hand.ledger.digest(version.version) == version.digest
+        assert await client.call("PTTL", keys.model(version.blob)) == -1
+        await hand.model(version)  # checks the digest
+    kept = await hand.ledger.kept()
+    assert list(kept.values()) == [0, 1, 2, 3]
+
+
+async def test_versions_may_be_repeated_with_later_ones(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """The reply to the first commit was lost; meanwhile another version was made."""
+    await hand.create()
+    assert await several(hand, 1, 2) == "done"
+    before = await snapshot(client, keys)
+    assert await several(hand, 1, 2, write=False) == "done"
+    assert await snapshot(client, keys) == before
+    assert await several(hand, 1, 2, 3) == "done"
+    assert [version.version for version in await hand.published()] == [0, 1, 2, 3]
+    for version in await hand.published():  # those written again had an expiry again
+        assert await client.call("PTTL", keys.model(version.blob)) == -1
+
+
+async def test_version_deleted_meanwhile_is_not_kept_when_repeated(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Or nobody would ever delete it: it is not among the kept ones any more."""
+    await hand.create()
+    assert await several(hand, 1, 2) == "done"
+    [first] = [version for version in await hand.published() if version.version == 1]
+    assert await hand.ledger.retire(hand.updater.token, [first.blob]) == "done"
+    assert await several(hand, 1, 2, 3) == "done"
+    assert 0 < await client.call("PTTL", keys.model(first.blob)) <= 60_000
+    assert first.blob not in await hand.ledger.kept()
+
+
+@pytest.mark.parametrize(("numbers", "says"), [((2, 3), "behind:0"), ((5, 6), "behind:0")])
+async def test_versions_must_follow_the_head(
+    hand: Hand, client: Client, keys: Keys, numbers: tuple[int, ...], says: str
+) -> None:
+    await hand.create()
+    assert await several(hand, *numbers) == says
+    assert await hand.version() == 0
+
+
+async def test_versions_that_come_after_later_ones_change_nothing(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    assert await several(hand, 1, 2) == "done"
+    assert await several(hand, 3) == "done"
+    before = await snapshot(client, keys)
+    assert await several(hand, 1, 2, write=False) == "behind:3"
+    assert await snapshot(client, keys) == before
+
+
+async def test_versions_on_another_than_the_head_are_not_published(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    assert await several(hand, 1) == "done"
+    other = await hand.publish(1, 7.0, write=False)
+    following = await hand.publish(2, 8.0)
+    before = await snapshot(client, keys)
+    commit = Commit(versions=[other, following], held=(), mean_staleness=0.0)
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "behind:1"
+    assert await snapshot(client, keys) == before
+
+
+async def test_one_version_without_its_model_publishes_none(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    versions = [await hand.publish(number, write=number != 2) for number in (1, 2, 3)]
+    before = await snapshot(client, keys)
+    commit = Commit(versions=versions, held=(), mean_staleness=0.0)
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "unwritten"
+    assert await snapshot(client, keys) == before
+
+
+# a look behind the commit
+
+
+def look_at(hand: Hand, seconds: float, begun: list[Started]) -> Look:
+    block = ("BLOCK", round(seconds * 1000)) if seconds else ()
+    command = ("XREAD", *block, "STREAMS", hand.keys.queue, "0")
+    return Look(command, seconds, begun.append)
+
+
+async def test_commit_is_known_while_the_look_behind_it_waits(hand: Hand) -> None:
+    await hand.create()
+    begun: list[Started] = []
+    commit = Commit(versions=[await hand.publish(1)], held=(), mean_staleness=0.0)
+    done = await hand.ledger.commit(hand.updater.token, commit, look=look_at(hand, 60, begun))
+    assert (done.what, await hand.version(), await hand.queue()) == ("done", 1, [])
+    await hand.admitted()
+    [looking] = begun
+    [[_, [entry]]] = await looking.last()
+    assert entry[0].decode() == (await hand.queue())[0][0]
+
+
+async def test_commit_with_a_look_loads_its_script(hand: Hand, client: Client) -> None:
+    """A Redis that was restarted has lost it; the model ahead of it is there then."""
+    await hand.create()
+    begun: list[Started] = []
+    version = await hand.publish(1, write=False)
+    ahead = await blobs.prepare(
+        client, hand.keys.model(version.blob), model_of(hand.layout), expire_s=60
+    )
+    await client.call("SCRIPT", "FLUSH")
+    commit = Commit(versions=[version], held=(), mean_staleness=0.0)
+    done = await hand.ledger.commit(
+        hand.updater.token, commit, ahead=ahead, look=look_at(hand, 0, begun)
+    )
+    assert (done.what, await hand.version(), begun) == ("done", 1, [])
 
 
 async def test_nothing_is_committed_to_a_run_that_redis_lost(hand: Hand, client: Client) -> None:
@@ -129,7 +265,7 @@ async def test_run_is_finished_from_outside_once(hand: Hand) -> None:
     assert event.text == "finished: accuracy 0.9 reached"
     # What was journalled before the updater knew is published, and it learns of the end.
     done = await hand.ledger.commit(
-        hand.updater.token, Commit(version=await hand.publish(1), held=(), mean_staleness=0.0)
+        hand.updater.token, Commit(versions=[await hand.publish(1)], held=(), mean_staleness=0.0)
     )
     assert (done.what, done.finished) == ("done", True)
     assert await hand.ledger.run() == run

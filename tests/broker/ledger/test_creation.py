@@ -179,7 +179,7 @@ async def test_only_the_leader_creates_commits_and_retires(
     assert await Lease(client, keys, "updater", "u", seconds=60).acquire()
     before = await snapshot(client, keys)
     version = await hand.publish(1, write=False)
-    nothing = Commit(version=version, held=(), mean_staleness=0.0)
+    nothing = Commit(versions=[version], held=(), mean_staleness=0.0)
     with pytest.raises(Fenced, match="another updater has taken over"):
         await hand.ledger.create(stale, hand.run(), version)
     with pytest.raises(Fenced):
@@ -199,7 +199,7 @@ async def test_token_lost_by_redis_does_not_fence(hand: Hand, client: Client) ->
     assert (await hand.ledger.create(token, hand.run(), version)).what == "lost"
     assert await hand.ledger.retire(token, ["0.1"]) == "lost"
     assert await hand.ledger.hand_out(token, 1, "digest", 16) == "lost"
-    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    commit = Commit(versions=[version], held=(), mean_staleness=0.0)
     assert (await hand.ledger.commit(token, commit)).what == "lost"
 
 
@@ -210,7 +210,7 @@ async def test_retaking_its_own_lease_does_not_fence(
     await hand.create()
     before = hand.updater.token
     assert await hand.updater.acquire()
-    commit = Commit(version=await hand.publish(1), held=(), mean_staleness=0.0)
+    commit = Commit(versions=[await hand.publish(1)], held=(), mean_staleness=0.0)
     assert (await hand.ledger.commit(before, commit)).what == "lost"
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
     before = hand.scheduler.token

@@ -80,7 +80,7 @@ async def test_late_commit_brings_no_quarantine_back(hand: Hand) -> None:
 
 async def test_commit_notices_that_redis_forgot_a_quarantine(hand: Hand) -> None:
     await hand.create()
-    commit = Commit(version=None, held=(), mean_staleness=0.0, quarantines_before=1)
+    commit = Commit(held=(), mean_staleness=0.0, quarantines_before=1)
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "behind:0"
     await quarantined(hand, NO_QUARANTINES.quarantined([3], "poison", 1.5, 0))
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
@@ -88,5 +88,5 @@ async def test_commit_notices_that_redis_forgot_a_quarantine(hand: Hand) -> None
 
 async def quarantined(hand: Hand, quarantines: Quarantines) -> None:
     """The updater has taken these."""
-    commit = Commit(version=None, held=(), mean_staleness=0.0, quarantines=quarantines)
+    commit = Commit(held=(), mean_staleness=0.0, quarantines=quarantines)
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"

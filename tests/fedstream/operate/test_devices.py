@@ -65,9 +65,7 @@ async def obeying(hand: Hand) -> AsyncIterator[None]:
 
 async def commit(hand: Hand, quarantines: Quarantines, *entries: str) -> None:
     """The updater has taken these entries."""
-    change = Commit(
-        version=None, held=(), mean_staleness=0.0, quarantines=quarantines, entries=entries
-    )
+    change = Commit(held=(), mean_staleness=0.0, quarantines=quarantines, entries=entries)
     assert (await hand.ledger.commit(hand.updater.token, change)).what == "done"
 
 

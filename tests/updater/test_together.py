@@ -1,0 +1,162 @@
+"""Small updates that are in the queue together share exchanges, records and commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.ledger.updater import UpdaterLedger
+from fedstream.broker.messages import Upload
+from fedstream.broker.records import Commit, Committed
+from fedstream.journal import Taken
+from fedstream.journal.recorder import Recorder
+from fedstream.strategies import FedAvgSettings
+from tests.support import Hand, Proxy, context, layout_of, running, wait_until
+from tests.updater.journalled import records
+from tests.updater.test_faults import COMMIT, makes_more
+
+
+@pytest.fixture
+def committed(monkeypatch: pytest.MonkeyPatch) -> list[Commit]:
+    """All commits that are tried, in order."""
+    tried: list[Commit] = []
+    real = UpdaterLedger.commit
+
+    async def commit(ledger: UpdaterLedger, token: str, commit: Commit, **more: Any) -> Committed:
+        tried.append(commit)
+        return await real(ledger, token, commit, **more)
+
+    monkeypatch.setattr(UpdaterLedger, "commit", commit)
+    return tried
+
+
+async def queued(hand: Hand, make: Callable[..., Any], *values: float) -> list[Upload]:
+    """Updates that wait in the queue for an updater: the run has begun."""
+    async with running(make(), context()):
+        await hand.join()
+    uploads = [
+        await hand.trained(trigger, value)
+        for trigger, value in zip(await hand.open(len(values)), values, strict=True)
+    ]
+    assert await hand.admit(*uploads) == [("admitted", "")] * len(values)
+    return uploads
+
+
+def numbers(commits: Sequence[Commit]) -> list[list[int]]:
+    return [[version.version for version in commit.versions] for commit in commits]
+
+
+async def test_updates_that_wait_together_are_read_journalled_and_committed_together(
+    make: Any,
+    hand: Hand,
+    folder: Path,
+    committed: list[Commit],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each still has its record and its version, announced with the digest that it recorded."""
+    read, appended = [], []
+    read_together, append = blobs.read_together, Recorder.append
+
+    async def reading(client: Client, wanted: Sequence[blobs.Wanted]) -> Any:
+        read.append(len(wanted))
+        return await read_together(client, wanted)
+
+    async def appending(recorder: Recorder, entries: Any) -> Any:
+        appended.append(len(entries))
+        return await append(recorder, entries)
+
+    await queued(hand, make, 8.0, 4.0, 2.0)
+    committed.clear()
+    monkeypatch.setattr(blobs, "read_together", reading)
+    monkeypatch.setattr(Recorder, "append", appending)
+    async with running(make(), context()):
+        await hand.reaches(3)
+        await wait_until(hand.queue_is_empty)
+    assert (read, appended, numbers(committed)) == ([3], [3], [[1, 2, 3]])
+    published = await hand.published()
+    assert [version.version for version in published] == [0, 1, 2, 3]
+    assert [one.digest for one in records(folder)] == [one.digest for one in published[1:]]
+    for version in published:
+        await hand.model(version)  # checks the digest
+    assert len(await hand.events()) == 3
+    await hand.balanced()
+
+
+async def test_lost_reply_to_a_shared_commit_publishes_nothing_twice(
+    make: Any, hand: Hand, redis: RedisSettings, committed: list[Commit]
+) -> None:
+    async with Proxy(redis) as proxy:
+        await queued(hand, make, 8.0, 4.0)
+        proxy.cut_reply_to = lambda data: COMMIT in data
+        committed.clear()
+        async with running(make(redis=proxy.settings), context()):
+            await hand.reaches(2)
+            await makes_more(hand, 1.0)
+            await wait_until(hand.queue_is_empty)
+        assert proxy.cut_replies == 1
+    assert numbers(committed)[:2] == [[1, 2], [1, 2]]
+    assert [version.version for version in await hand.published()] == [0, 1, 2, 3]
+    await hand.balanced()
+
+
+async def test_newest_model_outlives_a_shared_commit(
+    make: Any, hand: Hand, committed: list[Commit]
+) -> None:
+    """Whoever is reading it when the next versions are published can finish."""
+    await queued(hand, make, 1.0, 2.0, 3.0, 4.0)
+    committed.clear()
+    async with running(make(keep_versions=3), context()):
+        await hand.reaches(4)
+        await wait_until(hand.queue_is_empty)
+    assert numbers(committed) == [[1, 2], [3, 4]]
+    assert list((await hand.ledger.kept()).values()) == [2, 3, 4]
+
+
+async def test_large_models_are_committed_alone(
+    make: Any, hand: Hand, committed: list[Commit]
+) -> None:
+    """Memory for several is not meant to be taken."""
+    hand.layout = layout_of(blobs.CHUNK // 4 + 1)
+    await queued(hand, make, 1.0, 2.0)
+    committed.clear()
+    async with running(make(), context()):
+        await hand.reaches(2)
+        await wait_until(hand.queue_is_empty)
+    assert numbers(committed) == [[1], [2]]
+
+
+async def test_buffered_and_refused_updates_share_a_commit(
+    make: Any, hand: Hand, committed: list[Commit]
+) -> None:
+    rule = FedAvgSettings()
+    async with running(make(rule), context()):
+        await hand.join()
+    triggers = await hand.open(3)
+    uploads = [await hand.trained(trigger, 1.0) for trigger in triggers[:2]]
+    assert await hand.admit(*uploads) == [("admitted", "")] * 2
+    await hand.slip_in(await hand.trained(triggers[2], float("nan")))
+    committed.clear()
+    async with running(make(rule), context()):
+        await wait_until(hand.queue_is_empty)
+    [first, *_] = committed
+    assert [end.outcome for end in first.ends] == ["buffered", "buffered", "refused"]
+    assert (first.held, numbers(committed)[0]) == (tuple(up.device for up in uploads), [])
+    await hand.balanced()
+
+
+async def test_entry_whose_update_redis_forgot_is_skipped(
+    make: Any, hand: Hand, client: Client, folder: Path
+) -> None:
+    """Its bytes and its admission are gone when it is fetched with the others."""
+    first, lost, last = await queued(hand, make, 8.0, 4.0, 2.0)
+    await client.call("UNLINK", hand.keys.queued(lost.blob))
+    await client.call("HDEL", hand.keys.admitted, lost.task)
+    async with running(make(), context()):
+        await hand.reaches(2)
+    taken = [record for record in records(folder) if isinstance(record, Taken)]
+    assert [record.upload.task for record in taken] == [first.task, last.task]
