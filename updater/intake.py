@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
@@ -66,19 +65,22 @@ class Intake:
     # entries
 
     async def read(self, block_ms: int) -> bool:
-        """Read new queue entries into the backlog; return whether there were any."""
-        reply = await self._client.call(*self._command(block_ms), wait_s=block_ms / 1000)
-        return self._heard(reply)
+        """Read new queue entries into the backlog; return whether there were any.
+
+        If a look was begun, that is the read: ``block_ms`` does not matter.
+        """
+        looking, self.looking = self.looking, None
+        if looking is None:
+            reply = await self._client.call(*self._command(block_ms), wait_s=block_ms / 1000)
+        else:
+            reply = await looking.last()
+        entries = self._reader.found(reply).get(self._keys.queue, [])
+        self.backlog.extend(Queued(entry, _message(entry)) for entry in entries)
+        return bool(entries)
 
     def look(self, block_ms: int) -> Look:
-        """A read to be begun behind other commands, and ended by :meth:`hear`."""
+        """A read to be begun behind other commands, and ended by :meth:`read`."""
         return Look(self._command(block_ms), block_ms / 1000, self._begun)
-
-    async def hear(self) -> None:
-        """End the look that was begun: put what it found into the backlog."""
-        looking, self.looking = self.looking, None
-        if looking is not None:
-            self._heard(await looking.last())
 
     def _begun(self, look: Started) -> None:
         self.looking = look
@@ -90,11 +92,6 @@ class Intake:
 
     def _command(self, block_ms: int) -> Command:
         return self._reader.command(count=BATCH, block_ms=block_ms)
-
-    def _heard(self, reply: Any) -> bool:
-        entries = self._reader.found(reply).get(self._keys.queue, [])
-        self.backlog.extend(Queued(entry, _message(entry)) for entry in entries)
-        return bool(entries)
 
     async def left(self) -> int:
         """Number of entries in the queue, whether read or not."""

@@ -87,8 +87,6 @@ class Loop:
                 self.state = await self.recovery.begin_segment(state, "continued")
             elif backlog:
                 await self._decide()
-            elif self.intake.looking is not None:
-                await self.intake.hear()
             elif not await self.intake.read(BLOCK_MS):
                 await self._rest()
         except OutOfMemory:
@@ -191,11 +189,9 @@ class Loop:
                 self.upkeep.heard = time.monotonic()
 
     def _look(self) -> Look | None:
-        """At the queue, behind a commit; it waits a little if there is nothing else to do."""
-        if self.intake.backlog:
-            return None
+        """At the queue, behind a commit, if that is the next thing to do."""
         busy = self.recorder.is_full or self.state.finished != self.state.sealed
-        return self.intake.look(0 if busy else min(BLOCK_MS, LOOK_MS))
+        return None if busy or self.intake.backlog else self.intake.look(BLOCK_MS)
 
     # nothing to do
 
