@@ -77,9 +77,9 @@ def _other_release(release: str) -> None:
     encode = Message.encode
     written = {"earlier": earlier, "later": later}
 
-    def encoded(message: Message) -> bytes:
+    def encoded(message: Message, **other: Any) -> bytes:
         is_said = type(message).__module__ == messages.__name__  # the journal's are not
-        return written[release](encode(message)) if is_said else encode(message)
+        return written[release](encode(message, **other)) if is_said else encode(message, **other)
 
     if release:
         Message.encode = encoded  # type: ignore[assignment,method-assign]
