@@ -29,7 +29,7 @@ from redis.crc import key_slot
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
 from fedstream.broker.errors import BrokerError, ConfigError, ReplyTooLarge
 from fedstream.broker.failures import is_elsewhere, meaning
-from fedstream.broker.link import READ, Link, Place
+from fedstream.broker.link import READ, BulkPlace, Link
 from fedstream.broker.places import Address, Cluster, Guide, Sentinels
 from fedstream.broker.settings import RedisSettings, check_files
 from fedstream.broker.started import Started
@@ -134,7 +134,7 @@ class Client:
         *,
         wait_s: float = 0.0,
         most: float = inf,
-        into: Sequence[Place] | None = None,
+        into: Sequence[BulkPlace] | None = None,
     ) -> Coroutine[Any, Any, list[Any]]:
         """Send several commands in one write and return their replies.
 
@@ -208,7 +208,7 @@ class Client:
         replies: list[Any],
         wait_s: float,
         most: float,
-        into: Sequence[Place] | None = None,
+        into: Sequence[BulkPlace] | None = None,
         hops: int = 0,
     ) -> list[Any]:
         """Raise the first error among replies, or follow it to the right node: its replies."""
@@ -251,7 +251,7 @@ class Client:
         commands: Sequence[Command],
         wait_s: float = 0.0,
         most: float = inf,
-        into: Sequence[Place] | None = None,
+        into: Sequence[BulkPlace] | None = None,
         once: _Elsewhere | None = None,
         hops: int = 0,
     ) -> list[Any]:

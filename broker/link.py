@@ -23,7 +23,7 @@ _SENT = 1 << 20  # bytes that the system takes at once: a chunk
 _LINE = 1 << 16  # bytes of a line at most; none of Redis's is nearly as long
 _CLOSED = "Connection closed by server."
 _NOT_YET = object()
-Place = memoryview | None  # where a bulk goes; None: returned as bytes
+BulkPlace = memoryview | None  # where a bulk goes; None: returned as bytes
 _END = b"\r\n"
 
 
@@ -34,7 +34,7 @@ class Bulks:
     """
 
     def __init__(
-        self, expected: int, into: Sequence[Place], error: Callable[[str], Exception]
+        self, expected: int, into: Sequence[BulkPlace], error: Callable[[str], Exception]
     ) -> None:
         """``into``: where each reply goes; see :meth:`Link.exchange`.
 
@@ -43,7 +43,7 @@ class Bulks:
         self.replies: list[Any] = []  # bytes, or lengths; None: nil; or errors
         self._expected = expected
         self._places = iter(into)
-        self._place: Place = None
+        self._place: BulkPlace = None
         self._into = memoryview(b"")  # what is left of the place
         self._error = error
         self._line = bytearray()  # the beginning of a line, or the first reply
@@ -176,7 +176,7 @@ class Link(asyncio.BufferedProtocol):
         *,
         seconds: float,
         most: float = inf,
-        into: Sequence[Place] | None = None,
+        into: Sequence[BulkPlace] | None = None,
         early: asyncio.Future[list[Any]] | None = None,
         late: int = 1,
         wait_s: float = 0.0,

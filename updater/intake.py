@@ -25,7 +25,7 @@ from fedstream.wire import F32
 BATCH = 16  # entries that are read together; small ones share a journal write
 LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 
-Message = Upload | RoundEnd | SetQuarantine
+QueueMessage = Upload | RoundEnd | SetQuarantine
 
 
 def is_small(layout: Layout) -> bool:
@@ -43,7 +43,7 @@ class Queued:
     """An entry of the queue, and what it says."""
 
     entry: Entry
-    message: Message | BadMessage
+    message: QueueMessage | BadMessage
 
 
 class Intake:
@@ -234,7 +234,7 @@ class Fetched:
     failure: BlobMissing | BlobDamaged | None
 
 
-def _message(entry: Entry) -> Message | BadMessage:
+def _message(entry: Entry) -> QueueMessage | BadMessage:
     try:
         return decode(entry.data, Upload, RoundEnd, SetQuarantine)
     except BadMessage as error:

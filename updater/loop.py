@@ -36,7 +36,7 @@ LOOK_MS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecidedChange:
     """A change that was decided on, and the states between which it lies."""
 
     change: Change
@@ -60,7 +60,7 @@ class Loop:
     recovery: Recovery
     upkeep: Upkeep
     state: RunState = field(init=False)  # once recovered
-    unwritten: list[Decided] = field(default_factory=list)  # not in the journal yet
+    unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
 
     async def begin(self) -> bool:
         """Recover the state to go on from; return whether there is one."""
@@ -121,7 +121,7 @@ class Loop:
             backlog.popleft()
             if change is not None:
                 after = state.after(change)
-                self.unwritten.append(Decided(change, state, after))
+                self.unwritten.append(DecidedChange(change, state, after))
                 state.ends.decide(change)
                 state = after
                 finishing = change.finish is not None
@@ -149,7 +149,7 @@ class Loop:
             for one, position in zip(decided, positions, strict=False):
                 self._written(one, position)
 
-    def _written(self, decided: Decided, position: int) -> None:
+    def _written(self, decided: DecidedChange, position: int) -> None:
         """Apply a change that is in the journal, and therefore final."""
         change = decided.change
         self.state.ends.journal(change)

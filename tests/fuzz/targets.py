@@ -23,7 +23,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Layout, Model
-from fedstream.broker.link import Bulks, Place
+from fedstream.broker.link import BulkPlace, Bulks
 from fedstream.broker.messages import Message, decode
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
@@ -107,7 +107,7 @@ class _Redis:
         self.fields = fields
 
     async def pipeline(
-        self, commands: Sequence[Command], *, into: Sequence[Place] | None = None
+        self, commands: Sequence[Command], *, into: Sequence[BulkPlace] | None = None
     ) -> list[Any]:
         replies = [self._answer(*command) for command in commands]
         if into is None:
