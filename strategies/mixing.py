@@ -64,6 +64,8 @@ def _steps(x: Floats, into: Floats) -> Iterator[tuple[slice, Floats]]:
 
 def distance(a: Floats, b: Floats) -> float:
     """The Euclidean norm of a - b; see :func:`norm`."""
+    if not a.size:  # a model without buffers or controls: most have none
+        return 0.0
     total, room = 0.0, np.empty(min(BLOCK, a.size), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, a.size, BLOCK):
@@ -78,6 +80,8 @@ def norm(vector: Floats) -> float:
     It may get an update refused (a recorded outcome) but never enters a model, so a reduction is
     fine.
     """
+    if not vector.size:
+        return 0.0
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, vector.size, BLOCK):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.layout import Floats, Model
-from fedstream.strategies.mixing import BLOCK, mix, norm
+from fedstream.strategies.mixing import BLOCK, distance, mix, norm
 from tests.support import layout_of
 
 sizes = st.sampled_from(
@@ -91,4 +91,5 @@ def test_norm_of_a_finite_vector_is_finite_and_accurate(value: float) -> None:
 
 
 def test_norm_of_an_empty_vector_is_zero() -> None:
-    assert norm(np.empty(0, np.float32)) == 0.0
+    nothing = np.empty(0, np.float32)
+    assert norm(nothing) == distance(nothing, nothing) == 0.0
