@@ -294,6 +294,7 @@ NEEDS_NONE = {
     "reap",
     "release",
     "renew",
+    "renew_all",
     "retire",
     "scan",
     "set_access",
@@ -333,6 +334,7 @@ async def test_freeing_memory_works_when_redis_is_full(hand: Hand, client: Clien
         assert await hand.ledger.kept() == {"1.1": 1}
         assert (await hand.ledger.look()).issued == 2
         assert await hand.tasks.renew(entry)
+        assert await hand.tasks.renew_all([entry.id]) == {entry.id}
         taken, _ = await hand.tasks.claim(idle_ms=0, most=9, own=True)
         assert len(taken) == 2
         await hand.tasks.release(entry)
