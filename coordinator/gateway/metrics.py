@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from fedstream.coordinator.gateway.certificate import certificate_in
 from fedstream.coordinator.gateway.refusals import REFUSALS
 
 if TYPE_CHECKING:
     from fedstream.coordinator.gateway.desk import Desk
     from fedstream.coordinator.gateway.models import ModelCopies
+    from fedstream.coordinator.gateway.settings import GatewaySettings
 
 
 class GatewayMetrics:
     """What a gateway does and whom it serves."""
 
-    def __init__(self, registry: CollectorRegistry, desk: Desk, models: ModelCopies) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        desk: Desk,
+        models: ModelCopies,
+        settings: GatewaySettings,
+    ) -> None:
         gauges = {
             "devices": ("Devices present.", lambda: len(desk.present())),
             "polls": ("Check-ins that wait for a task.", lambda: desk.polls),
@@ -25,6 +34,16 @@ class GatewayMetrics:
         }
         for name, (about, value) in gauges.items():
             Gauge(f"fedstream_gateway_{name}", about, registry=registry).set_function(value)
+        Gauge(
+            "fedstream_gateway_devices_limit", "The setting gateway.devices.", registry=registry
+        ).set(settings.devices)
+        ends = Gauge(
+            "fedstream_gateway_certificate_ends_timestamp_seconds",
+            "When the certificate ends that devices are shown; 0: there is none.",
+            registry=registry,
+        )
+        if settings.tls_cert is not None:
+            ends.set(certificate_in(Path(settings.tls_cert).read_bytes()).ends)
         self.offered = Counter(
             "fedstream_gateway_offered", "Offers of tasks to devices.", registry=registry
         )

@@ -93,7 +93,7 @@ class Gateway:
     async def run(self, context: Context) -> None:
         """Work until stopped. Tasks in hand stay ours: the replica of our name takes them up."""
         context.watch(self._client)
-        metrics = GatewayMetrics(context.registry, self._desk, self._models)
+        metrics = GatewayMetrics(context.registry, self._desk, self._models, self._settings)
         tasks = Tasks(
             self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
             self._keys, self._lease, context, name=self._name,

@@ -198,6 +198,22 @@ HEALTHY = {
     f"kubelet_volume_stats_available_bytes{{{_VOLUME}}}": "50x45",
     f"kubelet_volume_stats_capacity_bytes{{{_VOLUME}}}": "100x45",
     'process_start_time_seconds{job="fedstream", namespace="fl", pod="t-0"}': "7x45",
+    **{
+        f'fedstream_gateway_{name}{{namespace="fl", pod="{pod}"{labels}}}': values
+        for pod in ("g-0", "g-1")
+        for name, labels, values in (
+            ("devices", "", "200x45"),
+            ("devices_limit", "", "1000x45"),
+            ("polls", "", "150x45"),
+            ("offered_total", "", "0+30x45"),
+            # a token is good for 10 minutes
+            ("refused_total", ', reason="token"', "0+20x45"),
+            ("refused_total", ', reason="superseded"', "0+500x45"),
+            ("refused_total", ', reason="signature"', "0+1x45"),
+            ("refused_total", ', reason="internal"', "0x45"),
+            ("certificate_ends_timestamp_seconds", "", "1000000x45"),  # in 11 days
+        )
+    },
 }  # fmt: skip
 # What is different (in series with this in their name), and which alerts fire at the end.
 FINISHED = {"fedstream_run_running": "1x9 0x35"}
@@ -264,6 +280,35 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     "a pod begins again and again": (
         {"process_start": "7x15 8+1x30"}, {"FedstreamRestarts"},
     ),
+    "somebody forges signatures": (
+        {'reason="signature"': "0x15 0+60x30"}, {"FedstreamGatewayRefusals"},
+    ),
+    "he did so half an hour ago": ({'reason="signature"': "0+60x15 900x30"}, set()),
+    "as many refusals as that for ten times the devices": (
+        {'reason="signature"': "0x15 0+60x30", "gateway_devices{": "2000x45",
+         "devices_limit": "10000x45"},
+        set(),
+    ),
+    "one gateway makes a mistake": (
+        {'pod="g-1", reason="internal"': "0x36 1x9"}, {"FedstreamGatewayRefusals"},
+    ),
+    "no offers although tasks and devices wait": (
+        {"offered": "450x45"}, {"FedstreamGatewayNoOffers"},
+    ),
+    "one of two gateways offers": ({'offered_total{namespace="fl", pod="g-1"': "9x45"}, set()),
+    "no device waits": ({"offered": "450x45", "polls": "0x45"}, set()),
+    "no task waits": ({"offered": "450x45", 'state="waiting"': "0x45"}, set()),
+    "a run that is over offers nothing": (
+        FINISHED | {"run_published": "0+60x9 600x35", "offered": "0+30x9 300x35"}, set(),
+    ),
+    "a gateway fills up": (
+        {'gateway_devices{namespace="fl", pod="g-1"': "200x15 950x30"},
+        {"FedstreamGatewayNearlyFull"},
+    ),
+    "a certificate ends in six days": (
+        {"certificate_ends": "520000x45"}, {"FedstreamGatewayCertificate"},
+    ),
+    "devices come through a proxy that ends TLS": ({"certificate_ends": "0x45"}, set()),
 }  # fmt: skip
 
 
