@@ -21,7 +21,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.records import Run, Tally
 from fedstream.broker.rights import ROLES
-from fedstream.doctor import rights, run, server, task, volume
+from fedstream.doctor import gateway, rights, run, server, task, volume
 from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
 from fedstream.operate.presence import serving
 from fedstream.settings.services import DEVICES
@@ -72,6 +72,10 @@ async def examine(
         findings.append(volume.journal(settings, look.run, asked=look.asked))
     else:
         findings.append(not_checked("journal", _elsewhere(role, "the updater")))
+    if configured and gateway.is_meant(settings, user):
+        findings.append(gateway.site(settings, user))
+        if role is None or gateway.is_gateways(user):
+            findings += gateway.here(settings.gateway, now=now())
     return findings + about_task
 
 
@@ -154,7 +158,10 @@ class _Look:
             before = self._now()
             seconds, micros = await self._client.call("TIME")
             asked.append((before, int(seconds) + int(micros) / 1e6, self._now()))
-        return [server.clock(asked, self._settings.policy)]
+        findings = [server.clock(asked, self._settings.policy)]
+        if self._configured and gateway.is_meant(self._settings, self._user):
+            findings += gateway.clock(server.skew_in(asked)[0])
+        return findings
 
     async def _server(self) -> Iterable[Finding]:
         redis, budget = self._settings.redis, self._settings.scheduler.memory_budget

@@ -245,15 +245,20 @@ def latency(seconds: Sequence[float], timeout_s: float) -> Finding:
     return ok(about, f"{text}; redis.timeout_s = {timeout_s}")
 
 
-def clock(asked: Sequence[tuple[float, float, float]], policy: Policy | Rounds) -> Finding:
-    """Compare this machine's clock with Redis's.
+def skew_in(asked: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """How far this machine's clock is ahead of Redis's, and how sure that is, in seconds.
 
     ``asked``: (before, Redis's time, after) of each exchange, in seconds; the fastest is used, as
     the most precise.
     """
-    about = "clock"
     before, theirs, after = min(asked, key=lambda one: one[2] - one[0])
-    skew, unsure = (before + after) / 2 - theirs, max(0.0, (after - before) / 2)
+    return (before + after) / 2 - theirs, max(0.0, (after - before) / 2)
+
+
+def clock(asked: Sequence[tuple[float, float, float]], policy: Policy | Rounds) -> Finding:
+    """Compare this machine's clock with Redis's. ``asked``: as :func:`skew_in` takes it."""
+    about = "clock"
+    skew, unsure = skew_in(asked)
     if abs(skew) <= _SKEW_S + unsure:
         return ok(
             about, f"{1000 * skew:+.1f} ms from Redis's clock, give or take {1000 * unsure:.1f}"

@@ -1,0 +1,118 @@
+"""`fedstream doctor`'s checks of a gateway: certificate, open files, clock, and its site."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import GATEWAY
+from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.coordinator.sites import served
+from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
+
+if TYPE_CHECKING:
+    from fedstream.settings.config import Settings
+
+SKEW_S = 30.0  # of the 60 s between a device's clock and the gateway's: half of them
+_DAY = 86_400.0
+_ENDS_S = 14 * _DAY  # warn if a certificate ends sooner
+_OTHER_FILES = 256  # that a gateway opens besides its devices' connections
+
+
+def is_gateways(user: str) -> bool:
+    """Whether this Redis user is a gateway's."""
+    return user == GATEWAY or user.startswith(f"{GATEWAY}-")
+
+
+def is_meant(settings: Settings, user: str) -> bool:
+    """Whether there is to be a gateway: its site is served, it is configured, or its user asks."""
+    coordinator = settings.coordinator
+    return (
+        is_gateways(user)
+        or settings.gateway != GatewaySettings()
+        or settings.gateway.site in served(coordinator.sites, coordinator.trusted_sites)
+    )
+
+
+def here(settings: GatewaySettings, *, now: float) -> Iterator[Finding]:
+    """What can be seen on the gateway's machine. ``now``: seconds since 1970."""
+    yield _certificate(settings, now)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield open_files(settings, None if most == resource.RLIM_INFINITY else most)
+
+
+def _certificate(settings: GatewaySettings, now: float) -> Finding:
+    about = "gateway certificate"
+    if settings.tls_cert is None:
+        return ok(about, "none: devices come over plain HTTP, through a proxy that ends TLS")
+    try:
+        settings.tls()
+    except ConfigError as error:
+        return problem(about, str(error))
+    try:
+        from fedstream.coordinator.gateway.certificate import certificate_in
+    except ModuleNotFoundError as error:
+        return not_checked(about, f"needs {error.name}: pip install 'fedstream[gateway]'")
+    found = certificate_in(Path(settings.tls_cert).read_bytes())
+    if not found.names:
+        return problem(
+            about,
+            "has no subjectAltName: devices would accept it for no host",
+            "issue it for the hosts in the URL that devices use",
+        )
+    names = f"for {', '.join(found.names)}"
+    days = (found.ends - now) / _DAY
+    if now < found.begins:
+        return problem(about, f"{names}: is not valid yet", "correct this machine's clock, or wait")
+    if days < 0:
+        return problem(about, f"{names}: ended {-days:.0f} days ago", "renew it")
+    if days * _DAY < _ENDS_S:
+        return warning(
+            about, f"{names}: ends in {days:.0f} days", "renew it, then restart the gateways"
+        )
+    return ok(about, f"{names}; ends in {days:.0f} days")
+
+
+def open_files(settings: GatewaySettings, most: int | None) -> Finding:
+    """Compare the limit of open files with the connections. ``most``: files; None: no limit."""
+    about, wanted = "gateway open files", settings.connections + _OTHER_FILES
+    if most is not None and most < wanted:
+        return warning(
+            about,
+            f"this process may open {most} files, and gateway.connections = "
+            f"{settings.connections}: devices beyond that could not connect",
+            f"raise the limit (ulimit -n) to {wanted}, or lower gateway.connections",
+        )
+    of = "as many files as it likes" if most is None else f"{most} files"
+    return ok(about, f"this process may open {of}; gateway.connections = {settings.connections}")
+
+
+def clock(skew_s: float) -> Iterator[Finding]:
+    """Judge how far this machine's clock is ahead of Redis's."""
+    if abs(skew_s) >= SKEW_S:
+        yield problem(
+            "gateway clock",
+            f"is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} Redis's: if it is "
+            "this one that is wrong, devices whose clocks are right are refused (reason clock)",
+            "synchronise it by NTP",
+        )
+
+
+def site(settings: Settings, user: str) -> Finding:
+    """Check that the coordinators serve the gateway's site."""
+    about, name, sites = "gateway site", settings.gateway.site, settings.coordinator.sites
+    if name in served(sites, settings.coordinator.trusted_sites):
+        return ok(about, f"{name!r}, which coordinator.sites names")
+    if is_gateways(user):  # its own configuration need not have the coordinators' settings
+        return not_checked(
+            about, f"{name!r} is not in this coordinator.sites: look where a coordinator runs"
+        )
+    named = ", ".join(f'"{one}"' for one in (*sites, name))
+    return problem(
+        about,
+        f"{name!r} is not in coordinator.sites: nobody reads what its devices say",
+        f"set coordinator.sites = [{named}]",
+    )
