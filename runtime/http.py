@@ -130,8 +130,8 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer an unreadable request or a handler's failure, and close the connection."""
         begun = request.writer.output_size > 0
-        if begun and isinstance(exc, ConnectionError):
-            raise exc  # the reader went away, or was cut off
+        if isinstance(exc, ConnectionError) and (begun or request.transport is None):
+            raise exc  # the client went away, or was cut off
         if status < 500:
             said = " ".join((message or str(exc)).split())
             text = f"malformed request: {said}"[:200]

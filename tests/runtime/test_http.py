@@ -59,12 +59,19 @@ class Site:
         async def broken(_request: web.Request) -> web.Response:
             raise ZeroDivisionError("a bug")
 
+        async def reading(request: web.Request) -> web.Response:
+            self.sent += 1
+            try:
+                return web.json_response({"read": len(await request.read())})
+            finally:
+                self.sent += 1
+
         async def full(_request: web.Request) -> web.Response:
             return problem(503, "full", retry_after_s=7)
 
         return [
             web.get("/short", short), web.get("/endless", endless), web.get("/broken", broken),
-            web.get("/full", full), web.get("/last", last),
+            web.get("/full", full), web.get("/last", last), web.get("/reading", reading),
         ]  # fmt: skip
 
     async def connected(self, port: str = "port") -> tuple[asyncio.StreamReader, Any]:
@@ -317,6 +324,18 @@ async def test_failing_handler_is_logged_and_answered_in_json() -> None:
         [line] = lines
         assert line["log_level"] == "error"
         assert isinstance(line["exc_info"], ZeroDivisionError)
+
+
+async def test_client_that_leaves_amid_its_request_is_no_failure() -> None:
+    async with site() as http:
+        with capture_logs() as lines:
+            _, writer = await http.connected()
+            writer.write(get("/reading", "Content-Length: 9") + b"half")
+            await wait_until(lambda: http.sent == 1)
+            writer.close()
+            await wait_until(lambda: http.sent == 2)
+            assert (await http.said(get("/short")))[0] == 200
+        assert lines == []
 
 
 @pytest.mark.parametrize("port", ["port", "health_port"])
