@@ -35,7 +35,7 @@ WINDOW = 8  # chunks in flight: bounds the extra memory that a transfer takes
 READS = ("hget", "hmget")  # commands that read a blob
 WRITES = ("multi", "exec", "hset", "pexpire")
 
-_SIZE = b"size"
+SIZE = b"size"
 _ENCODED = b"encoded"
 _DIGEST = b"digest"
 _CHUNKS = b"chunks"
@@ -51,7 +51,7 @@ def chunks_of(size: int) -> int:
 
 def _statement(size: int, encoded: Encoded | None) -> tuple[bytes, bytes]:
     """The field that says what a blob is, and what it says."""
-    return (_ENCODED, encoded.text.encode()) if encoded else (_SIZE, b"%d" % size)
+    return (_ENCODED, encoded.text.encode()) if encoded else (SIZE, b"%d" % size)
 
 
 async def write(
@@ -165,7 +165,7 @@ async def read_together(
     places: list[memoryview | None] = []
     for one in wanted:
         data, numbers = one.into.buffer.data, one.numbers
-        asked += _asking(one.key, _SIZE, numbers)
+        asked += _asking(one.key, SIZE, numbers)
         places += (None, *(data for _ in numbers))
     try:
         replies = iter(await client.pipeline(asked, into=places))

@@ -150,6 +150,10 @@ class Keys:
         """A nonce that a gateway has seen, for as long as its request would be accepted."""
         return f"{self._gateway(site)}nonce:{nonce}"
 
+    def upload_note(self, site: str, upload: str) -> str:
+        """What a gateway keeps of an update that arrives in parts, by its task and attempt."""
+        return f"{self._gateway(site)}upload:{upload}"
+
     def _gateway(self, site: str) -> str:
         return f"{self.prefix}gateway:{site}:"
 

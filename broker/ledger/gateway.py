@@ -13,6 +13,7 @@ from typing import Literal, cast
 
 import msgpack
 
+from fedstream.broker import parts
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import trainer
@@ -40,6 +41,8 @@ RIGHTS = Rights(
             commands=("evalsha", "get", "set", "hget", "hset", "hdel", "time"),
         ),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
+        Rights(both=("gateway:{site}:upload:*",), commands=parts.ON_NOTE),
+        Rights(writes=("update:{site}/*",), commands=parts.ON_BLOB),
     ),
 )  # fmt: skip
 
