@@ -7,6 +7,7 @@ are integers, Upload-Complete a boolean.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from fedstream.broker.errors import FedstreamError
@@ -22,10 +23,14 @@ LIMIT: Final = "Upload-Limit"
 REPORT: Final = "Update-Report"
 FORMAT: Final = "Fedstream-Format"
 
+MOST: Final = "max-size"  # of Upload-Limit: bytes of an upload
+LEAST_PART: Final = "min-append-size"  # bytes in a request that does not complete the upload
+AGE: Final = "max-age"  # seconds for which an upload stays as it is
+
 REPORT_CHARS: Final = 2000  # of the header Update-Report
 
 _INTEGER = re.compile(r"0|[1-9][0-9]{0,14}")  # a structured integer has at most 15 digits
-_LIMIT = re.compile(r"max-size=(0|[1-9][0-9]{0,14})")
+_LIMIT = re.compile(r"([a-z*][a-z0-9_.*-]*)=(0|[1-9][0-9]{0,14})")
 _BEARER = re.compile(r"Bearer ([A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+)")
 _TOKEN_CHARS = 1000
 
@@ -53,17 +58,23 @@ def as_boolean(value: bool) -> str:
     return "?1" if value else "?0"
 
 
-def limit(value: str) -> int:
-    """The most bytes that an upload may have, of Upload-Limit. Raises BadHeader."""
-    found = _LIMIT.fullmatch(value)
-    if found is None:
-        raise BadHeader(f"{LIMIT}: {value[:40]!r} is not of the form max-size=BYTES")
-    return int(found[1])
+def limits(value: str) -> dict[str, int]:
+    """The limits of an upload in Upload-Limit, by name: also such as we know nothing of.
+
+    Raises BadHeader.
+    """
+    found = {}
+    for part in value.split(","):
+        one = _LIMIT.fullmatch(part.strip(" "))
+        if one is None:
+            raise BadHeader(f"{LIMIT}: {value[:80]!r} is not of the form {MOST}=BYTES, ...")
+        found[one[1]] = int(one[2])
+    return found
 
 
-def as_limit(most: int) -> str:
-    """Upload-Limit for at most so many bytes."""
-    return f"max-size={most}"
+def as_limits(limits: Mapping[str, int]) -> str:
+    """Upload-Limit."""
+    return ", ".join(f"{name}={value}" for name, value in limits.items())
 
 
 def bearer(value: str) -> str:

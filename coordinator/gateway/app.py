@@ -18,7 +18,7 @@ from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.coordinator.gateway import offers, openapi
+from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.quotas import Quota
@@ -32,7 +32,6 @@ from fedstream.protocol.messages import (
     Body,
     CheckIn,
     Nothing,
-    Problem,
     Surrender,
 )
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.moves import Moves
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
+    from fedstream.coordinator.gateway.uploads import Uploads
     from fedstream.runtime.service import Context
     from fedstream.wire import Format
 
@@ -62,6 +62,7 @@ class Opened:
     context: Context
     tasks: Tasks
     moves: Moves
+    uploads: Uploads
     metrics: GatewayMetrics
 
 
@@ -102,6 +103,15 @@ class GatewayApp:
             web.get("/v1/models/{digest}", self._model),
             web.post("/v1/tasks/{task}/heartbeat", self._heartbeat),
             web.post("/v1/tasks/{task}/give-up", self._give_up),
+            *(
+                web.route(
+                    method,
+                    upload_requests.PATH,
+                    self._upload,
+                    expect_handler=upload_requests.wait_for_checks,
+                )
+                for method in upload_requests.METHODS
+            ),
             web.get("/v1/openapi.json", self._document),
             *others,
             web.route("*", "/{path:.*}", self._no_route),
@@ -235,6 +245,13 @@ class GatewayApp:
                 await self._running().tasks.give_up(held, said.reason)
         return _json(Nothing())
 
+    async def _upload(self, request: web.Request) -> web.StreamResponse:
+        device = await self.device_of(request)
+        self._desk.heard(device, time.monotonic())
+        if self._is_stopping() and request.method in ("POST", "PATCH"):
+            raise self._not_yet()
+        return await self._running().uploads.answer(request, device)
+
     # the rest
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
@@ -293,10 +310,8 @@ class GatewayApp:
             # Not all at once: whoever was refused together would come together again.
             wait_s = refusal.retry_after_s * self._rng.uniform(1.0, 2.0)
             about[hdrs.RETRY_AFTER] = str(math.ceil(wait_s))
-        body = Problem(error=str(refusal)[:1000], reason=refusal.reason).encode()
-        response = web.Response(
-            body=body, status=refusal.status, headers=about, content_type=headers.CONTENT_TYPE
-        )
+        body, kind = refusal.document()
+        response = web.Response(body=body, status=refusal.status, headers=about, content_type=kind)
         if refusal.status in _UNREAD:
             response.force_close()  # the rest of the body is not read
         return response

@@ -47,6 +47,13 @@ class GatewayMetrics:
         self.offered = Counter(
             "fedstream_gateway_offered", "Offers of tasks to devices.", registry=registry
         )
+        self.uploads = Gauge(
+            "fedstream_gateway_uploads", "Updates that devices are sending now.", registry=registry
+        )
+        self.upload_bytes = Counter(
+            "fedstream_gateway_upload_bytes", "Bytes of updates that devices sent.",
+            registry=registry,
+        )  # fmt: skip
         self._refused = Counter(
             "fedstream_gateway_refused", "Requests answered with an error.", ["reason"],
             registry=registry,

@@ -54,7 +54,10 @@ _RECEIPTS: Final = {
     "200": _says("the whole update has arrived, and was admitted", "Receipt"),
     "202": _says("it has arrived, and nobody has decided yet: repeat the request", "Receipt"),
     "422": _says("it has arrived, and was refused, or its task is given up", "Receipt"),
-    "409": _says("another offset", "WrongOffset"),
+    "409": {
+        **_says("a part from elsewhere, or a newer request has taken over", None, "Upload-Offset"),
+        "content": {"application/problem+json": _body("WrongOffset")[_JSON], **_body("Problem")},
+    },
 }
 _MODEL: Final[dict[str, Any]] = {
     "parameters": [
@@ -131,7 +134,10 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             ],
             "requestBody": _BYTES,
             "responses": {
-                "201": _says("begun", None, "Location", "Upload-Offset", "Upload-Limit"),
+                "201": _says(
+                    "begun", None, "Location", "Upload-Offset", "Upload-Complete", "Upload-Length",
+                    "Upload-Limit",
+                ),
                 **_RECEIPTS,
                 **_PROBLEMS,
             },
@@ -140,9 +146,17 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "summary": "Ask how much of an upload has arrived",
             "parameters": [_TASK, _ATTEMPT],
             "responses": {
-                "204": _says("so much", None, "Upload-Offset", "Upload-Complete"),
+                "204": _says(
+                    "so much", None, "Upload-Offset", "Upload-Complete", "Upload-Length",
+                    "Upload-Limit",
+                ),
                 **_PROBLEMS,
             },
+        },
+        "delete": {
+            "summary": "Forget what has arrived; the task stays open",
+            "parameters": [_TASK, _ATTEMPT],
+            "responses": {"204": _says("forgotten"), **_PROBLEMS},
         },
         "patch": {
             "summary": "Go on with an upload",
@@ -154,7 +168,9 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
                 "content": {"application/partial-upload": {"schema": {"type": "string"}}}
             },
             "responses": {
-                "204": _says("arrived; more is to come", None, "Upload-Offset"),
+                "204": _says(
+                    "arrived; more is to come", None, "Upload-Offset", "Upload-Complete"
+                ),
                 **_RECEIPTS,
                 **_PROBLEMS,
             },

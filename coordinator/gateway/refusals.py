@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final, Literal, TypeAlias, get_args
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.protocol.headers import CONTENT_TYPE
+from fedstream.protocol.messages import Problem
 
 RefusalReason: TypeAlias = Literal[
     # who asks
@@ -23,7 +25,11 @@ RefusalReason: TypeAlias = Literal[
     "unknown task",  # not this device's, or over
     "superseded",  # the model is not kept any more
     "range",  # beyond the model's end
+    "no upload",  # it has not begun, or it expired
     "offset",  # of an upload: not where the last part ended
+    "length",  # of an upload: unknown, or not what was announced
+    "taken over",  # by a newer request for the same upload
+    "complete",  # so the upload can't be cancelled any more
     "format",  # none that the device can read, or not the one that was asked for
     "run over",
     # how much, and how fast
@@ -58,3 +64,7 @@ class Refusal(FedstreamError):
         self.reason: RefusalReason = reason
         self.retry_after_s = retry_after_s
         self.headers = headers or {}
+
+    def document(self) -> tuple[bytes, str]:
+        """The answer's body, and its content type."""
+        return Problem(error=str(self)[:1000], reason=self.reason).encode(), CONTENT_TYPE

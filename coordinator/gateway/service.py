@@ -27,7 +27,9 @@ from fedstream.coordinator.gateway.desk import Desk
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
 from fedstream.coordinator.gateway.moves import Moves
+from fedstream.coordinator.gateway.receipts import Receipts
 from fedstream.coordinator.gateway.tasks import Tasks
+from fedstream.coordinator.gateway.uploads import Uploads
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
 
@@ -67,6 +69,7 @@ class Gateway:
         self._lease = lease
         self._keys = keys
         self._name = name
+        self._update = update
         self._client = Client(redis, name, loads_scripts=False)
         self._ledger = GatewayLedger(self._client, keys, name, settings.site)
         self._outbox = Outbox(self._client, keys, settings.site)
@@ -105,10 +108,15 @@ class Gateway:
                 "ends TLS"
             )
         try:
-            await repeat(context, "run", partial(self._join, context))
+            await repeat(context, "run", partial(self._join, context, tasks))
             if context.stop.is_set():
                 return
-            self._app.open(Opened(context, tasks, moves, metrics))
+            uploads = Uploads(
+                self._client, self._keys, self._outbox, self._current, self._desk, tasks, moves,
+                Receipts(self._ledger.fates), metrics, self._settings,
+                name=self._name, wire=self._update,
+            )  # fmt: skip
+            self._app.open(Opened(context, tasks, moves, uploads, metrics))
             within_s = max(30.0, self._lease.seconds)
             async with asyncio.TaskGroup() as group:
                 for name, step in (
@@ -121,14 +129,19 @@ class Gateway:
                 ):
                     group.create_task(repeat(context, name, step, within_s=within_s))
                 group.create_task(self._end_waits(context))
+            await uploads.end()  # those in progress; devices go on with the others later
         finally:
             await self._leave(context)
             await self._client.close()
 
-    async def _join(self, context: Context) -> bool:
-        """Wait for the run; True once there is one. Raises ConfigError if devices can't join it."""
+    async def _join(self, context: Context, tasks: Tasks) -> bool:
+        """Wait for the run; True once there is one, and the tasks are known that we had before.
+
+        Raises ConfigError if devices can't join the run.
+        """
         await self._current.look()
         if self._current.has_begun:
+            await tasks.take()
             return True
         await pause(context.stop, 0.2)
         return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker import reasons
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import OWNED, Assignment, Dead, GiveUp
+from fedstream.broker.messages import OWNED, Assignment, Dead, GiveUp, Upload
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.desk import Held
 
@@ -151,6 +151,16 @@ class Tasks:
         if said == "said":
             self.answers += 1
             self._context.trace("gave up", task=task.task, device=task.device, reason=reason)
+
+    def answered(self, upload: Upload, *, said: bool) -> None:
+        """Let go of a task whose update was handed over; ``said``: now, and not before."""
+        self._desk.ended(upload.task)
+        if said:
+            self.answers += 1
+            self._context.trace(
+                "uploaded", task=upload.task, device=upload.device, attempt=upload.attempt,
+                tau=upload.tau, seconds=round(upload.seconds, 3),
+            )  # fmt: skip
 
     async def _bury(self, entry: Entry, stream: str, reason: str) -> None:
         """Have a coordinator move an entry to ``dead``."""

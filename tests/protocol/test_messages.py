@@ -164,7 +164,7 @@ def test_an_offset_that_does_not_fit_has_the_drafts_names() -> None:
 @given(st.integers(0, 10**15 - 1))
 def test_numbers_of_bytes_survive_their_header(value: int) -> None:
     assert headers.integer("Upload-Length", str(value)) == value
-    assert headers.limit(headers.as_limit(value)) == value
+    assert headers.limits(f"max-size={value}") == {"max-size": value}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,17 @@ def test_what_is_no_number_of_bytes_is_refused(value: str) -> None:
     with pytest.raises(headers.BadHeader, match="Upload-Offset"):
         headers.integer("Upload-Offset", value)
     with pytest.raises(headers.BadHeader):
-        headers.limit(f"max-size={value}")
+        headers.limits(f"max-size={value}")
+
+
+def test_limits_of_uploads_come_in_any_order() -> None:
+    """And may be such as were not known when a device was made."""
+    about = {headers.LEAST_PART: 7, headers.MOST: 9, "max-of-tomorrow": 1}
+    assert headers.limits(headers.as_limits(about)) == about
+    assert headers.limits("max-size=9,max-age=3 ,  b=0") == {"max-size": 9, "max-age": 3, "b": 0}
+    for wrong in ("max-size", "max-size=9;", "max-size=9,", "=9", "Max=9", "max-size=?1"):
+        with pytest.raises(headers.BadHeader, match="Upload-Limit"):
+            headers.limits(wrong)
 
 
 def test_booleans_are_structured_fields() -> None:

@@ -1,0 +1,88 @@
+"""What became of updates: asked for once for all requests that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from fedstream.broker import reasons
+from fedstream.protocol.messages import Receipt
+
+if TYPE_CHECKING:
+    from fedstream.broker.ledger.gateway import Fate
+    from fedstream.coordinator.gateway.turns import Turn
+
+WAIT_S: Final = 2.0  # for a coordinator's decision; then the device asks again
+_LOOK_S = 0.02  # between two looks
+
+Fates: TypeAlias = "Callable[[Sequence[str]], Awaitable[Sequence[Fate]]]"
+
+ADMITTED: Final = Receipt(state="admitted")
+RECEIVED: Final = Receipt(state="received")
+_TWICE: Final = Receipt(state="refused", reason=reasons.ANSWERED_TWICE)
+
+
+def receipt_of(fate: Fate, attempt: str) -> Receipt | None:
+    """What a device hears of its attempt at a task; None while nothing is decided."""
+    if fate.admitted is not None:
+        return ADMITTED if fate.admitted == attempt else _TWICE
+    match fate.outcome:
+        case None:
+            return None
+        case "applied" | "buffered" | "refused" if fate.attempt != attempt:
+            return _TWICE
+        case "applied" | "buffered":
+            return ADMITTED
+        case "refused":
+            return Receipt(state="refused", reason=fate.reason)
+        case _:  # given up, or dead
+            return Receipt(state="given up", reason=fate.reason)
+
+
+class Receipts:
+    """The receipts of one replica's devices."""
+
+    def __init__(self, fates: Fates) -> None:
+        """``fates``: reads what has become of tasks."""
+        self._fates = fates
+        self._waiting: dict[tuple[str, str], asyncio.Future[Receipt]] = {}  # by task and attempt
+        self._looking: asyncio.Task[None] | None = None
+
+    async def now(self, task: str, attempt: str) -> Receipt | None:
+        """What is decided; None if nothing is."""
+        [fate] = await self._fates([task])
+        return receipt_of(fate, attempt)
+
+    async def of(self, task: str, attempt: str, turn: Turn) -> Receipt:
+        """Wait for what is decided; "received" if it takes longer than two seconds.
+
+        Raises TakenOver.
+        """
+        loop = asyncio.get_running_loop()
+        found = self._waiting[task, attempt] = loop.create_future()
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        try:
+            return await turn.within(loop.time() + WAIT_S, lambda: found)
+        except TimeoutError:
+            return RECEIVED
+        finally:
+            del self._waiting[task, attempt]
+
+    async def _look(self) -> None:
+        """Look again and again until nobody waits; an error is everybody's."""
+        try:
+            while waiting := dict(self._waiting):
+                fates = await self._fates([task for task, _ in waiting])
+                for (key, found), fate in zip(waiting.items(), fates, strict=True):
+                    receipt = receipt_of(fate, key[1])
+                    if receipt is not None and not found.done():
+                        found.set_result(receipt)
+                await asyncio.sleep(_LOOK_S)
+        except Exception as error:
+            for found in self._waiting.values():
+                if not found.done():
+                    found.set_exception(error)
+        finally:
+            self._looking = None

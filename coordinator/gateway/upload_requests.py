@@ -1,0 +1,107 @@
+"""What requests to an upload say in their headers, and when their bodies are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from aiohttp import HttpVersion11, hdrs, web
+
+from fedstream.coordinator.gateway.parts import UploadPart
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.protocol import headers
+from fedstream.protocol.messages import BadBody, UpdateReport
+
+T = TypeVar("T")
+
+PATH: Final = "/v1/tasks/{task}/updates/{attempt}"
+METHODS: Final = (hdrs.METH_POST, hdrs.METH_HEAD, hdrs.METH_PATCH, hdrs.METH_DELETE)
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """What a request to create an upload says."""
+
+    length: int  # bytes
+    report: UpdateReport
+    part: UploadPart  # in its body
+
+
+def creation(request: web.Request) -> Creation:
+    """Parse the headers of a request to create an upload. Raises Refusal."""
+    completes, size = _completes(request), _size(request)
+    length = stated_length(request)
+    if length is None and completes:
+        length = size
+    if length is None:
+        raise Refusal(411, "length", f"{headers.LENGTH} must say how many bytes will come")
+    report = _header(request, headers.REPORT, _report)
+    if report is None:
+        raise Refusal(400, "malformed", f"{headers.REPORT} must say what the update is")
+    return Creation(length, report, UploadPart(0, size, completes))
+
+
+def part(request: web.Request) -> UploadPart:
+    """Parse the headers of a request to go on with an upload. Raises Refusal."""
+    if request.content_type != headers.PARTIAL:
+        raise Refusal(
+            415, "malformed", f"Content-Type must be {headers.PARTIAL}",
+            headers={"Accept-Patch": headers.PARTIAL},
+        )  # fmt: skip
+    offset = _header(request, headers.OFFSET, headers.integer)
+    if offset is None:
+        raise Refusal(400, "malformed", f"{headers.OFFSET} must say where the part begins")
+    return UploadPart(offset, _size(request), _completes(request))
+
+
+def stated_length(request: web.Request) -> int | None:
+    """How many bytes the upload is to have in all; None if this request doesn't say."""
+    return _header(request, headers.LENGTH, headers.integer)
+
+
+def _header(request: web.Request, name: str, parse: Callable[[str, str], T]) -> T | None:
+    """A header's value; None without it. Raises Refusal if it is malformed or there twice."""
+    values = request.headers.getall(name, ())
+    if not values:
+        return None
+    if len(values) > 1:
+        raise Refusal(400, "malformed", f"{name} is there {len(values)} times")
+    try:
+        return parse(name, values[0])
+    except (headers.BadHeader, BadBody) as error:
+        raise Refusal(400, "malformed", str(error)) from error
+
+
+def _report(name: str, value: str) -> UpdateReport:
+    if len(value) > headers.REPORT_CHARS:
+        raise headers.BadHeader(f"{name}: more than {headers.REPORT_CHARS} characters")
+    return UpdateReport.decode(value)
+
+
+def _completes(request: web.Request) -> bool:
+    completes = _header(request, headers.COMPLETE, headers.boolean)
+    if completes is None:
+        raise Refusal(400, "malformed", f"{headers.COMPLETE} must say whether this is the end")
+    return completes
+
+
+def _size(request: web.Request) -> int | None:
+    """Bytes of a request's body; None if it doesn't say. Raises Refusal if they are coded."""
+    if hdrs.CONTENT_ENCODING in request.headers:
+        raise Refusal(415, "malformed", "content codings are not supported: send the bytes alone")
+    return request.content_length if request.body_exists else 0
+
+
+async def wait_for_checks(_request: web.Request) -> None:
+    """Send no 100 (Continue) ahead of a handler that may refuse the body."""
+
+
+async def go_ahead(request: web.Request) -> None:
+    """Have a client send the body that waits for 100 (Continue)."""
+    expected = request.headers.get(hdrs.EXPECT, "").lower()
+    if request.version == HttpVersion11 and expected == "100-continue":
+        await request.writer.write(_CONTINUE)
+        request.writer.output_size = 0  # the response is still to come

@@ -1,0 +1,405 @@
+"""Resumable uploads: an update arrives in one request or in many, and becomes a trainer's answer.
+
+They follow draft-ietf-httpbis-resumable-upload. What arrives goes straight into the chunks of the
+update's blob, each when it is whole; an upload that was cut goes on after the chunks that Redis
+has, at any replica. Nothing is believed that the gateway knows itself: device, site and task come
+from the task in hand, and sizes are checked against the run's layout before a byte is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import hdrs, web
+
+from fedstream.broker.blobs import CHUNK, chunks_of
+from fedstream.broker.errors import BlobMissing
+from fedstream.broker.messages import Upload
+from fedstream.broker.parts import PartialBlob
+from fedstream.broker.streams import Entry
+from fedstream.coordinator.gateway import upload_answers, upload_requests
+from fedstream.coordinator.gateway.desk import NotHeld
+from fedstream.coordinator.gateway.parts import Chunks, TooLong, UploadPart
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.turns import TakenOver, Turns
+from fedstream.coordinator.gateway.upload_answers import EXPIRE_S, OffsetRefused, UploadEnd
+from fedstream.coordinator.gateway.upload_notes import Source, UploadNote
+from fedstream.wire import F32
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.broker.commands import Command
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.ledger.trainer import Outbox
+    from fedstream.coordinator.gateway.current import Current
+    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.metrics import GatewayMetrics
+    from fedstream.coordinator.gateway.moves import Moves
+    from fedstream.coordinator.gateway.receipts import Receipts
+    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.coordinator.gateway.tasks import Tasks
+    from fedstream.coordinator.gateway.turns import Turn
+    from fedstream.protocol.messages import UpdateReport
+    from fedstream.wire import Format
+
+_NOTE_S = 60.0  # then the note of an update is gone that came in one request
+_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}/[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    """An upload, while a request has its turn."""
+
+    task: str
+    attempt: str
+    source: Source
+    turn: Turn
+    blob: PartialBlob
+
+
+class Uploads:
+    """The uploads at one replica."""
+
+    def __init__(
+        self,
+        client: Client,
+        keys: Keys,
+        outbox: Outbox,
+        current: Current,
+        desk: Desk,
+        tasks: Tasks,
+        moves: Moves,
+        receipts: Receipts,
+        metrics: GatewayMetrics,
+        settings: GatewaySettings,
+        *,
+        name: str,
+        wire: Format,
+    ) -> None:
+        """``name``: the replica's. ``wire``: the format of updates, for devices that know it."""
+        self._client = client
+        self._keys = keys
+        self._outbox = outbox
+        self._current = current
+        self._desk = desk
+        self._tasks = tasks
+        self._moves = moves
+        self._receipts = receipts
+        self._metrics = metrics
+        self._settings = settings
+        self._name = name
+        self._formats = {one.name: one for one in (F32, wire)}
+        self._turns = Turns()
+        self._methods = {
+            hdrs.METH_POST: self._create,
+            hdrs.METH_PATCH: self._append,
+            hdrs.METH_HEAD: self._look,
+            hdrs.METH_DELETE: self._cancel,
+        }
+        self._receiving = 0  # bodies
+
+    async def end(self) -> None:
+        """Wait until no request to an upload is being answered."""
+        await self._turns.end()
+
+    async def answer(self, request: web.Request, device: int) -> web.StreamResponse:
+        """Answer a device's request to its upload; ``device`` is that of its token.
+
+        Raises Refusal, and BrokerError while Redis is away or full: the upload goes on later, after
+        the chunks that are there.
+        """
+        task, attempt = request.match_info["task"], request.match_info["attempt"]
+        if not _NAMES.fullmatch(f"{task}/{attempt}"):
+            raise NotHeld(task)
+        blob = self._blob(task, attempt)
+        source = await self._source(task, attempt, device, blob)
+        if isinstance(source, UploadEnd):
+            return source.answer(request.method)
+        try:
+            async with self._turns.taken(f"{task}.{attempt}") as turn:
+                mine = _Mine(task, attempt, source, turn, blob)
+                return await self._methods[request.method](request, mine)
+        except TakenOver:
+            raise upload_answers.taken_over() from None
+        except BlobMissing:
+            raise upload_answers.no_upload() from None
+
+    async def _source(
+        self, task: str, attempt: str, device: int, blob: PartialBlob
+    ) -> Source | UploadEnd:
+        """The task that this device is to answer, or what became of its answer. Raises Refusal."""
+        try:
+            held = self._desk.held(task, device)
+        except NotHeld:
+            note = UploadNote.parsed((await blob.written()).note)
+            if note is not None and note.source.device != device:
+                raise
+            receipt = await self._receipts.now(task, attempt)
+            if receipt is not None:
+                return UploadEnd(receipt, note)
+            if note is not None and note.complete:
+                return note.source  # it was answered, and nobody has decided yet
+            try:
+                held = await self._moves.find(task, device)
+            except NotHeld:
+                if note is None:
+                    raise
+                return note.source  # it began at a replica that is away
+        if held.attempt != attempt:
+            raise Refusal(
+                404, "unknown task", f"attempt {attempt} is not the one in hand: check in again"
+            )
+        return Source(device=device, seed=held.task.seed, stream=held.stream, entry=held.entry.id)
+
+    # the four methods
+
+    async def _create(self, request: web.Request, mine: _Mine) -> web.StreamResponse:
+        """Begin with a first part, with all of it, or with nothing yet.
+
+        The same again begins nothing; another report begins anew.
+        """
+        asked = upload_requests.creation(request)
+        self._fits(asked.length, asked.report)
+        note = UploadNote(source=mine.source, length=asked.length, report=asked.report)
+        part = asked.part
+        written = await mine.blob.written()
+        was = UploadNote.parsed(written.note)
+        if was is not None and was.complete:
+            with suppress(BlobMissing):
+                return await self._finished(mine, was)
+        goes_on = was == note and written.chunks is not None
+        if part.size == 0 and not part.completes:
+            if not goes_on:
+                await mine.blob.begin(note.length, note.encode())
+            at = note.at(written.chunks or 0) if goes_on else 0
+            return upload_answers.state(201, note, at, path=request.path)
+        self._check(part, note.length, at=0)
+        if part.completes and note.length <= CHUNK:
+            return await self._whole(request, mine, note)
+        return await self._received(request, mine, note, part, anew=not goes_on)
+
+    async def _append(self, request: web.Request, mine: _Mine) -> web.StreamResponse:
+        """Go on where the upload has got to; or hear again what became of it."""
+        part = upload_requests.part(request)
+        note, at = await self._begun(mine)
+        if part.repeats_the_end(length=note.length, at=at):
+            return await self._finished(mine, note)
+        self._check(part, note.length, at=at)
+        if upload_requests.stated_length(request) not in (None, note.length):
+            raise Refusal(400, "length", f"the upload was to have {note.length} bytes")
+        return await self._received(request, mine, note, part)
+
+    async def _look(self, _request: web.Request, mine: _Mine) -> web.StreamResponse:
+        note, at = await self._begun(mine)
+        return upload_answers.state(204, note, at)
+
+    async def _cancel(self, _request: web.Request, mine: _Mine) -> web.StreamResponse:
+        """Forget the upload; the task stays in hand."""
+        note, _ = await self._begun(mine)
+        if note.complete:
+            raise upload_answers.complete()
+        await mine.blob.discard()
+        return web.Response(status=204)
+
+    async def _begun(self, mine: _Mine) -> tuple[UploadNote, int]:
+        """The note of an upload and how far it has got. Raises Refusal if there is none."""
+        written = await mine.blob.written()
+        note = UploadNote.parsed(written.note)
+        if note is None or (written.chunks is None and not note.complete):
+            raise upload_answers.no_upload()
+        chunks = chunks_of(note.length) if written.chunks is None else written.chunks
+        return note, note.at(chunks)
+
+    # receiving
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Hold one of the places for uploads inside the block. Raises Refusal."""
+        if self._receiving >= self._settings.uploads:
+            raise Refusal(
+                503, "busy", f"{self._receiving} uploads are in progress: try again later",
+                retry_after_s=self._settings.retry_s[0],
+            )  # fmt: skip
+        self._receiving += 1
+        try:
+            with self._metrics.uploads.track_inprogress():
+                yield
+        finally:
+            self._receiving -= 1
+
+    async def _whole(
+        self, request: web.Request, mine: _Mine, note: UploadNote
+    ) -> web.StreamResponse:
+        """An update of one chunk, all of it in this request: written together with its answer."""
+        found: list[bytearray] = []
+        note = note.model_copy(update={"complete": True})
+
+        async def keep(_number: int, chunk: bytearray) -> None:
+            found.append(chunk)
+
+        with self._place():
+            await self._take(request, mine, Chunks(note.length, 0), keep, completes=True)
+            data = memoryview(found.pop())
+            ahead = mine.blob.whole(data, note.encode(), note_expire_s=_NOTE_S)
+            await self._hand_over(mine, note, ahead)
+            del data, ahead  # whoever waits for a receipt holds no bytes
+        return await self._told(mine, note)
+
+    async def _received(
+        self,
+        request: web.Request,
+        mine: _Mine,
+        note: UploadNote,
+        part: UploadPart,
+        *,
+        anew: bool = False,
+    ) -> web.StreamResponse:
+        """Write the chunks of this part as they come, and answer the task if it is the last.
+
+        ``anew``: the upload begins with it.
+        """
+        last = chunks_of(note.length) - 1
+        done = note.model_copy(update={"complete": True})
+
+        async def write(number: int, chunk: bytearray) -> None:
+            ends = part.completes and number == last
+            await mine.blob.put(number, memoryview(chunk), done.encode() if ends else None)
+
+        chunks = Chunks(note.length, part.offset)
+        with self._place():
+            if anew:
+                await mine.blob.begin(note.length, note.encode())
+            await self._take(request, mine, chunks, write, completes=part.completes)
+        if part.completes:
+            return await self._finished(mine, done)
+        if request.method == hdrs.METH_POST:
+            return upload_answers.state(201, note, chunks.offset, path=request.path)
+        return upload_answers.state(204, note, chunks.offset)
+
+    async def _take(
+        self,
+        request: web.Request,
+        mine: _Mine,
+        chunks: Chunks,
+        use: Callable[[int, bytearray], Awaitable[None]],
+        *,
+        completes: bool,
+    ) -> None:
+        """Read the body, and use each chunk as soon as it is whole. Raises Refusal, TakenOver."""
+        loop = asyncio.get_running_loop()
+        await upload_requests.go_ahead(request)
+        until = loop.time() + self._settings.chunk_s
+        try:
+            while data := await mine.turn.within(until, request.content.readany):
+                self._metrics.upload_bytes.inc(len(data))
+                self._desk.heard(mine.source.device, time.monotonic())
+                for number, chunk in chunks.take(data):
+                    await use(number, chunk)
+                    until = loop.time() + self._settings.chunk_s
+        except TimeoutError:
+            raise Refusal(
+                408, "too slow", f"not {CHUNK} bytes within {self._settings.chunk_s:g} s"
+            ) from None
+        except TooLong:
+            await mine.blob.discard()
+            raise Refusal(400, "length", "more bytes came than the upload was to have") from None
+        if completes and not chunks.is_whole:
+            raise Refusal(400, "length", f"the upload ends after {chunks.received} bytes")
+
+    # the end
+
+    async def _finished(self, mine: _Mine, note: UploadNote) -> web.StreamResponse:
+        """Answer the task, unless that was done before, and wait for the receipt.
+
+        Raises BlobMissing if the update is gone: the upload has to begin anew.
+        """
+        if not note.complete:
+            note = note.model_copy(update={"complete": True})
+            await mine.blob.mark(note.encode())
+        await self._hand_over(mine, note)
+        return await self._told(mine, note)
+
+    async def _hand_over(
+        self, mine: _Mine, note: UploadNote, ahead: Sequence[Command] = ()
+    ) -> None:
+        """Answer the task; nothing changes if it was answered. ``ahead``: writes the blob."""
+        source, upload = mine.source, self._upload(mine, note)
+        said = await self._outbox.answer(
+            source.stream, Entry(source.entry, b""), upload, expire_s=EXPIRE_S, ahead=ahead
+        )
+        if said == "unwritten":
+            await mine.blob.discard()
+            raise BlobMissing(upload.blob)
+        self._tasks.answered(upload, said=said == "said")
+
+    async def _told(self, mine: _Mine, note: UploadNote) -> web.StreamResponse:
+        """Wait for what becomes of the update."""
+        receipt = await self._receipts.of(mine.task, mine.attempt, mine.turn)
+        if receipt.state == "received":
+            await mine.blob.mark(note.encode())  # to be asked again, perhaps much later
+        return upload_answers.receipt(receipt)
+
+    def _upload(self, mine: _Mine, note: UploadNote) -> Upload:
+        """The answer: of what the device says, only what it alone can know."""
+        report = note.report
+        return Upload(
+            task=mine.task, attempt=mine.attempt, device=mine.source.device, trainer=self._name,
+            tau=report.tau, base=report.base, layout=report.layout, digest=report.digest,
+            size=note.length, samples=report.samples, steps=report.steps, lr=report.lr,
+            loss=report.loss, seconds=report.seconds, seed=mine.source.seed,
+            sends=self._current.run.sends, site=self._outbox.site, chunks=chunks_of(note.length),
+            format=report.format,
+        )  # fmt: skip
+
+    # requests and responses
+
+    def _blob(self, task: str, attempt: str) -> PartialBlob:
+        site = self._outbox.site
+        name = f"{site}/{task}.{attempt}"
+        note = self._keys.upload_note(site, f"{task}.{attempt}")
+        return PartialBlob(self._client, self._keys.update(name), note, expire_s=EXPIRE_S)
+
+    def _fits(self, length: int, report: UpdateReport) -> None:
+        """Raise Refusal if no update of this run can be like this."""
+        layout = self._current.run.layout
+        wire = self._formats.get(report.format)
+        if wire is None:
+            raise Refusal(
+                422,
+                "format",
+                f"an update in {report.format}; expected {' or '.join(self._formats)}",
+            )
+        if report.layout != layout.signature:
+            raise Refusal(422, "format", "the layout is not that of the run's model")
+        least, most = wire.sizes(layout)
+        if length > most:
+            raise Refusal(
+                413, "too large", f"{length} bytes; an update in {wire.name} has at most {most}",
+                headers=upload_answers.limits(most),
+            )  # fmt: skip
+        if length < least:
+            raise Refusal(
+                400, "length", f"{length} bytes; an update in {wire.name} has at least {least}"
+            )
+
+    def _check(self, part: UploadPart, length: int, *, at: int) -> None:
+        """Raise Refusal if the upload can't go on with this part."""
+        match part.flaw(length=length, at=at):
+            case "offset":
+                raise OffsetRefused(expected=at, provided=part.offset)
+            case "length":
+                raise Refusal(
+                    400, "length",
+                    f"{part.size} bytes at {at} of {length}: too many, or too few for the end",
+                )  # fmt: skip
+            case "too short":
+                raise Refusal(
+                    400, "length", f"{part.size} bytes: all parts but the last have at least "
+                    f"{CHUNK}", headers=upload_answers.limits(length),
+                )  # fmt: skip
