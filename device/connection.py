@@ -33,6 +33,7 @@ T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 
 _CONNECT_S = 15.0
+_IDLE_S = 10.0  # of a kept connection: less than servers wait, so none is closed as it is used
 _ANSWER_S = 30.0  # for an answer's next bytes
 _SLOWEST = 16 << 10  # bytes per second of an upload
 _MOST_WAIT_S = 60.0  # between tries, unless the gateway asks for more
@@ -80,7 +81,7 @@ class Connection:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=4),
+            connector=aiohttp.TCPConnector(ssl=self._tls, limit=4, keepalive_timeout=_IDLE_S),
             auto_decompress=False,  # digests are of the bytes as they are sent
             headers={"User-Agent": "fedstream-device", "Accept-Encoding": "identity"},
             trust_env=False,  # which would also send what ~/.netrc says of the host

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CLOCK = "clock"  # reasons of refusals
 TOKEN = "token"  # noqa: S105  (no secret)
 RUN_OVER = "run over"
+UNKNOWN = "unknown device"
 _RENEWED = 0.2  # of a token's life that is left when the next one is asked for
 _PAUSE_S = 5.0  # between check-ins, if the gateway doesn't say
 

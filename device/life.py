@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from fedstream.broker.errors import ConfigError
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
+from fedstream.device.errors import TurnedAway
 from fedstream.device.folder import DeviceFolder, Identity
-from fedstream.device.gateway import OwnGateway, RunOver
+from fedstream.device.gateway import UNKNOWN, OwnGateway, RunOver
 from fedstream.device.key import own_key
 from fedstream.device.training import LocalTraining
 from fedstream.device.worker import DeviceWorker
@@ -91,9 +92,17 @@ async def _enrolled(
 ) -> OwnGateway:
     """The gateway, which knows this device. Raises ConfigError without an invite."""
     known, pem, url = folder.identity(), pem_of(key.public_key()), str(connection.base)
-    if known is not None and (known.key, known.url) == (pem, url):
-        say(f"device {known.device} of run {known.run}")
-        return OwnGateway(connection, key, known.device)
+    if known is not None and known.key == pem:
+        gateway = OwnGateway(connection, key, known.device)
+        try:
+            await connection.answered(gateway.token)
+        except TurnedAway as refusal:
+            if refusal.reason != UNKNOWN or options.invite is None:
+                raise
+        else:
+            folder.enrolled(replace(known, url=url))
+            say(f"device {known.device} of run {known.run}")
+            return gateway
     if options.invite is None:
         raise ConfigError(
             f"the key {options.key} is not enrolled at {url}: pass the invite that its operator "

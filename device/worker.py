@@ -177,7 +177,6 @@ class DeviceWorker:
         except Exception as error:
             await self._raised(offer, error)
             return None
-        self._rests.reset()
         await self._device_time(simulated.latency_s - (time.monotonic() - began), halt)
         trained = learned.trained
         loss = trained.loss
@@ -254,6 +253,10 @@ class DeviceWorker:
         admitted = receipt is not None and receipt.state == "admitted"
         self._folder.delivered(update, known=receipt is not None, counts=admitted)
         self._say(f"task {update.task}: {_outcome(update, receipt)}")
+        if receipt is None:
+            await asyncio.sleep(self._rests.next())  # it may offer the same task again
+        else:
+            self._rests.reset()
 
     async def _give_up(self, offer: Offer, reason: str) -> None:
         try:

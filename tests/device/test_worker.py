@@ -69,6 +69,19 @@ async def test_second_start_needs_no_invite_and_no_second_download(
     assert [one.has for one in gateway.check_ins] == [None, model.digest()]
 
 
+async def test_gateway_that_forgot_the_device_takes_a_new_invite(
+    gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
+) -> None:
+    gateway.offer(model)
+    await live(options(), nothing, nothing)
+    gateway.keys.clear()  # such as with a new Redis
+    with pytest.raises(TurnedAway, match="unknown device"):
+        await live(options(invite=None), nothing, nothing)
+    gateway.offer(model, task="task-2")
+    await live(options(), said.append, nothing)
+    assert said[0] == "enrolled as device 7 of run demo"
+
+
 async def test_without_invite_it_says_what_is_missing(options: Options) -> None:
     with pytest.raises(ConfigError, match=r"is not enrolled at http://.*: pass the invite"):
         await live(options(invite=None), nothing, nothing)
