@@ -46,6 +46,16 @@ def run(
     trainers: Annotated[
         int, typer.Option(min=1, metavar="N", help="number of trainer processes")
     ] = 2,
+    over_http: Annotated[
+        int,
+        typer.Option(
+            "--devices-over-http",
+            min=0,
+            metavar="N",
+            help="instead of trainers: a gateway, and devices 0 to N - 1 as processes that come "
+            "to it over HTTPS",
+        ),
+    ] = 0,
     devices: Devices = None,
     versions: Versions = None,
     start: From = None,
@@ -114,7 +124,8 @@ def run(
     request = RunRequest(
         run_toml.without_private_redis(settings, config),
         out=out or report.default_out(settings.run.name, datetime.now().astimezone()),
-        trainers=trainers,
+        trainers=0 if over_http else trainers,
+        devices_over_http=over_http,
         port=port,
         resume=resume,
         changed_rules=changed,

@@ -27,11 +27,11 @@ class Drawn:
     evaluations: dict[int, dict[str, float]]
 
     @classmethod
-    def of(cls, settings: Settings, trainers: int, view: Tally, history: History) -> Drawn:
-        """What there is to show of a run by now."""
+    def of(cls, settings: Settings, who_trains: str, view: Tally, history: History) -> Drawn:
+        """What there is to show of a run by now; ``who_trains``: as in "2 trainers"."""
         title = (
             f"{short(settings.task.name)} · {short(settings.strategy.name)} · "
-            f"{view.run.devices} devices, {trainers} trainers · {view.head.version} versions"
+            f"{view.run.devices} devices, {who_trains} · {view.head.version} versions"
         )
         return cls(
             title, view.run.created, view.run.devices,

@@ -200,5 +200,15 @@ def examine(settings: Settings, *, begins: bool = True) -> Subject:
     return Subject(task, module, devices, tested, torch.__version__)
 
 
+def check_devices(request: RunRequest, subject: Subject) -> None:
+    """Check that the run has as many devices as are to come over HTTPS. Raises ConfigError."""
+    wanted = request.devices_over_http
+    if wanted > subject.devices:
+        raise ConfigError(
+            f"--devices-over-http {wanted}: the run has {subject.devices} devices (task.devices): "
+            "give at most so many, or --devices"
+        )
+
+
 def _user_error(settings: Settings, what: str, error: Exception) -> str:
     return f"task {settings.task.name!r}: {what} raised {words(error)}"

@@ -18,21 +18,27 @@ def programs(
     settings: Settings, trainers: int, config: Path, port: int, *, changed_rules: bool = False
 ) -> list[Program]:
     """Services of a run, in starting order. ``changed_rules``: the updater accepts these."""
-    # Free ports: all services share one machine.
-    file = ("--config", str(config), "--set", "http.port=0", "--set", "http.health_port=0")
-    listen = ("--set", f"http.port={port}")
+
+    def service(
+        role: str, drain_s: float, *options: str, name: str = "", vital: bool = True
+    ) -> Program:
+        # Free ports: all services share one machine.
+        file = ("--config", str(config), "--set", "http.port=0", "--set", "http.health_port=0")
+        name = name or role
+        return Program(name, role, ("--name", name, *file, *options), drain_s, vital)
+
     rules = ("--changed-rules",) if changed_rules else ()
     return [
         # First those that load torch, which takes longest.
-        Program("updater", "updater", (*file, *rules), settings.updater.drain_s),
+        service("updater", settings.updater.drain_s, *rules),
         *(
-            Program(f"trainer-{n}", "trainer", file, settings.trainer.drain_s)
+            service("trainer", settings.trainer.drain_s, name=f"trainer-{n}")
             for n in range(1, trainers + 1)
         ),
-        Program("evaluator", "evaluator", file, settings.evaluator.drain_s),
-        Program("coordinator", "coordinator", (*file, *listen), settings.coordinator.drain_s),
-        Program("scheduler", "scheduler", file, settings.scheduler.drain_s),
-        *(Program("sinks", "sinks", file, DRAIN_S, vital=False) for _ in settings.sinks[:1]),
+        service("evaluator", settings.evaluator.drain_s),
+        service("coordinator", settings.coordinator.drain_s, "--set", f"http.port={port}"),
+        service("scheduler", settings.scheduler.drain_s),
+        *(service("sinks", DRAIN_S, vital=False) for _ in settings.sinks[:1]),
     ]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from shutil import disk_usage
@@ -19,14 +19,16 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
-from fedstream.broker.keys import Keys
+from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
 from fedstream.broker.records import Tally
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results, run_toml
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.local.lives import Launcher, new_launcher
+from fedstream.local.over_http import FOLDER, GATEWAY, HOST, OverHttp
 from fedstream.local.picture import Drawn, Painter
+from fedstream.local.ports import HeldPort
 from fedstream.local.preflight import Subject
 from fedstream.local.programs import environment, programs
 from fedstream.local.redis_server import RedisServer
@@ -45,7 +47,6 @@ from fedstream.runtime.plugins import words
 from fedstream.runtime.signals import Stop
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
-from fedstream.terminal import counted
 
 _BLOCK_STOPPING_MS = 50  # the end of the last service must not wait long for a reading of news
 _GUESTS_S = 6.0  # a few heartbeats: time to leave for trainers that joined from another terminal
@@ -65,12 +66,17 @@ def run(
         request = preflight.resumed(request)
     with ExitStack() as stack:
         port = stack.enter_context(preflight.reserve_port(request))
+        over_http = None
+        if request.devices_over_http:
+            gateways = stack.enter_context(HeldPort((HOST, 0)))
+            over_http = OverHttp(request.devices_over_http, request.out / FOLDER, gateways.number)
         if not request.own_redis:
             asyncio.run(preflight.check_redis(request, display))
         if launcher is None:
             # Now, before anything of the user's is imported: it may fork this process.
             launcher = stack.enter_context(new_launcher())
         subject = preflight.examine(request.settings, begins=not request.resume)
+        preflight.check_devices(request, subject)
         stop = stack.enter_context(Stop())  # from here on, a signal must clean up
         server: RedisServer | None = None
         url = request.settings.redis.url
@@ -85,8 +91,12 @@ def run(
             (request.out / results.LOGS).mkdir(parents=True, exist_ok=True)
             stack.enter_context(occupied(request.out))
             run_toml.write(request.settings, request.out, url, private=request.own_redis)
+            if over_http is not None:
+                over_http.prepare()
         try:
-            live = LocalRun(request, subject, display, url, server, port.number, launcher)
+            live = LocalRun(
+                request, subject, display, url, server, port.number, launcher, over_http
+            )
             return asyncio.run(live.live(stop))
         finally:
             display.close()
@@ -106,13 +116,19 @@ class LocalRun:
         server: RedisServer | None,
         port: int,
         launcher: Launcher,
+        over_http: OverHttp | None = None,
     ) -> None:
-        """``server``: the run's own Redis, if it has one. ``port``: the coordinator's."""
+        """``server``: the run's own Redis, if it has one. ``port``: the coordinator's.
+
+        ``over_http``: the devices that take the trainers' place.
+        """
         settings = request.settings
         self._request = request
         self._subject = subject
         self._display = display
         self._server = server
+        self._over_http = over_http
+        self._invited = over_http is None
         self._client = Client(settings.redis.model_copy(update={"url": redis_url}), "run")
         keys = Keys(settings.run.name)
         self._observer = Observer(self._client, keys)
@@ -120,14 +136,14 @@ class LocalRun:
             SinksLedger(self._client, keys, "run"), settings.sinks, request.out,
             request.out / results.LOGS / "sinks.log",
         )  # fmt: skip
+        config = request.out / CONFIG
+        services = programs(
+            settings, request.trainers, config, port, changed_rules=request.changed_rules
+        )  # fmt: skip
+        if over_http is not None:
+            services.append(over_http.gateway(config, settings.gateway.drain_s))
         self._supervisor = Supervisor(
-            programs(
-                settings,
-                request.trainers,
-                request.out / CONFIG,
-                port,
-                changed_rules=request.changed_rules,
-            ),
+            services,
             launcher=launcher,
             logs=request.out / results.LOGS,
             environment=environment(os.environ, settings, redis_url),
@@ -137,7 +153,7 @@ class LocalRun:
             end_waits=None if server is None else self._end_waits,
         )
         self._painter = Painter()
-        self._header = _header(request, subject, self._client.address, port)
+        self._header = _header(request, subject, self._client.address, port, over_http)
         self._started = time.time()
         self._table: report.Table | None = None  # None: the run does not exist yet
         self._ending: Ending | None = None
@@ -169,13 +185,32 @@ class LocalRun:
             while not self._over.is_set():
                 await self._step(self._over)
                 self._judge()
+                if not self._invited and self._observer.view is not None:
+                    await self._invite()
                 if self._observer.history.newest > 0:  # from now on, there is something to draw
                     self._painter.get_ready()
             if self._server is not None and self._ending and self._ending.state == "finished":
-                await self._guests_gone(self._supervisor.restarts)
+                gateway = member(self._request.settings.gateway.site, GATEWAY)
+                await self._guests_gone({*self._supervisor.restarts, gateway})
         finally:
             await self._stopped()
         return await self._reported()
+
+    async def _invite(self) -> None:
+        """Start the devices that come over HTTPS, now that there is a run to invite them to."""
+        assert self._over_http is not None  # noqa: S101  (else nobody is to be invited)
+        settings = self._request.settings
+        try:
+            devices = await self._over_http.devices(
+                self._client, settings, self._request.out / CONFIG
+            )
+        except FedstreamError as error:
+            if not error.retriable:
+                self._end(Ending("failed", str(error)))
+            return
+        self._invited = True
+        if not self._over.is_set():
+            self._supervisor.add(devices)
 
     async def _recall(self) -> None:
         """Learn what the run did before it was interrupted."""
@@ -247,7 +282,7 @@ class LocalRun:
         if how is not None:
             self._end(how)
 
-    async def _guests_gone(self, ours: Collection[str]) -> None:
+    async def _guests_gone(self, ours: Set[str]) -> None:
         """Wait a little for the trainers that joined the run to leave it."""
         until = time.monotonic() + _GUESTS_S
         while time.monotonic() < until:
@@ -311,7 +346,7 @@ class LocalRun:
 
     def _drawn(self, view: Tally) -> Drawn:
         request, history = self._request, self._observer.history
-        return Drawn.of(request.settings, request.trainers, view, history)
+        return Drawn.of(request.settings, request.who_trains, view, history)
 
     # what others report
 
@@ -349,7 +384,9 @@ class LocalRun:
         return about.get("pid") == pid
 
 
-def _header(request: RunRequest, subject: Subject, redis: str, port: int) -> dict[str, str]:
+def _header(
+    request: RunRequest, subject: Subject, redis: str, port: int, over_http: OverHttp | None
+) -> dict[str, str]:
     settings = request.settings
     host = settings.http.host
     host = f"[{host}]" if ":" in host else host
@@ -362,8 +399,9 @@ def _header(request: RunRequest, subject: Subject, redis: str, port: int) -> dic
         "task": f"{settings.task.name}, {subject.devices} devices",
         "strategy": settings.strategy.name,
         "services": "coordinator, scheduler, updater, evaluator, "
-        + counted(request.trainers, "trainer")
+        + request.who_trains
         + (", sinks" if settings.sinks else ""),
+        **({"gateway": over_http.url} if over_http else {}),
         "Redis": f"{redis}{whose}",
         "status": f"http://{host}:{port}/v1/runs/{settings.run.name}",
         "watch": f"fedstream top --config {request.out / CONFIG}",

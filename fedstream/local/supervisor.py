@@ -8,14 +8,16 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedstream.local.lives import Launcher, Life
 from fedstream.runtime.backoff import pause
 
 # Producers of work stop before its consumers, so that nothing is left half done.
-STOP_ORDER = ("scheduler", "trainer", "coordinator", "updater", "evaluator", "sinks")
+STOP_ORDER = (
+    "scheduler", "trainer", "device", "gateway", "coordinator", "updater", "evaluator", "sinks",
+)  # fmt: skip
 
 _MOST_DELAY_S = 10.0
 _STEADY_S = 30.0  # a process that ran this long counts as working
@@ -81,6 +83,8 @@ class Program:
     arguments: Sequence[str]
     drain_s: float
     vital: bool = True  # whether the run fails if it can't be kept alive
+    ends: bool = False  # whether it may end by itself, with code 0
+    environment: Mapping[str, str] = field(default_factory=dict)  # besides the run's
 
 
 class Child:
@@ -155,15 +159,17 @@ class Child:
             at = log.tell()
         program, supervisor = self.program, self._supervisor
         self.process = await supervisor.launcher.start(
-            [program.role, "--name", program.name, *program.arguments],
-            supervisor.environment, self._log,
+            [program.role, *program.arguments],
+            {**supervisor.environment, **program.environment}, self._log,
         )  # fmt: skip
         if self._stopping.is_set():
             self._terminate()
         return await self.process.wait(), self.process.pid, at
 
     async def _after_death(self, code: int, pid: int, lived_s: float, at: int) -> float | None:
-        """Seconds to wait before the next start; None if the run has failed."""
+        """Seconds to wait before the next start; None for none."""
+        if code == 0 and self.program.ends:
+            return None
         reason = self._last_words(at) if code >= 0 else ""
         how = how_it_ended(code) + (f": {reason}" if reason else "")
         if code == _WRONG_CONFIGURATION:
@@ -229,7 +235,8 @@ class Supervisor:
         self.failed = failed
         self.worked = worked
         self._end_waits = end_waits
-        self.children = [Child(program, logs / f"{program.name}.log", self) for program in programs]
+        self._logs = logs
+        self.children = [self._child(program) for program in programs]
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -240,6 +247,16 @@ class Supervisor:
         """Start all of them; they wait for one another by themselves."""
         for child in self.children:
             child.start()
+
+    def add(self, programs: Sequence[Program]) -> None:
+        """Start some more."""
+        added = [self._child(program) for program in programs]
+        self.children += added
+        for child in added:
+            child.start()
+
+    def _child(self, program: Program) -> Child:
+        return Child(program, self._logs / f"{program.name}.log", self)
 
     async def stop(self) -> None:
         """Stop all of them, role by role, even if some fail; errors are raised at the end."""

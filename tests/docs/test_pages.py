@@ -21,7 +21,6 @@ from fedstream.broker.client import RedisSettings
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
 from fedstream.local.ports import HeldPort
-from fedstream.protocol.messages import Offer
 from fedstream.settings.config import read
 from fedstream.settings.recording import TRUST
 from tests.broker.servers import redis_7
@@ -465,9 +464,6 @@ def test_quarantine(reader: Open) -> None:
 
 def test_gateway(reader: Open) -> None:
     with reader("docs/how-to/gateway.md") as page:
-        settings = read(page.save("gateway.toml", "toml"))
-        assert settings.gateway.site in settings.coordinator.sites
-        assert settings.gateway.tls_cert
         run = page.begin()
         page.wait(run, r"version [1-9]\d* of")
         page.follow()
@@ -478,9 +474,16 @@ def test_gateway(reader: Open) -> None:
         assert "revoked: device 3\n" in said["revoke"]
         assert "admitted: device 3\n" in said["admit"]
         page.shell.interrupt()
-        offer = Offer.decode(page.text("json"))
-        assert offer.update.url == f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
-        assert offer.model.url == f"/v1/models/{offer.model.digest}"
+
+
+def test_devices_over_http(reader: Open) -> None:
+    with reader("docs/how-to/devices-over-http.md") as page:
+        page.follow()
+        run = newest(page)
+        assert summary(run)["versions"] == 60
+        assert adds_up(summary(run))
+        said = "".join((run / "logs" / f"device-{n}.log").read_text() for n in range(3))
+        assert said.count(": admitted: ") >= 57, "all but what was on its way at the end"
 
 
 @needs_redis_7

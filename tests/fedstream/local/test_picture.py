@@ -19,7 +19,7 @@ def drawn() -> Drawn:
         made = (SeenUpdate(f"t{n}", n % 2, 0, 0.5, 1.0 / (n + 1)),) if n else ()
         history.versions[n] = SeenVersion(float(n), made)
     history.measure(3, {"accuracy": 0.5, "loss": 1.0})
-    found = Drawn.of(Settings(), 2, view(), history)
+    found = Drawn.of(Settings(), "2 trainers", view(), history)
     history.measure(4, {"accuracy": 0.9})  # later on
     return found
 

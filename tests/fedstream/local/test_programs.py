@@ -25,4 +25,5 @@ def test_every_service_is_started_and_the_coordinator_gets_its_port() -> None:
     ]  # fmt: skip
     assert "http.port=8080" in services["coordinator"].arguments
     assert services["trainer-2"].role == "trainer"
+    assert services["trainer-2"].arguments[:4] == ("--name", "trainer-2", "--config", "run.toml")
     assert services["trainer-2"].drain_s == Settings().trainer.drain_s

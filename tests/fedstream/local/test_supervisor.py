@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -116,6 +116,57 @@ async def test_run_goes_on_without_a_service_it_can_do_without(tmp_path: Path) -
     assert told.said[-1].startswith("sinks died 5 times in a row")
     assert not told.over.is_set()
     await told.stop()
+
+
+class Ended:
+    """A process that has ended."""
+
+    pid = 1
+
+    def __init__(self, code: int) -> None:
+        self.returncode = code
+
+    async def wait(self) -> int:
+        return self.returncode
+
+    def terminate(self) -> None:
+        raise ProcessLookupError
+
+    kill = terminate
+
+
+class Endings:
+    """A launcher of processes that end at once, with these codes, and what it was asked for."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes = [*codes]
+        self.asked: list[tuple[list[str], Mapping[str, str]]] = []
+
+    async def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Ended:
+        self.asked.append(([*words], environment))
+        return Ended(self.codes.pop(0))
+
+
+async def test_program_that_may_end_is_restarted_only_after_a_failure(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.launcher = launcher = Endings(-9, 0)
+    told.worked = nobody
+    told.start()
+    told.add([Program("device-1", "device", ("--x",), 1.0, ends=True, environment={"SECRET": "y"})])
+    [child] = told.children
+    assert child._keeper is not None
+    await asyncio.wait_for(child._keeper, 10)
+    assert told.said == ["device-1 was killed by SIGKILL; restarting it in 0.001 s"]
+    assert (told.restarts, told.why) == ({"device-1": 1}, "")
+    words, environment = launcher.asked[1]
+    assert words == ["device", "--x"]
+    assert environment == {**os.environ, "SECRET": "y"}
+    await told.stop()
+
+
+async def nobody(_program: Program, _pid: int) -> bool:
+    """Nobody had begun to work."""
+    return False
 
 
 @pytest.mark.process

@@ -1,0 +1,120 @@
+"""A device of a gateway in plain Python: it needs nothing of fedstream.
+
+    python plain_device.py https://gateway.example:8443 INVITE [CA_FILE]
+
+It enrols with a new key, and trains a softmax regression (PyTorch's `Linear(2, 2)`) on two clouds
+of points until the run is over. Another model or other data goes into `train`; the rest is the
+protocol, which GET /v1/openapi.json describes. The key is forgotten at the end: keep yours.
+"""
+
+import base64
+import hashlib
+import json
+import secrets
+import sys
+import time
+
+import numpy as np
+import requests
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+INPUTS, CLASSES, SAMPLES, LR = 2, 2, 100, 0.1
+
+
+def train(model, device, steps):
+    """Take full gradient steps on `model`: weights (classes, inputs), then biases."""
+    y = np.arange(SAMPLES) % CLASSES  # the device's data, which never leaves it
+    x = np.random.default_rng(device).normal(size=(SAMPLES, INPUTS)) + 3 * y[:, None]
+    weight = model[: CLASSES * INPUTS].reshape(CLASSES, INPUTS)
+    bias = model[CLASSES * INPUTS :]
+    for _ in range(steps):
+        scores = np.exp(x @ weight.T + bias)
+        p = scores / scores.sum(axis=1, keepdims=True)
+        loss = -np.log(p[np.arange(SAMPLES), y]).mean()
+        error = (p - np.eye(CLASSES)[y]) / SAMPLES
+        weight -= LR * error.T @ x
+        bias -= LR * error.sum(axis=0)
+    return {"samples": SAMPLES, "steps": steps, "lr": LR, "loss": float(loss)}
+
+
+class Gateway:
+    """The gateway's routes: a signature gets a token, and the token everything else."""
+
+    def __init__(self, url, ca=None):
+        self.url, self.http, self.key = url, requests.Session(), Ed25519PrivateKey.generate()
+        self.ca, self.keyid = ca or True, "new"
+
+    def signed(self, path, **fields):
+        """A request that is signed (RFC 9421) in the one form that gateways accept."""
+        body = json.dumps(fields).encode()
+        digest = f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
+        about = (
+            f'("@method" "@path" "content-digest");created={int(time.time())};'
+            f'nonce="{secrets.token_urlsafe(16)}";keyid="{self.keyid}";alg="ed25519"'
+        )
+        base = f'"@method": POST\n"@path": {path}\n"content-digest": {digest}\n'
+        signature = self.key.sign(f'{base}"@signature-params": {about}'.encode())
+        answer = self.http.post(self.url + path, data=body, verify=self.ca, headers={
+            "Content-Type": "application/json", "Content-Digest": digest,
+            "Signature-Input": f"fedstream={about}",
+            "Signature": f"fedstream=:{base64.b64encode(signature).decode()}:",
+        })  # fmt: skip
+        answer.raise_for_status()
+        return answer.json()
+
+    def enrol(self, invite):
+        pem = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        found = self.signed("/v1/devices", invite=invite, public_key=pem.decode())
+        self.keyid = str(found["device"])
+
+    def ask(self, method, path, **how):
+        """A request with the token, repeated with a new token or when the gateway is busy."""
+        while True:
+            answer = self.http.request(method, self.url + path, verify=self.ca, timeout=90, **how)
+            if answer.status_code == 401:
+                self.http.headers["Authorization"] = f"Bearer {self.signed('/v1/token')['token']}"
+            elif answer.status_code in (202, 429, 503):  # 202: the update is not admitted yet
+                time.sleep(float(answer.headers.get("Retry-After", 1)))
+            else:
+                return answer
+
+
+def perform(gateway, offer):
+    """One task: the newest model, some steps on the device's data, and the update back."""
+    task, model, update = offer["task"], offer["model"], offer["update"]
+    found = gateway.ask("GET", model["url"])
+    if found.status_code == 404:  # there is a newer one: check in again
+        return
+    right = hashlib.sha256(found.content).hexdigest() == model["digest"]
+    if not right or {model["format"], update["format"]} != {"f32"}:
+        sys.exit("not the model that was offered, or in a format that this program can't read")
+    x_tau = np.frombuffer(found.content, "<f4")
+    x = x_tau.copy()
+    report = train(x, task["device"], task.get("steps") or task.get("epochs") or 1)
+    data = (x if update["sends"] == "model" else x - x_tau).tobytes()
+    report |= {"tau": model["version"], "base": model["digest"], "layout": update["layout"]}
+    report |= {"digest": hashlib.sha256(data).hexdigest(), "format": "f32"}
+    receipt = gateway.ask("POST", update["url"], data=data, headers={
+        "Content-Type": "application/partial-upload", "Upload-Complete": "?1",
+        "Upload-Length": str(len(data)), "Update-Report": json.dumps(report),
+    })  # fmt: skip
+    print(f"task {task['id']}: {receipt.json()}", flush=True)
+
+
+def main(url, invite, ca=None):
+    gateway = Gateway(url, ca)
+    gateway.enrol(invite)
+    while True:
+        asks = {"nonce": secrets.token_urlsafe(16), "wait_s": 50, "formats": ["f32"]}
+        answer = gateway.ask("POST", "/v1/check-in", json=asks)
+        if answer.status_code == 410:  # the run is over
+            return
+        if answer.status_code == 204:
+            time.sleep(float(answer.headers.get("Retry-After", 1)))
+        else:
+            perform(gateway, answer.json())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

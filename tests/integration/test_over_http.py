@@ -1,0 +1,158 @@
+"""A run whose devices come over HTTPS: real services, TLS and Redis, and kills meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import (
+    BLOBS,
+    FILES,
+    SCRIPT,
+    TEST_GUARD_S,
+    Command,
+    adds_up,
+    held,
+    is_alive,
+    wait_until,
+)
+
+PLAIN = Path(__file__).parents[2] / "examples" / "plain_device.py"
+KILLED = ("device-0", "gateway", "coordinator")
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
+
+
+@pytest.fixture(scope="module")
+def folders() -> Iterator[list[Command]]:
+    """Runs that were started: none is left running."""
+    started: list[Command] = []
+    yield started
+    for command in started:
+        command.clean_up()
+
+
+def begun(folder: Path, folders: list[Command], task: str, *options: str) -> Command:
+    (folder / "blobs.py").write_text(task)
+    command = Command(folder, "--task", "blobs.py:task", *options)
+    folders.append(command)
+    return command
+
+
+def pid_of(command: Command, name: str) -> int:
+    """The process of a service or a device, by what only its command line has."""
+    number = name.removeprefix("device-")
+    key = f"{command.out}/devices/device-{number}.pem"
+    found = command.pid(key if number != name else name)
+    assert found is not None, name
+    return found
+
+
+@pytest.fixture(scope="module")
+def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -> Command:
+    """A run of two devices, in which one of them, the gateway and the coordinator are killed."""
+    folder = tmp_path_factory.mktemp("battered")
+    command = begun(
+        folder, folders, held(BLOBS, 40), "--versions", "60", "--devices-over-http", "2",
+        "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "wire.update=int8",
+    )  # fmt: skip
+    reached = 5
+    for name in KILLED:
+        command.reaches(reached)
+        os.kill(pid_of(command, name), signal.SIGKILL)
+        reached = min(command.version() + 5, 40)
+    command.reaches(reached)
+    processes = command.children()
+    command.go()
+    assert command.ended() == 0, command.stdout + command.stderr
+    assert not [one for one in processes if is_alive(one)]
+    return command
+
+
+def test_every_version_is_made_once_and_counts_add_up(battered: Command) -> None:
+    summary = battered.summary
+    assert adds_up(summary)
+    assert summary["versions"] == summary["tasks"]["applied"] == 60
+    assert summary["why"] == "version 60 reached"
+    assert summary["refused"] == {}
+    assert {name: summary["restarts"][name] for name in KILLED} == dict.fromkeys(KILLED, 1)
+    tasks = [row["task"] for row in battered.rows[1:]]
+    assert len({*tasks}) == 60
+
+
+def test_updates_came_from_the_devices_over_https(battered: Command) -> None:
+    devices = Counter(row["device"] for row in battered.rows[1:])
+    assert {*devices} == {"0", "1"}
+    for device in ("0", "1"):
+        said = (battered.out / "logs" / f"device-{device}.log").read_text().splitlines()
+        assert said[0] == f"enrolled as device {device} of run demo"
+        assert sum(": admitted: " in line for line in said) >= devices[device] - 1
+    assert f"device 0 of run {'demo'}" in (battered.out / "logs" / "device-0.log").read_text()
+
+
+def test_replay_makes_the_same_versions_bit_for_bit(battered: Command) -> None:
+    done = subprocess.run(
+        [SCRIPT, "replay", battered.out], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "60 of 60 versions identical" in done.stdout
+
+
+def test_gateway_served_tls_and_logged_no_error(battered: Command) -> None:
+    assert re.search(r"^gateway +https://127\.0\.0\.1:\d+$", battered.stdout, re.MULTILINE)
+    log = (battered.out / "logs" / "gateway.log").read_text().splitlines()
+    said = [json.loads(line) for line in log]
+    assert [line for line in said if line["level"] in ("error", "critical")] == []
+    assert sorted(one.name for one in battered.out.iterdir()) == sorted([*FILES, "devices"])
+    kept = [one for one in (battered.out / "devices").iterdir() if one.is_file()]
+    assert {one.stat().st_mode & 0o077 for one in kept} == {0}
+
+
+def test_device_in_plain_python_takes_part(tmp_path: Path, folders: list[Command]) -> None:
+    command = begun(
+        tmp_path, folders, BLOBS, "--versions", "1000000", "--devices-over-http", "1",
+        "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "run.seed=1",
+        "--set", "scheduler.policy={kind='in_flight', n=2}",
+    )  # fmt: skip
+    command.reaches(1)
+    [url] = re.findall(r"^gateway +(\S+)$", command.stdout, re.MULTILINE)
+    invited = subprocess.run(
+        [SCRIPT, "devices", "invite", "3", "--json", "--config", command.out / "run.toml"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    invite = json.loads(invited.stdout)["invites"]["3"]
+    with subprocess.Popen(
+        [sys.executable, PLAIN, url, invite, command.out / "devices" / "ca.pem"],
+        stdout=subprocess.PIPE, text=True,
+    ) as plain:  # fmt: skip
+        try:
+            assert plain.stdout is not None
+            said = [plain.stdout.readline() for _ in range(3)]
+        finally:
+            plain.kill()
+    assert all("'state': 'admitted'" in line for line in said), said
+    tasks = {line.split()[1].rstrip(":") for line in said}
+    wait_until(lambda: tasks <= {row["task"] for row in applied(command)}, "its updates applied")
+    command.interrupt()
+    assert command.ended() == 130, command.stdout + command.stderr
+    assert adds_up(command.summary)
+    assert {row["device"] for row in applied(command) if row["task"] in tasks} == {"3"}
+
+
+def applied(command: Command) -> list[dict[str, str]]:
+    """The rows of metrics.csv by now, which end at a measured version."""
+    table = command.out / "metrics.csv"
+    if not table.exists():
+        return []
+    header, *lines = table.read_text().splitlines()
+    rows = [dict(zip(header.split(","), line.split(","), strict=False)) for line in lines]
+    return [row for row in rows if row.get("task")]
