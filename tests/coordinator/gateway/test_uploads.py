@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload, Withdraw
+from fedstream.coordinator.gateway import receipts
 from fedstream.protocol.messages import Offer
 from fedstream.wire import F32, Format, format_of
-from tests.coordinator.gateway.places import SITE, Place, coordinating, serving
+from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, serving
 from tests.coordinator.gateway.uploading import DEVICE, Answered, Sender, connected, offered
 from tests.support import Hand, Proxy, counted, full, layout_of, wait_until
 
@@ -269,6 +271,13 @@ async def test_an_upload_may_end_without_more_bytes(make: Any, scene: Scene) -> 
 # the receipt
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways that don't wait long for a decision."""
+    monkeypatch.setattr(receipts, "WAIT_S", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 async def test_the_last_part_may_come_again(make: Any, scene: Scene) -> None:
     """It gets the same receipt: undecided, decided, after a restart, and at another replica."""
     hand = await make(SEVERAL)
@@ -295,6 +304,7 @@ async def test_the_last_part_may_come_again(make: Any, scene: Scene) -> None:
     assert view.reasons("stray") == {}
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_small_update_may_come_again(make: Any, scene: Scene) -> None:
     hand = await make(64)
     async with scene.replica() as at:
@@ -754,6 +764,76 @@ async def test_more_uploads_than_there_is_room_for(make: Any, scene: Scene) -> N
         async with scene.deciding():
             assert (await other.patches(at, 0)).receipt == (200, "admitted", None)
     assert (await queued(hand))[1] == other.data
+
+
+async def test_who_sends_is_present(make: Any, scene: Scene) -> None:
+    """However long it takes, a task is not given up while its update arrives; then it is."""
+    hand = await make(SEVERAL)
+    async with scene.replica(lease_s=1.0, away_s=60.0) as at:
+        phone = await scene.phone(at)
+        slow = await scene.sending(at, phone, 9)
+        for _ in range(8):
+            await asyncio.sleep(0.25)
+            slow.writer.write(b"x")
+        assert phone.offer.task.id in at.gateway._desk
+        async with scene.deciding():
+            await ends(hand, "given_up", "dropped out")
+        slow.close()
+
+
+async def test_a_stop_lets_uploads_finish(make: Any, scene: Scene) -> None:
+    """Those that are being sent; others go on after it."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone, other = await scene.phone(at), await scene.phone(at, device=DEVICE + 1)
+        assert (await other.posts(at, complete=False)).status == 201
+        under_way = await scene.sending(at, phone, CHUNK + 9)
+        at.context.stop.set()
+        refused = await other.patches(at, 0)
+        assert (refused.status, refused.headers["Connection"]) == (503, "close")
+        assert (await other.looks(at)).headers["Upload-Offset"] == "0"
+        await asyncio.sleep(0.05)
+        assert not at.work.done()
+        async with scene.deciding():
+            under_way.writer.write(phone.data[CHUNK + 9 :])
+            assert await under_way.status() == 200
+            await asyncio.wait_for(at.work, 30)
+        under_way.close()
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_connections_that_break_are_no_failures(make: Any, scene: Scene) -> None:
+    """Nobody is there to read an answer, and an operator has nothing to look at."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        with capture_logs() as lines:
+            for after in (0, 9, CHUNK, 2 * CHUNK + 9):
+                await phone.breaks_off(at, "POST", phone.creating(), phone.data, after)
+                assert (await phone.looks(at)).headers["Upload-Offset"] == str(
+                    after // CHUNK * CHUNK
+                )
+        assert lines == []
+    await hand.balanced()
+
+
+async def test_a_body_in_broken_pieces_is_malformed(make: Any, scene: Scene) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        for body in (b"zz\r\nxx\r\n", b"5\r\nabc", b"-1\r\n", b"3\r\nabcdef\r\n"):
+            reader, writer = await connected(at)
+            head = phone.head("POST", phone.creating(), 0)
+            writer.write(head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + body)
+            writer.write_eof()
+            answer = await reader.read()
+            assert not answer or answer.startswith(b"HTTP/1.1 400"), (body, answer)
+            writer.close()
+        both = phone.head("POST", phone.creating() | {"Transfer-Encoding": "chunked"}, 9)
+        reader, writer = await connected(at)
+        writer.write(both + b"0\r\n\r\n")
+        assert await Sending(reader, writer).status() == 400  # request smuggling
+        writer.close()
 
 
 # Redis
