@@ -339,9 +339,17 @@ class Uploads:
         self._tasks.answered(upload, said=said == "said")
 
     async def _told(self, mine: _Mine, note: UploadNote) -> web.StreamResponse:
-        """Wait for what becomes of the update."""
+        """Wait for what becomes of the update. Raises BlobMissing if nobody knows any more."""
         receipt = await self._receipts.of(mine.task, mine.attempt, mine.turn)
         if receipt.state == "received":
+            # Whoever decides takes the blob away. So what became of it is known by now, or it was
+            # forgotten, as Redis does with tasks that ended long ago.
+            if (await mine.blob.written()).chunks is None:
+                known = await self._receipts.now(mine.task, mine.attempt)
+                if known is None:
+                    await mine.blob.discard()
+                    raise BlobMissing(f"{mine.task}.{mine.attempt}")
+                return upload_answers.receipt(known)
             await mine.blob.mark(note.encode())  # to be asked again, perhaps much later
         return upload_answers.receipt(receipt)
 

@@ -333,6 +333,24 @@ async def test_a_wrong_digest_is_admitted_and_refused_by_the_updater(
     await hand.balanced()
 
 
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("parameters", [64, SEVERAL])
+async def test_what_was_forgotten_is_not_asked_for_ever(
+    make: Any, scene: Scene, parameters: int
+) -> None:
+    """Redis knows how the newest 20,000 tasks ended; this one ended before them."""
+    hand = await make(parameters)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        async with scene.deciding():
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+        upload, _ = await queued(hand)
+        assert await hand.commit(None, upload) == "done"
+        await hand.client.call("DEL", hand.keys.ended)
+        assert (await phone.patches(at, len(phone.data))).refusal == (404, "no upload")
+        assert (await phone.posts(at, phone.data)).refusal == (404, "unknown task")
+
+
 async def test_a_refusal_by_the_coordinator_is_the_receipt(make: Any, scene: Scene) -> None:
     await make(64)
     async with scene.replica() as at:
