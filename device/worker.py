@@ -42,6 +42,7 @@ _CHECK_IN_S = 50.0  # longest that a check-in waits for a task
 _GOODBYE_S = 5.0  # for giving a task up when told to stop
 _LOOK_S = 0.25  # between looks whether to go on, of a device that pretends to be slow
 _REST_S = 10.0  # longest rest after a task that raised
+_MOST_RAISED = 5  # tasks in a row, before the device ends
 _RAISED = re.compile(r"raised [A-Za-z0-9_.]{1,80}")  # what the protocol can say of an error
 
 
@@ -76,6 +77,7 @@ class DeviceWorker:
         self._models = ModelStore(gateway, folder.models, show)
         self._rests = Backoff(0.5, _REST_S, rng=random.Random())
         self._seen: set[str] = set()  # places that raised before
+        self._raised_in_a_row = 0  # tasks
 
     async def work(self) -> None:
         """Work until the run is over (RunOver), or until one task is answered if told so.
@@ -178,7 +180,7 @@ class DeviceWorker:
             await self._raised(offer, error)
             return None
         await self._device_time(simulated.latency_s - (time.monotonic() - began), halt)
-        trained = learned.trained
+        trained, self._raised_in_a_row = learned.trained, 0
         loss = trained.loss
         report = UpdateReport(
             digest=learned.digest, samples=trained.samples, steps=trained.steps, lr=lr,
@@ -235,8 +237,10 @@ class DeviceWorker:
         if where not in self._seen:
             self._say("".join(traceback.format_exception(error)).rstrip())
         self._seen.add(where)
-        if self._once:
-            raise FedstreamError(f"the task raised {where}: {error}") from error
+        self._raised_in_a_row += 1
+        if self._raised_in_a_row >= (1 if self._once else _MOST_RAISED):
+            times = "" if self._once else f" {_MOST_RAISED} times in a row, the last time"
+            raise FedstreamError(f"the task raised{times} {where}: {error}") from error
         self._say(f"task {offer.task.id}: raised {where}: {error}")
         await asyncio.sleep(self._rests.next())
 

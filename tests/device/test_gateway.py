@@ -210,10 +210,15 @@ def authority() -> trustme.CA:
 
 
 @asynccontextmanager
-async def secured(gateway: FakeGateway, certificate: trustme.LeafCert) -> AsyncIterator[str]:
-    """The gateway's address, with this certificate."""
+async def secured(
+    gateway: FakeGateway, certificate: trustme.LeafCert, asks: trustme.CA | None = None
+) -> AsyncIterator[str]:
+    """The gateway's address, with this certificate; ``asks``: for one by this authority."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     certificate.configure_cert(context)
+    if asks is not None:
+        asks.configure_trust(context)
+        context.verify_mode = ssl.CERT_REQUIRED
     server = gateway.server()
     await server.start_server(ssl=context)
     yield f"https://localhost:{server.port}"
@@ -244,6 +249,56 @@ async def test_certificate_that_is_not_trusted_ends_it_with_advice(
         with pytest.raises(FedstreamError, match=r"is not trusted: .*--ca FILE") as refused:
             await connection.once("GET", "/")
     assert not isinstance(refused.value, NotNow)
+
+
+async def test_proxy_of_the_environment_carries_tls(
+    gateway: FakeGateway, authority: trustme.CA, own: OwnGateway, tmp_path: Path,
+    said: list[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    asked: list[str] = []
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[0].decode())
+        host, _, port = asked[-1].split()[1].partition(":")
+        there, back = await asyncio.open_connection(host, int(port))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with (
+        secured(gateway, authority.issue_cert("localhost")) as url,
+        await asyncio.start_server(carry, "127.0.0.1", 0) as proxy,
+    ):
+        port = proxy.sockets[0].getsockname()[1]
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("no_proxy", "")
+        address = GatewayAddress(url, ca=tmp_path / "ca.pem")
+        async with Connection(address, said.append) as connection:
+            assert await OwnGateway(connection, own._key, 7).check_in(ASKS) == 0.0
+    assert asked == [f"CONNECT {url.removeprefix('https://')} HTTP/1.1"]
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carries bytes to their end."""
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
+
+
+async def test_gateway_that_asks_for_a_certificate_gets_the_devices(
+    gateway: FakeGateway, authority: trustme.CA, own: OwnGateway, tmp_path: Path, said: list[str]
+) -> None:
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    pair = authority.issue_cert("device-7").private_key_and_cert_chain_pem
+    pair.write_to_path(str(tmp_path / "mine.pem"))
+    async with secured(gateway, authority.issue_cert("localhost"), asks=authority) as url:
+        mine = GatewayAddress(url, ca=tmp_path / "ca.pem", cert=tmp_path / "mine.pem")
+        async with Connection(mine, said.append) as connection:
+            assert await OwnGateway(connection, own._key, 7).check_in(ASKS) == 0.0
+        nobody = GatewayAddress(url, ca=tmp_path / "ca.pem")
+        async with Connection(nobody, said.append) as connection:
+            with pytest.raises(NotNow):
+                await connection.once("GET", "/")
 
 
 async def test_cancelling_ends_a_wait_at_once(own: OwnGateway, gateway: FakeGateway) -> None:

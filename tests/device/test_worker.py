@@ -201,6 +201,19 @@ async def test_task_that_raises_is_given_up_and_the_next_is_done(
     assert text.count("task-2: raised ValueError at") == 1
 
 
+async def test_device_whose_task_always_raises_ends(gateway: FakeGateway, options: Options) -> None:
+    task = Adds()
+    gateway.layout = Learner(lambda: task, 1, "cpu").layout
+    x = Model(gateway.layout)
+    x.floats[:] = 0
+    gateway.invites = {"B" * 22: 9}
+    for n in range(6):
+        gateway.offer(x, device=9, task=f"task-{n}")
+    with pytest.raises(FedstreamError, match="raised 5 times in a row, the last time ValueError"):
+        await live(options(load=lambda: task, invite="B" * 22, once=False), nothing, nothing)
+    assert gateway.given_up == [(f"task-{n}", "raised ValueError") for n in range(5)]
+
+
 async def test_once_an_error_of_the_task_is_the_commands(
     gateway: FakeGateway, options: Options
 ) -> None:
