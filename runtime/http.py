@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from aiohttp.typedefs import Middleware
+    from prometheus_client import Counter
     from structlog.typing import FilteringBoundLogger
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -33,7 +35,9 @@ _CLOSE_S = 2.0  # for requests still being answered when the service has ended
 _LINGER_S = 2.0  # for the unread rest of a request's body
 _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
-_FULL = b'{"error": "too many connections: try again later"}'
+# Why, before any route is asked or without one; `internal` is a fault of ours.
+REFUSED = ("malformed", "no such route", "method", "busy", "internal")
+_FULL = b'{"error": "too many connections: try again later", "reason": "busy"}'
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
     b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_FULL), _FULL)
@@ -52,10 +56,16 @@ class HttpSettings(Section):
     write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
 
 
-def problem(status: int, text: str, *, retry_after_s: int | None = None) -> web.Response:
-    """An error response in the form that all routes use. ``retry_after_s``: when to try again."""
+def problem(
+    status: int, text: str, *, reason: str | None = None, retry_after_s: int | None = None
+) -> web.Response:
+    """An error response in the form that all routes use.
+
+    ``reason``: the same for programs, in a word. ``retry_after_s``: when to try again.
+    """
     headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return web.json_response({"error": text}, status=status, headers=headers)
+    body = {"error": text} if reason is None else {"error": text, "reason": reason}
+    return web.json_response(body, status=status, headers=headers)
 
 
 class _Refused(asyncio.Protocol):
@@ -65,7 +75,7 @@ class _Refused(asyncio.Protocol):
 class _Connection(web.RequestHandler):
     """A connection that is aborted when its reader takes nothing for ``write_s`` seconds."""
 
-    __slots__ = ("_cut", "_http", "_log", "_most", "_wire")
+    __slots__ = ("_cut", "_http", "_log", "_most", "_refused", "_wire")
 
     def __init__(
         self,
@@ -75,6 +85,7 @@ class _Connection(web.RequestHandler):
         http: HttpSettings,
         most: int,
         log: FilteringBoundLogger,
+        refused: Counter | None,
     ) -> None:
         super().__init__(
             server, loop=loop, keepalive_timeout=http.idle_s, lingering_time=_LINGER_S,
@@ -84,6 +95,7 @@ class _Connection(web.RequestHandler):
         self._http = http
         self._most = most
         self._log = log
+        self._refused = refused
         self._wire: asyncio.Transport | None = None
         self._cut: asyncio.TimerHandle | None = None
 
@@ -92,6 +104,7 @@ class _Connection(web.RequestHandler):
         server = self._manager
         if server is not None and len(server.connections) >= self._most:
             self._log.warning("connection refused: too many", most=self._most)
+            self._count("busy")
             wire.set_protocol(_Refused())
             wire.write(_REFUSAL)
             wire.close()
@@ -135,36 +148,52 @@ class _Connection(web.RequestHandler):
         if status < 500:
             said = " ".join((message or str(exc)).split())
             text = f"malformed request: {said}"[:200]
+            reason = "malformed"
             self._log.warning("bad request", remote=request.remote, reason=text)
         else:
             text = "internal error: see the service's log"
+            reason = "internal"
             self._log.error("request failed", path=request.path, exc_info=exc)
+        self._count(reason)
         if begun:
             raise ConnectionError("the response was already partly sent")
-        response = problem(status, text)
+        response = problem(status, text, reason=reason)
         response.force_close()
         return response
 
+    def _count(self, reason: str) -> None:
+        if self._refused is not None:
+            self._refused.labels(reason).inc()
 
-@web.middleware
-async def _as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn aiohttp's plain-text errors, such as an unknown route, into ``{"error": ...}``."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        match error:
-            case web.HTTPNotFound():
-                known = sorted(_paths(request.app))
-                text = f"no route {request.path[:80]!r}; routes: {', '.join(known)}"
-            case web.HTTPMethodNotAllowed():
-                allowed = ", ".join(sorted(error.allowed_methods))
-                text = f"{request.method[:20]} is not allowed here; allowed: {allowed}"
-            case _:
-                text = error.reason
-        answer = problem(error.status, text)
-        if "Allow" in error.headers:
-            answer.headers["Allow"] = error.headers["Allow"]
-        return answer
+
+def _as_json(refused: Counter | None) -> Middleware:
+    """Make what turns aiohttp's plain-text errors, such as an unknown route, into JSON."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            reason: str | None
+            match error:
+                case web.HTTPNotFound():
+                    known = sorted(_paths(request.app))
+                    text = f"no route {request.path[:80]!r}; routes: {', '.join(known)}"
+                    reason = "no such route"
+                case web.HTTPMethodNotAllowed():
+                    allowed = ", ".join(sorted(error.allowed_methods))
+                    text = f"{request.method[:20]} is not allowed here; allowed: {allowed}"
+                    reason = "method"
+                case _:
+                    text, reason = error.reason, None
+            if refused is not None and reason is not None:
+                refused.labels(reason).inc()
+            response = problem(error.status, text, reason=reason)
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+            return response
+
+    return answer
 
 
 def _paths(app: web.Application) -> set[str]:
@@ -172,9 +201,11 @@ def _paths(app: web.Application) -> set[str]:
 
 
 def application(
-    routes: Sequence[web.AbstractRouteDef], is_stopping: Callable[[], bool]
+    routes: Sequence[web.AbstractRouteDef],
+    is_stopping: Callable[[], bool],
+    refused: Counter | None = None,
 ) -> web.Application:
-    """Build an application whose errors are JSON.
+    """Build an application whose errors are JSON. ``refused``: counts what no route takes.
 
     While ``is_stopping()``, every response says ``Connection: close``: otherwise kept connections
     would be cut at the end, perhaps with a request in flight. A client that reconnects reaches
@@ -186,7 +217,7 @@ def application(
             response.force_close()
             response.headers["Connection"] = "close"
 
-    app = web.Application(middlewares=[_as_json])
+    app = web.Application(middlewares=[_as_json(refused)])
     app.add_routes(routes)
     app.on_response_prepare.append(end_connection)
     return app
@@ -200,10 +231,12 @@ async def listening(
     most: int,
     log: FilteringBoundLogger,
     tls: ssl.SSLContext | None = None,
+    refused: Counter | None = None,
 ) -> AsyncIterator[int]:
     """Serve the application inside the block, which gets the port. Raises FedstreamError.
 
-    ``most``: concurrent connections; any more get a 503 and are closed.
+    ``most``: concurrent connections; any more get a 503 and are closed. ``refused``: counts, by
+    reason, what no route was asked about.
     """
     # A client that is slow to agree on TLS has as long as for a request.
     handshake_s = None if tls is None else http.idle_s
@@ -213,7 +246,7 @@ async def listening(
 
     def connected() -> _Connection:
         assert runner.server is not None  # noqa: S101  (it was set up)
-        return _Connection(runner.server, loop=loop, http=http, most=most, log=log)
+        return _Connection(runner.server, loop=loop, http=http, most=most, log=log, refused=refused)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
@@ -238,19 +271,20 @@ async def serving(
     is_stopping: Callable[[], bool],
     log: FilteringBoundLogger,
     tls: ssl.SSLContext | None = None,
+    refused: Counter | None = None,
 ) -> AsyncIterator[None]:
     """Serve a service's routes, with ``tls`` if given, and its health inside the block.
 
-    Raises FedstreamError.
+    ``refused``: as :func:`listening` takes it. Raises FedstreamError.
     """
     async with AsyncExitStack() as stack:
         # Opened first and closed last: probes see the start and the drain.
-        app = application(health, is_stopping)
-        at = listening(app, http, http.health_port, _HEALTH_CONNECTIONS, log)
+        app = application(health, is_stopping, refused)
+        at = listening(app, http, http.health_port, _HEALTH_CONNECTIONS, log, refused=refused)
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:
-            app = application(routes, is_stopping)
-            at = listening(app, http, http.port, http.connections, log, tls)
+            app = application(routes, is_stopping, refused)
+            at = listening(app, http, http.port, http.connections, log, tls, refused)
             ports["port"] = await stack.enter_async_context(at)
         log.info("serving", host=http.host, **ports)
         yield

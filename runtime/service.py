@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.health import Health, routes
-from fedstream.runtime.http import HttpSettings, serving
+from fedstream.runtime.http import REFUSED, HttpSettings, serving
 from fedstream.runtime.logging import LogSettings, configure, stamp
 from fedstream.runtime.signals import Stop
 from fedstream.runtime.tracing import Spans, TracingSettings
@@ -47,6 +47,7 @@ class Context:
     traces: bool = False  # whether to log each step of each task
     spans: Spans | None = None  # to which each step is reported
     retries: Counter = field(init=False)
+    refused: Counter = field(init=False)  # requests, before any route
 
     def __post_init__(self) -> None:
         self.retries = Counter(
@@ -55,6 +56,14 @@ class Context:
             ["loop"],
             registry=self.registry,
         )
+        self.refused = Counter(
+            "fedstream_http_refused",
+            "Requests that no route took.",
+            ["reason"],
+            registry=self.registry,
+        )
+        for reason in REFUSED:
+            self.refused.labels(reason)
 
     def watch(self, client: Client) -> None:
         """Export the client's number of reconnections as a metric."""
@@ -243,7 +252,7 @@ async def _live(
         # Not in the handler itself: it may interrupt a log call.
         signals.listen(lambda name: loop.call_soon_threadsafe(begin_stop, name))
         own, health = service.routes(), routes(context.health, context.registry)
-        async with serving(own, health, http, stop.is_set, log, tls):
+        async with serving(own, health, http, stop.is_set, log, tls, context.refused):
             clean = await _drained(service, context, drain_s)
     if not clean:
         # A normal exit would wait for threads, and a hanging thread may be the reason.

@@ -310,6 +310,7 @@ async def test_malformed_request_is_logged_and_answered_in_json(request_: bytes)
             writer.close()
         assert status == 400
         assert body["error"].startswith("malformed request: ")
+        assert body["reason"] == "malformed"
         [line] = lines
         assert (line["event"], line["log_level"]) == ("bad request", "warning")
         assert "exc_info" not in line
@@ -320,7 +321,8 @@ async def test_failing_handler_is_logged_and_answered_in_json() -> None:
     async with site() as http:
         with capture_logs() as lines:
             status, _, body = await http.said(get("/broken"))
-        assert (status, body) == (500, {"error": "internal error: see the service's log"})
+        assert status == 500
+        assert body == {"error": "internal error: see the service's log", "reason": "internal"}
         [line] = lines
         assert line["log_level"] == "error"
         assert isinstance(line["exc_info"], ZeroDivisionError)

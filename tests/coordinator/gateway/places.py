@@ -106,6 +106,7 @@ async def serving(
     task_lease_s: float = 15.0,
     update: Format = F32,
     is_open: bool = True,
+    idle_s: float = 15.0,
     **settings: Any,
 ) -> AsyncIterator[Place]:
     """A gateway on a free port; ``is_open``: once it serves the run, which is there."""
@@ -115,11 +116,11 @@ async def serving(
         update=update, device_of=by_header,
     )  # fmt: skip
     its = context()
-    http = HttpSettings(connections=one.connections)
-    app = application(gateway.routes(), its.stop.is_set)
+    http = HttpSettings(connections=one.connections, idle_s=idle_s)
+    app = application(gateway.routes(), its.stop.is_set, its.refused)
     async with AsyncExitStack() as stack:
         log = structlog.get_logger()
-        at = listening(app, http, 0, http.connections, log, one.tls())
+        at = listening(app, http, 0, http.connections, log, one.tls(), its.refused)
         port = await stack.enter_async_context(at)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         work = await stack.enter_async_context(running(gateway, its))
