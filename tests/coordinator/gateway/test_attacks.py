@@ -1,0 +1,217 @@
+"""Attacks on a gateway's front door: each is refused and counted, and honest devices are served.
+
+Elsewhere: header bombs (test_auth.py), other devices' tasks (test_service.py), uploads that lie
+(test_uploads.py), and mutated requests by the thousand (tests/fuzz).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+
+from yarl import URL
+
+from fedstream.broker.client import RedisSettings
+from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
+from tests.coordinator.gateway.raw import request, said_to, trickle
+from tests.support import Hand, counted
+
+HIDDEN = b"GET /v1/openapi.json HTTP/1.1\r\nHost: gateway\r\n\r\n"
+
+
+def body(*headers: str, said: bytes) -> bytes:
+    """A check-in with headers that say where its body ends, and a request hidden behind it."""
+    return request("POST", "/v1/check-in", *headers) + said + HIDDEN
+
+
+CHUNKED = "Transfer-Encoding: chunked"
+# A proxy and the gateway could disagree about where these end: what is behind would be a request
+# that the proxy has not seen.
+SMUGGLED = {
+    "length, then chunks": body("Content-Length: 4", CHUNKED, said=b"0\r\n\r\n"),
+    "chunks, then length": body(CHUNKED, "Content-Length: 4", said=b"0\r\n\r\n"),
+    "two lengths": body("Content-Length: 2", "Content-Length: 50", said=b"{}"),
+    "a length twice": body("Content-Length: 2", "Content-Length: 2", said=b"{}"),
+    "a list of lengths": body("Content-Length: 2, 2", said=b"{}"),
+    "a length with a sign": body("Content-Length: +2", said=b"{}"),
+    "a negative length": body("Content-Length: -2", said=b"{}"),
+    "a length in hexadecimal": body("Content-Length: 0x2", said=b"{}"),
+    "a length beyond all integers": body("Content-Length: " + "9" * 30, said=b"{}"),
+    "a space before the colon": body("Content-Length : 2", said=b"{}"),
+    "a header that goes on in the next line": body("X: a\r\n b", said=b""),
+    "a coding in the next line": body("Transfer-Encoding:\r\n chunked", said=b"0\r\n\r\n"),
+    "an unknown coding": body("Transfer-Encoding: xchunked", said=b"0\r\n\r\n"),
+    "chunks and another coding": body(f"{CHUNKED}, identity", said=b"0\r\n\r\n"),
+    "chunks twice": body(CHUNKED, CHUNKED, said=b"0\r\n\r\n"),
+    "chunks in HTTP/1.0": body(CHUNKED, said=b"0\r\n\r\n").replace(b"HTTP/1.1", b"HTTP/1.0", 1),
+    "a chunk's size with a prefix": body(CHUNKED, said=b"0x2\r\n{}\r\n0\r\n\r\n"),
+    "a chunk beyond all integers": body(CHUNKED, said=b"F" * 17 + b"\r\n{}\r\n0\r\n\r\n"),
+    "a chunk longer than its size": body(CHUNKED, said=b"2\r\n{}XX0\r\n\r\n"),
+    "chunks that end in bare line feeds": body(CHUNKED, said=b"2\n{}\n0\n\n"),
+    "a line feed in a chunk's extension": body(CHUNKED, said=b"2;\n\r\n{}\r\n0\r\n\r\n"),
+    "a length in the trailer": body(
+        CHUNKED, said=b"2\r\n{}\r\n0\r\nContent-Length: 9\r\n\r\n"
+    ),
+    "bare line feeds": HIDDEN.replace(b"\r\n", b"\n"),
+    "a bare line feed": b"GET / HTTP/1.1\r\nHost: gateway\nX: y\r\n\r\n",
+    "a bare carriage return": b"GET / HTTP/1.1\r\nHost: gateway\rX: y\r\n\r\n",
+    "a NUL in a header": body("X: a\0b", said=b""),
+    "a NUL in a header's name": body("X\0: a", said=b""),
+    "two hosts": body("Host: elsewhere", said=b""),
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a space before the method": b" " + HIDDEN,
+    "a NUL in the path": b"GET /v1/models/\0 HTTP/1.1\r\nHost: gateway\r\n\r\n",
+    "bytes above 127 in the path": b"GET /v1/models/\xff HTTP/1.1\r\nHost: gateway\r\n\r\n",
+    "a host that is none": b"GET http://[::1/ HTTP/1.1\r\nHost: gateway\r\n\r\n",
+    "a port that is none": b"GET http://x:99999999/ HTTP/1.1\r\nHost: gateway\r\n\r\n",
+}  # fmt: skip
+
+ZEROS = "0" * 64
+# Target -> status and reason.
+TRICKS = {
+    "/v1%2Fopenapi.json": (404, "no such route"),
+    "/v1/models/../openapi.json": (404, "no such route"),
+    "/v1/models/%2e%2e/openapi.json": (404, "no such route"),
+    "/v1/models/..%2f..%2fetc%2fpasswd": (404, "superseded"),
+    "/v1/models/%00": (404, "superseded"),
+    "/v1/models/%zz%ff": (404, "superseded"),
+    f"/v1/models/{ZEROS}%0d%0aX-Evil:%20yes": (404, "superseded"),
+    f"/v1/models/{ZEROS}/": (404, "no such route"),
+    "/v1/models/" + "9" * 8000: (404, "superseded"),
+    "//v1//openapi.json": (404, "no such route"),
+    "//elsewhere/v1/openapi.json": (404, "no such route"),
+    "//[::1/": (404, "no such route"),
+    "/v1/tasks/%2e%2e/heartbeat": (405, "method"),
+    "*": (400, "malformed"),
+    "/v1/models/" + "9" * 9000: (400, "malformed"),
+}
+
+
+def port_of(place: Place) -> int:
+    port = URL(place.url).port
+    assert port is not None
+    return port
+
+
+def refused(place: Place, reason: str) -> float:
+    """Refusals of this kind, by a route or before one."""
+    by_routes = counted(place.context, "fedstream_gateway_refused_total", reason=reason)
+    known = ("malformed", "no such route", "method", "busy", "internal")
+    if reason not in known:
+        return by_routes
+    return by_routes + counted(place.context, "fedstream_http_refused_total", reason=reason)
+
+
+async def test_no_request_is_smuggled_behind_another(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with serving(hand, redis) as place:
+        for number, (what, attack) in enumerate(SMUGGLED.items(), 1):
+            said = await said_to(port_of(place), attack)
+            assert (said.statuses, said.reasons) == ([400], ["malformed"]), what
+            assert said.is_closed, what
+            assert refused(place, "malformed") == number, what
+        assert (await place.check_in(3)).status == 204
+        assert refused(place, "internal") == 0
+
+
+async def test_no_path_leads_elsewhere(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with serving(hand, redis) as place:
+        for target, (status, reason) in TRICKS.items():
+            before = refused(place, reason)
+            said = await said_to(port_of(place), request("GET", target))
+            assert (said.statuses, said.reasons) == ([status], [reason]), target
+            assert b"X-Evil" not in said.data.partition(b"\r\n\r\n")[0]
+            assert refused(place, reason) == before + 1, target
+
+
+async def test_requests_that_ask_for_something_else_than_http(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with serving(hand, redis) as place:
+        for attack, status, reason in (
+            (request("CONNECT", "elsewhere:443"), 404, "no such route"),
+            (request("OPTIONS", "*"), 404, "no such route"),
+            (request("TRACE", "/v1/check-in"), 405, "method"),
+        ):
+            before = refused(place, reason)
+            said = await said_to(port_of(place), attack)
+            assert (said.statuses, said.reasons) == ([status], [reason]), (attack, said)
+            assert refused(place, reason) == before + 1
+        miracle = request("POST", "/v1/check-in", "Expect: a-miracle", body=b"{}")
+        assert (await said_to(port_of(place), miracle)).statuses == [417]
+        up = request("GET", "/v1/check-in", "Connection: Upgrade", "Upgrade: websocket")
+        assert (await said_to(port_of(place), up)).statuses == [405]  # and no protocol but HTTP
+
+
+async def test_many_ranges_do_not_multiply_a_model(redis: RedisSettings, hand: Hand) -> None:
+    version = await hand.create()
+    async with serving(hand, redis) as place:
+        many = ",".join(["0-"] * 1000)
+        answer = await place.ask(
+            "GET", f"/v1/models/{version.digest}", 3, headers={"Range": f"bytes={many}"}
+        )
+        assert (answer.status, len(answer.body)) == (200, hand.layout.nbytes)
+        beyond = {"Range": f"bytes={'9' * 15}-"}
+        answer = await place.ask("GET", f"/v1/models/{version.digest}", 3, headers=beyond)
+        assert (answer.status, answer.json["reason"]) == (416, "range")
+        assert refused(place, "range") == 1
+
+
+async def test_slow_connections_do_not_keep_honest_devices_waiting(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """Whoever sends a byte at a time is cut off when a request's time is over."""
+    await hand.create()
+    each = 80
+    silent, heads = [b""] * each, [b"POST /v1/check-in HTTP/1.1\r\nX: "] * each
+    bodies = [
+        request("POST", "/v1/check-in", "Content-Length: 60000", device=100 + number)
+        for number in range(each)
+    ]
+    async with (
+        coordinating(hand, redis),
+        serving(hand, redis, idle_s=2.0, body_s=2.0) as place,
+        asyncio.TaskGroup() as group,
+    ):
+        ends = [
+            group.create_task(trickle(port_of(place), first, every_s=0.2))
+            for first in (*silent, *heads, *bodies)
+        ]
+        slowest_s, served = 0.0, 0
+        while not all(one.done() for one in ends):
+            begun = time.monotonic()
+            assert (await place.check_in(4)).status == 204
+            slowest_s = max(slowest_s, time.monotonic() - begun)
+            served += 1
+            await asyncio.wait(ends, timeout=0.1)  # it keeps to its quota
+        assert served > 10
+        assert slowest_s < 1.5
+        await owned_by(hand, 4, "gw-0")  # and the gateway's own loops go on
+        cut = [one.result() for one in ends]
+        assert all(one.seconds < 15 for one in cut), "a slow connection was kept"
+        assert [one.said.reasons for one in cut[2 * each :]] == [["too slow"]] * each
+        assert refused(place, "too slow") == each
+
+
+async def test_refusals_take_no_memory(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    attacks = [*SMUGGLED.values(), *(request("GET", target) for target in TRICKS)]
+
+    async def attacked(place: Place) -> int:
+        for attack in attacks:
+            await said_to(port_of(place), attack, quiet_s=0.0)
+        return tracemalloc.get_traced_memory()[0]
+
+    async with serving(hand, redis) as place:
+        await attacked(place)
+        tracemalloc.start()
+        try:
+            before = [await attacked(place) for _ in range(3)][-1]
+            after = [await attacked(place) for _ in range(5)][-1]
+        finally:
+            tracemalloc.stop()
+        assert after - before < 100_000  # 250 requests, of up to 9 KB
