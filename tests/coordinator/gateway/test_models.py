@@ -43,7 +43,7 @@ async def test_cut_download_goes_on(redis: RedisSettings, hand: Hand) -> None:
     hand.layout = layout_of(1000)
     await hand.create()
     version = await hand.publish(1, 3.0)
-    assert await hand.commit(1, write=False, version=version) == "done"
+    assert await hand.commit(1, write=False, versions=[version]) == "done"
     model = bytes(model_of(hand.layout, 3.0).buffer.data)
     async with serving(hand, redis) as place:
         url, tag = f"/v1/models/{version.digest}", f'"{version.digest}"'
@@ -81,7 +81,7 @@ async def test_compressed_model_is_served_as_its_blob(redis: RedisSettings, hand
     )  # fmt: skip
     key = hand.keys.model("1.x")
     await blobs.write(hand.client, key, payload, expire_s=60, encoded=encoded)
-    assert await hand.commit(1, write=False, version=version) == "done"
+    assert await hand.commit(1, write=False, versions=[version]) == "done"
     async with serving(hand, redis) as place:
         answer = await place.ask("GET", f"/v1/models/{inside}", 3)
         assert (answer.status, answer.body) == (200, bytes(payload.buffer.data))
@@ -117,7 +117,7 @@ async def test_models_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) 
     versions = [await hand.create()]
     for number in (1, 2, 3):
         versions.append(await hand.publish(number, float(number)))
-        assert await hand.commit(number, write=False, version=versions[-1]) == "done"
+        assert await hand.commit(number, write=False, versions=versions[-1:]) == "done"
     async with serving(hand, redis, model_bytes=2 * hand.layout.nbytes + 1) as place:
         models, current = place.gateway._models, place.gateway._current
         newest = await hand.ledger.head()
