@@ -79,6 +79,8 @@ class DeviceFolder:
                     f"{self.path}: another process is this device: stop it, or give this one a key "
                     "and a folder of its own"
                 ) from None
+            except OSError:  # no locks on this file system: nobody is kept out
+                pass
             yield
         finally:
             os.close(handle)

@@ -84,12 +84,20 @@ class DeviceWorker:
 
         Raises FedstreamError for what no further try can mend.
         """
-        if (left := self._folder.update()) is not None:
-            await self._deliver(left, begun=True)
+        if (left := await asyncio.to_thread(self._folder.update)) is not None:
+            await self._deliver_left(left)
         while True:
             offer = await self._offered()
             if await self._perform(offer) and self._once:
                 return
+
+    async def _deliver_left(self, left: FinishedUpdate) -> None:
+        """Deliver what an earlier process has trained."""
+        try:
+            await self._deliver(left, begun=True)
+        except asyncio.CancelledError:
+            self._say(f"task {left.task}: its update is kept, and sent at the next start")
+            raise
 
     async def _offered(self) -> Offer:
         """Check in until there is a task."""
@@ -111,7 +119,7 @@ class DeviceWorker:
                 update = await self._trained(offer, halt)
                 if update is None:
                     return False
-                self._folder.keep_update(update)
+                await asyncio.to_thread(self._folder.keep_update, update)
                 self._training.again()
                 await self._deliver(update)
                 return True
@@ -254,8 +262,10 @@ class DeviceWorker:
         except TurnedAway:
             self._folder.delivered(update, known=False, counts=False)
             raise
-        admitted = receipt is not None and receipt.state == "admitted"
-        self._folder.delivered(update, known=receipt is not None, counts=admitted)
+        await asyncio.to_thread(
+            self._folder.delivered, update, known=receipt is not None,
+            counts=receipt is not None and receipt.state == "admitted",
+        )  # fmt: skip
         self._say(f"task {update.task}: {_outcome(update, receipt)}")
         if receipt is None:
             await asyncio.sleep(self._rests.next())  # it may offer the same task again

@@ -347,6 +347,21 @@ async def test_killed_while_uploading_it_sends_the_rest_without_training(
     assert said[1].startswith("task task-1: admitted: ")
 
 
+async def test_stopped_before_a_left_update_is_delivered_it_keeps_it(
+    gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
+) -> None:
+    gateway.offer(model)
+    await killed_in(UpdateUpload, "receipt", options())
+    gateway.fails("HEAD", "/v1/tasks/", status=503, headers={"Retry-After": "3000"})
+    life = asyncio.create_task(live(options(), said.append, nothing))
+    await wait_until(lambda: not gateway.faults)
+    life.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await life
+    assert said[-1] == "task task-1: its update is kept, and sent at the next start"
+    assert DeviceFolder(tmp_path / "state").update() is not None
+
+
 async def test_update_that_nobody_knows_any_more_is_dropped(
     gateway: FakeGateway, options: Options, model: Model, said: list[str],
     tmp_path: Path,
