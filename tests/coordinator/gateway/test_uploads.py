@@ -311,6 +311,9 @@ async def test_a_small_update_may_come_again(make: Any, scene: Scene) -> None:
         phone = await scene.phone(at)
         for _ in range(2):
             assert (await phone.posts(at, phone.data)).receipt == (202, "received", None)
+        # It may be long until somebody decides, and the device must be known until then.
+        [note] = await hand.client.call("KEYS", hand.keys.upload_note(SITE, "*"))
+        assert await hand.client.call("PTTL", note) > 500_000
         async with scene.deciding():
             for _ in range(2):
                 assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
@@ -743,6 +746,24 @@ async def test_many_at_once_end_in_one_update(make: Any, scene: Scene) -> None:
     await hand.balanced()
 
 
+async def test_two_replicas_may_receive_the_same_upload(make: Any, scene: Scene) -> None:
+    """Nothing is locked between them: both write the same, and the update counts once."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at, scene.replica(name="gw-1") as another:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
+        assert (await phone.looks(another)).headers["Upload-Offset"] == str(CHUNK)
+        async with scene.deciding():
+            told = await asyncio.gather(
+                *(phone.patches(one, CHUNK) for one in (at, another) for _ in range(2))
+            )
+            assert {one.status for one in told} <= {200, 404, 409}
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+    assert (await hand.ledger.look()).reasons("stray") == {}
+    await hand.balanced()
+
+
 @pytest.mark.parametrize("drips", [False, True])
 async def test_a_slow_sender_is_cut_off_and_may_go_on(make: Any, scene: Scene, drips: bool) -> None:
     """Whether it hangs or sends byte after byte: a chunk has its time."""
@@ -763,6 +784,21 @@ async def test_a_slow_sender_is_cut_off_and_may_go_on(make: Any, scene: Scene, d
         assert (await phone.looks(at)).headers["Upload-Offset"] == str(CHUNK)
         async with scene.deciding():
             assert (await phone.patches(at, CHUNK)).receipt == (200, "admitted", None)
+
+
+async def test_each_chunk_has_its_time(make: Any, scene: Scene) -> None:
+    """A device that is slow but not too slow may take as long as it needs."""
+    hand = await make(SEVERAL)
+    async with scene.replica(chunk_s=2.0) as at:
+        phone = await scene.phone(at)
+        slow = await scene.sending(at, phone, CHUNK)
+        for begin in range(CHUNK, len(phone.data), CHUNK):
+            await asyncio.sleep(0.6)
+            slow.writer.write(phone.data[begin : begin + CHUNK])
+        async with scene.deciding():
+            assert await slow.status() == 200
+        slow.close()
+    assert (await queued(hand))[1] == phone.data
 
 
 async def test_more_uploads_than_there_is_room_for(make: Any, scene: Scene) -> None:
