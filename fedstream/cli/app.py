@@ -12,7 +12,7 @@ import typer
 
 from fedstream import __version__
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.cli import dead, device, devices, journal, looking, runs, services, training
+from fedstream.cli import dead, device, devices, journal, load, looking, runs, services, training
 from fedstream.cli.plugins import plugins
 from fedstream.cli.rule_help import RuleHelp
 from fedstream.cli.sweep import sweep
@@ -53,7 +53,7 @@ _add(
     services.coordinator, services.scheduler, services.updater, services.trainer,
     services.evaluator, services.sinks, services.gateway,
 )  # fmt: skip
-_add("Take part in a run", device.device)
+_add("Take part in a run", device.device, load.load)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,97 @@
+"""`fedstream load` as it is typed: a process, its tables, its JSON and its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from fedstream.trainer.vector import layout_of
+from tests.device.fake import FakeGateway
+from tests.support import wait_until
+from tests.trainer.stepping import Steps
+
+pytestmark = pytest.mark.process
+COMMAND = (sys.executable, "-P", "-m", "fedstream", "load")
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[tuple[FakeGateway, str]]:
+    """A gateway without tasks, and its URL."""
+    gateway = FakeGateway(layout_of(Steps().model()))
+    server = gateway.server()
+    await server.start_server()
+    yield gateway, str(server.make_url("/"))
+    await server.close()
+
+
+@pytest.fixture
+def invites(gateway: tuple[FakeGateway, str], tmp_path: Path) -> Path:
+    """Invites for two devices, as `fedstream devices invite` prints them."""
+    file = tmp_path / "invites"
+    made = {device: f"{device}-{secrets.token_urlsafe(24)}" for device in (3, 4)}
+    gateway[0].invites |= {text: device for device, text in made.items()}
+    file.write_text("".join(f"device {device}: {text}\n" for device, text in made.items()))
+    return file
+
+
+async def start(*words: object) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *COMMAND, *map(str, words), stdout=PIPE, stderr=PIPE
+    )
+
+
+async def test_load_ends_by_itself_and_reports(
+    gateway: tuple[FakeGateway, str], invites: Path
+) -> None:
+    _, url = gateway
+    process = await start(
+        "--url", url, "--devices", 2, "--invites", invites, "--seconds", 1, "--json"
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert found["devices"] == 2
+    assert found["answers"]["enrol"] == {"201": 2}
+    assert found["answers"]["check-in"].keys() == {"204"}
+    assert found["latency_ms"]["token"]["count"] == 2
+    assert found["laboratory"]["memory"] > 1e6
+
+
+async def test_interrupted_load_reports_all_the_same(
+    gateway: tuple[FakeGateway, str], invites: Path
+) -> None:
+    it, url = gateway
+    process = await start("--url", url, "--devices", 1, "--invites", invites, "--seconds", 600)
+    await wait_until(lambda: len(it.check_ins) > 0)
+    process.send_signal(signal.SIGINT)
+    out, err = await process.communicate()
+    assert process.returncode == 130, err
+    text = out.decode()
+    assert "offer to receipt" in text
+    assert "1 device, " in text
+    assert b"SIGINT: ending" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--url", "https://gateway.example", "--devices", 1), "--yes-elsewhere"),
+        (("--url", "https://127.0.0.1:1", "--devices", 1, "--cuts", 2), "--cuts 2: must be"),
+        (("--url", "https://127.0.0.1:1", "--devices", 3, "--invites", "FILE"), "2 invites for 3"),
+    ],
+)
+async def test_wrong_command_lines_say_what_is_wrong(
+    words: tuple[object, ...], text: str, invites: Path
+) -> None:
+    process = await start(*(invites if word == "FILE" else word for word in words))
+    _, err = await process.communicate()
+    assert process.returncode == 2
+    assert text in err.decode()
