@@ -51,14 +51,14 @@ class OwnGateway:
         """``device``: its number; None: it has to enrol first."""
         self.connection = connection
         self._key = key
-        self._device = device
+        self.device = device
         self._access: tuple[str, float] | None = None  # the token, and when to ask for the next
 
     async def enrol(self, asks: Enrolment) -> Enrolled:
         """Exchange an invite for a device's number."""
         reply = await self._signed("/v1/devices", asks.encode(), NEW, "the invite", {200, 201})
         enrolled = reply.read(Enrolled, "the invite")
-        self._device = enrolled.device
+        self.device = enrolled.device
         return enrolled
 
     async def check_in(self, asks: CheckIn) -> Offer | float:
@@ -115,7 +115,7 @@ class OwnGateway:
         """A token that is valid for a while yet; ``fresh``: a new one. Raises NotNow."""
         if self._access is None or fresh or time.monotonic() > self._access[1]:
             asked = time.monotonic()
-            reply = await self._signed_once("/v1/token", Nothing().encode(), str(self._device))
+            reply = await self._signed_once("/v1/token", Nothing().encode(), str(self.device))
             if reply.status != 200:
                 raise _told(reply, "this device's key")
             access = reply.read(Access, "the request for a token")

@@ -52,10 +52,11 @@ class ModelStore:
     async def model(self, offered: OfferedModel, layout: Layout) -> Model:
         """The offered model, downloaded if it isn't there.
 
-        Raises Superseded; BlobDamaged if the bytes are not those of the digest; Unavailable if this
-        release can't read the format.
+        Raises Superseded; BlobDamaged if no model has that size, before anything is downloaded, or
+        if the bytes are not those of the digest; Unavailable if this release can't read the format.
         """
         encoded = Encoded(offered.format, offered.size, offered.digest)
+        room_for(encoded, layout)
         file = self._folder / offered.digest
         if (found := await asyncio.to_thread(_kept, file, encoded, layout)) is not None:
             return found

@@ -107,9 +107,15 @@ class DeviceWorker:
                 nonce=new_nonce(), wait_s=_CHECK_IN_S, formats=FORMATS, has=self._models.has
             )
             found = await self._gateway.check_in(asks)
-            if not isinstance(found, float):
+            if isinstance(found, float):
+                await self._gateway.connection.pause(found)
+            elif found.task.device == self._gateway.device:
                 return found
-            await self._gateway.connection.pause(found)
+            else:
+                raise FedstreamError(
+                    f"the gateway offers a task of device {found.task.device} to device "
+                    f"{self._gateway.device}: it must not learn from another device's data"
+                )
 
     async def _perform(self, offer: Offer) -> bool:
         """Do one task; whether it was answered by an update."""

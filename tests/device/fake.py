@@ -242,14 +242,13 @@ class FakeGateway:
 
     async def _check_in(self, request: web.Request) -> web.Response:
         asks = CheckIn.decode(await request.read())
-        if (device := self._device(request)) is None:
+        if self._device(request) is None:
             return refused(401, "token")
         self.check_ins.append(asks)
         if self.over:
             return refused(410, "run over")
         if not self.offers:
             return web.Response(status=204, headers={"Retry-After": "0"})
-        assert self.offers[0].task.device == device
         return answer(self.offers[0])
 
     async def _model(self, request: web.Request) -> web.StreamResponse:

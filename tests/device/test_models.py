@@ -157,6 +157,15 @@ async def test_more_bytes_than_offered_are_not_kept(
     assert (await store.model(offered, model.layout)).digest() == model.digest()
 
 
+async def test_model_of_an_impossible_size_is_not_downloaded(
+    store: ModelStore, gateway: FakeGateway, model: Model
+) -> None:
+    offered = gateway.offer(model).model.model_copy(update={"size": 1 << 50})
+    with pytest.raises(BlobDamaged, match="1125899906842624 bytes, not 368"):
+        await store.model(offered, model.layout)
+    assert downloads(gateway) == 0
+
+
 async def test_superseded_model_is_told(
     store: ModelStore, gateway: FakeGateway, model: Model
 ) -> None:

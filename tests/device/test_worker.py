@@ -100,6 +100,15 @@ async def test_run_over_ends_it_in_order(
     assert said[-1] == "the run is over"
 
 
+async def test_task_of_another_device_is_not_done(
+    gateway: FakeGateway, options: Options, model: Model
+) -> None:
+    gateway.offer(model, device=8)
+    with pytest.raises(FedstreamError, match="offers a task of device 8 to device 7"):
+        await live(options(), nothing, nothing)
+    assert not any("/v1/models/" in one for one in gateway.asked)
+
+
 async def test_refused_update_is_said_with_its_reason(
     gateway: FakeGateway, options: Options, model: Model, said: list[str]
 ) -> None:
