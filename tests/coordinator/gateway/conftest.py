@@ -1,15 +1,17 @@
-"""A gateway's part that knows who a device is, and a device for it."""
+"""A gateway's part that knows who a device is, a device for it, and one that sends updates."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from fedstream.broker.client import RedisSettings
 from fedstream.broker.ledger.gateway import GatewayLedger
+from fedstream.coordinator.gateway import receipts
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import (
@@ -19,7 +21,8 @@ from tests.coordinator.gateway.phones import (
     answering,
     invite,
 )
-from tests.support import Hand
+from tests.coordinator.gateway.uploading import Scene
+from tests.support import Hand, layout_of
 
 
 @pytest.fixture
@@ -53,3 +56,27 @@ async def phone(replica: Replica, hand: Hand) -> Phone:
     found: Phone = await replica()
     await invite(hand)
     return found
+
+
+@pytest.fixture
+def make(hand: Hand) -> Callable[..., Any]:
+    """Makes a run of a model of so many parameters."""
+
+    async def make(parameters: int = 64, **run: Any) -> Hand:
+        hand.layout = layout_of(parameters)
+        await hand.create(**run)
+        await hand.ledger.prepare(["pool", SITE])
+        return hand
+
+    return make
+
+
+@pytest.fixture
+def scene(hand: Hand, redis: RedisSettings) -> Scene:
+    return Scene(hand, redis)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways that don't wait long for a decision."""
+    monkeypatch.setattr(receipts, "WAIT_S", 0.2)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from yarl import URL
 
-from fedstream.broker.messages import Heartbeat, Presence, decode
+from fedstream.broker.blobs import CHUNK
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Heartbeat, Presence, Upload, decode
 from fedstream.coordinator.gateway.upload_requests import PATH
 from fedstream.protocol import headers
 from fedstream.protocol.messages import Offer
-from tests.coordinator.gateway.places import SITE, Place
-from tests.support import Hand, wait_until
+from fedstream.wire import F32, Format
+from tests.coordinator.gateway.places import SITE, Place, coordinating, serving
+from tests.support import Hand, counted, wait_until
 
 DEVICE = 3
+FORTY_FOUR_MB = 11_000_000  # parameters of 4 bytes
+CHUNKS = 5
+SEVERAL = CHUNKS * CHUNK // 4 - 1000  # parameters of an update of five chunks
 
 
 async def connected(at: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -138,3 +149,92 @@ async def offered(hand: Hand, at: Place, device: int = DEVICE) -> Offer:
     assert await hand.dispatch() == ["sent"]
     answer = await at.check_in(device, wait_s=50)
     return answer.offer
+
+
+async def chunked(
+    at: Place, phone: Sender, method: str, about: dict[str, str], body: bytes
+) -> Answered:
+    """A request that doesn't say how long its body is."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for begin in range(0, len(body), 100_000):
+            yield body[begin : begin + 100_000]
+
+    async with at.session.request(
+        method, at.url + phone.path, headers=about, data=pieces()
+    ) as told:
+        return Answered(told.status, dict(told.headers), json.loads(await told.read() or b"{}"))
+
+
+def trained(hand: Hand, offer: Offer, wire: Format = F32, **report: Any) -> Sender:
+    """A device that has trained its task."""
+    model = Model(hand.layout)
+    model.floats[:] = np.random.default_rng(0).standard_normal(model.floats.size, np.float32)
+    data = wire.encoded(model).tobytes()
+    about = {
+        "digest": hashlib.sha256(data).hexdigest(), "samples": 10, "steps": 5, "lr": 0.1,
+        "loss": 0.5, "seconds": 1.0, "tau": offer.model.version, "base": offer.model.digest,
+        "layout": hand.layout.signature, "format": wire.name,
+    }  # fmt: skip
+    return Sender(offer, data, about | report, offer.task.device)
+
+
+async def queued(hand: Hand) -> tuple[Upload, bytes]:
+    """The one update in the updater's queue, and its bytes."""
+    [(_, upload)] = await hand.queue()
+    assert isinstance(upload, Upload)
+    fields = await hand.client.call("HGETALL", hand.keys.queued(upload.blob))
+    chunks = dict(zip(fields[::2], fields[1::2], strict=True))
+    assert int(chunks.pop(b"size")) == upload.size
+    assert len(chunks) == upload.chunks
+    assert all(len(chunks[b"%d" % n]) == CHUNK for n in range(len(chunks) - 1))
+    return upload, b"".join(chunks[b"%d" % n] for n in range(len(chunks)))
+
+
+def received(at: Place) -> float:
+    """Bytes of updates that a replica has got."""
+    return counted(at.context, "fedstream_gateway_upload_bytes_total")
+
+
+@dataclass
+class Sending:
+    """A connection with a request that has not ended."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def status(self) -> int:
+        """Of the answer, which may come before the request's end."""
+        told = await self.reader.readuntil(b"\r\n\r\n")
+        return int(told.split()[1])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Scene:
+    """A run with a task in hand, and the device that has trained it."""
+
+    def __init__(self, hand: Hand, redis: RedisSettings) -> None:
+        self.hand = hand
+        self.redis = redis
+
+    async def phone(
+        self, at: Place, wire: Format = F32, *, device: int = DEVICE, **report: Any
+    ) -> Sender:
+        """A device that has trained a task, but sent nothing."""
+        offer = await offered(self.hand, at, device)
+        return trained(self.hand, offer, wire, **report)
+
+    async def sending(self, at: Place, phone: Sender, count: int) -> Sending:
+        """A device that has sent so many bytes, on a connection that stays open."""
+        reader, writer = await connected(at)
+        writer.write(phone.head("POST", phone.creating(), len(phone.data)) + phone.data[:count])
+        await wait_until(lambda: received(at) >= count)
+        return Sending(reader, writer)
+
+    def replica(self, **settings: Any) -> AbstractAsyncContextManager[Place]:
+        return serving(self.hand, self.redis, **settings)
+
+    def deciding(self) -> AbstractAsyncContextManager[Any]:
+        return coordinating(self.hand, self.redis)

@@ -1,0 +1,288 @@
+"""Uploads at once, too slow, too many; and Redis full or away."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from fedstream.broker.blobs import CHUNK
+from fedstream.broker.client import Client, RedisSettings
+from tests.coordinator.gateway.places import ends, serving
+from tests.coordinator.gateway.uploading import (
+    DEVICE,
+    FORTY_FOUR_MB,
+    SEVERAL,
+    Scene,
+    Sending,
+    connected,
+    queued,
+    received,
+)
+from tests.support import Proxy, counted, full, wait_until
+
+# two at once, slow senders, too many
+
+
+async def test_two_connections_do_not_mix_their_bytes(make: Any, scene: Scene) -> None:
+    """One hangs in the middle of a chunk; the later one takes over."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        older = await scene.sending(at, phone, 2 * CHUNK + 9)
+        assert (await phone.looks(at)).headers["Upload-Offset"] == str(2 * CHUNK)
+        assert await older.status() == 409
+        older.writer.write(b"\0" * CHUNK)  # it does not know yet
+        async with scene.deciding():
+            assert (await phone.patches(at, 2 * CHUNK)).receipt == (200, "admitted", None)
+        older.close()
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_many_at_once_end_in_one_update(make: Any, scene: Scene) -> None:
+    """A device gone wild sends the same from many connections."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        async with scene.deciding():
+            told = await asyncio.gather(*(phone.posts(at, phone.data) for _ in range(6)))
+            last = await phone.posts(at, phone.data)
+        assert {one.status for one in told} <= {200, 409}
+        assert last.receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+    await hand.balanced()
+
+
+async def test_two_replicas_may_receive_the_same_upload(make: Any, scene: Scene) -> None:
+    """Nothing is locked between them: both write the same, and the update counts once."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at, scene.replica(name="gw-1") as another:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
+        assert (await phone.looks(another)).headers["Upload-Offset"] == str(CHUNK)
+        async with scene.deciding():
+            told = await asyncio.gather(
+                *(phone.patches(one, CHUNK) for one in (at, another) for _ in range(2))
+            )
+            assert {one.status for one in told} <= {200, 404, 409}
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+    assert (await hand.ledger.look()).reasons("stray") == {}
+    await hand.balanced()
+
+
+@pytest.mark.parametrize("drips", [False, True])
+async def test_a_slow_sender_is_cut_off_and_may_go_on(make: Any, scene: Scene, drips: bool) -> None:
+    """Whether it hangs or sends byte after byte: a chunk has its time."""
+    await make(SEVERAL)
+    async with scene.replica(chunk_s=0.3) as at:
+        phone = await scene.phone(at)
+        slow = await scene.sending(at, phone, CHUNK + 9)
+
+        async def drip() -> None:
+            while drips:
+                slow.writer.write(b"x")
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        assert await slow.status() == 408
+        dripping.cancel()
+        slow.close()
+        assert (await phone.looks(at)).headers["Upload-Offset"] == str(CHUNK)
+        async with scene.deciding():
+            assert (await phone.patches(at, CHUNK)).receipt == (200, "admitted", None)
+
+
+async def test_each_chunk_has_its_time(make: Any, scene: Scene) -> None:
+    """A device that is slow but not too slow may take as long as it needs."""
+    hand = await make(SEVERAL)
+    async with scene.replica(chunk_s=2.0) as at:
+        phone = await scene.phone(at)
+        slow = await scene.sending(at, phone, CHUNK)
+        for begin in range(CHUNK, len(phone.data), CHUNK):
+            await asyncio.sleep(0.6)
+            slow.writer.write(phone.data[begin : begin + CHUNK])
+        async with scene.deciding():
+            assert await slow.status() == 200
+        slow.close()
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_more_uploads_than_there_is_room_for(make: Any, scene: Scene) -> None:
+    """Whoever is too many is told when to come again; who only asks needs no room."""
+    hand = await make(SEVERAL)
+    async with scene.replica(uploads=1) as at:
+        phone, other = await scene.phone(at), await scene.phone(at, device=DEVICE + 1)
+        first = await scene.sending(at, phone, CHUNK)
+        told = await other.posts(at, other.data)
+        assert told.refusal == (503, "busy")
+        assert int(told.headers["Retry-After"]) >= 1
+        assert (await other.posts(at, complete=False)).status == 201
+        assert (await other.patches(at, 0)).refusal == (503, "busy")
+        assert (await other.looks(at)).headers["Upload-Offset"] == "0"
+        first.close()
+        await wait_until(lambda: not counted(at.context, "fedstream_gateway_uploads"))
+        async with scene.deciding():
+            assert (await other.patches(at, 0)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == other.data
+
+
+async def test_who_sends_is_present(make: Any, scene: Scene) -> None:
+    """However long it takes, a task is not given up while its update arrives; then it is."""
+    hand = await make(SEVERAL)
+    async with scene.replica(lease_s=1.0, away_s=60.0) as at:
+        phone = await scene.phone(at)
+        slow = await scene.sending(at, phone, 9)
+        for _ in range(8):
+            await asyncio.sleep(0.25)
+            slow.writer.write(b"x")
+        assert phone.offer.task.id in at.gateway._desk
+        async with scene.deciding():
+            await ends(hand, "given_up", "dropped out")
+        slow.close()
+
+
+async def test_a_stop_lets_uploads_finish(make: Any, scene: Scene) -> None:
+    """Those that are being sent; others go on after it."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone, other = await scene.phone(at), await scene.phone(at, device=DEVICE + 1)
+        assert (await other.posts(at, complete=False)).status == 201
+        under_way = await scene.sending(at, phone, CHUNK + 9)
+        at.context.stop.set()
+        refused = await other.patches(at, 0)
+        assert (refused.status, refused.headers["Connection"]) == (503, "close")
+        assert (await other.looks(at)).headers["Upload-Offset"] == "0"
+        await asyncio.sleep(0.05)
+        assert not at.work.done()
+        async with scene.deciding():
+            under_way.writer.write(phone.data[CHUNK + 9 :])
+            assert await under_way.status() == 200
+            await asyncio.wait_for(at.work, 30)
+        under_way.close()
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_connections_that_break_are_no_failures(make: Any, scene: Scene) -> None:
+    """Nobody is there to read an answer, and an operator has nothing to look at."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        with capture_logs() as lines:
+            for after in (0, 9, CHUNK, 2 * CHUNK + 9):
+                await phone.breaks_off(at, "POST", phone.creating(), phone.data, after)
+                assert (await phone.looks(at)).headers["Upload-Offset"] == str(
+                    after // CHUNK * CHUNK
+                )
+        assert lines == []
+    await hand.balanced()
+
+
+async def test_a_body_in_broken_pieces_is_malformed(make: Any, scene: Scene) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        for body in (b"zz\r\nxx\r\n", b"5\r\nabc", b"-1\r\n", b"3\r\nabcdef\r\n"):
+            reader, writer = await connected(at)
+            head = phone.head("POST", phone.creating(), 0)
+            writer.write(head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + body)
+            writer.write_eof()
+            answer = await reader.read()
+            assert not answer or answer.startswith(b"HTTP/1.1 400"), (body, answer)
+            writer.close()
+        both = phone.head("POST", phone.creating() | {"Transfer-Encoding": "chunked"}, 9)
+        reader, writer = await connected(at)
+        writer.write(both + b"0\r\n\r\n")
+        assert await Sending(reader, writer).status() == 400  # request smuggling
+        writer.close()
+
+
+# Redis
+
+
+async def test_redis_full_costs_nothing_but_time(make: Any, scene: Scene, client: Client) -> None:
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[: 2 * CHUNK], complete=False)).status == 201
+        async with full(client):
+            told = await phone.patches(at, 2 * CHUNK)
+            assert told.status == 503
+            assert int(told.headers["Retry-After"]) >= 1
+            assert (await phone.looks(at)).headers["Upload-Offset"] == str(2 * CHUNK)
+        async with scene.deciding():
+            assert (await phone.patches(at, 2 * CHUNK)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_a_small_update_to_a_full_redis_comes_again(
+    make: Any, scene: Scene, client: Client
+) -> None:
+    hand = await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        async with full(client):
+            assert (await phone.posts(at, phone.data)).status == 503
+        assert phone.offer.task.id in at.gateway._desk
+        async with scene.deciding():
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_redis_away_costs_nothing_but_time(
+    make: Any, scene: Scene, redis: RedisSettings
+) -> None:
+    hand = await make(SEVERAL)
+    async with Proxy(redis, hand.keys) as proxy, serving(hand, proxy.settings) as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
+        proxy.refuse = lambda data: b"HSET" in data
+        assert (await phone.patches(at, CHUNK)).status == 503
+        proxy.refuse = None
+        await phone.looks(at)
+        assert phone.offset >= CHUNK
+        async with scene.deciding():
+            assert (await phone.patches(at, phone.offset)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+
+
+@pytest.mark.parametrize("parameters", [64, SEVERAL])
+async def test_the_reply_to_the_answer_is_lost(
+    make: Any, scene: Scene, redis: RedisSettings, parameters: int
+) -> None:
+    """Redis has it, the gateway doesn't know: the device sends the end again."""
+    hand = await make(parameters)
+    async with Proxy(redis, hand.keys) as proxy, serving(hand, proxy.settings) as at:
+        phone = await scene.phone(at)
+        proxy.cut_reply_to = lambda data: b"EVALSHA" in data
+        assert (await phone.posts(at, phone.data)).status == 503
+        assert proxy.cut_replies == 1
+        async with scene.deciding():
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+    assert (await hand.ledger.look()).reasons("stray") == {}
+
+
+async def test_an_upload_takes_little_memory(make: Any, scene: Scene) -> None:
+    """Of 44 MB that come as fast as they can, a chunk is held, and what was just received."""
+    await make(FORTY_FOUR_MB)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        _, writer = await connected(at)
+        writer.transport.set_write_buffer_limits(0)
+        whole = memoryview(phone.data)
+        tracemalloc.start()
+        try:
+            writer.write(phone.head("POST", phone.creating(complete=False), len(whole)))
+            for begin in range(0, len(whole), CHUNK // 4):
+                writer.write(whole[begin : begin + CHUNK // 4])
+                await writer.drain()
+            await wait_until(lambda: received(at) == len(whole))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 6 << 20, f"{peak / (1 << 20):.1f} MiB"
+        writer.close()

@@ -1,0 +1,124 @@
+"""What a device hears of its update, however often it asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedstream.broker.blobs import CHUNK
+from fedstream.broker.messages import Withdraw
+from tests.coordinator.gateway.places import SITE
+from tests.coordinator.gateway.uploading import (
+    SEVERAL,
+    Scene,
+    queued,
+)
+from tests.support import wait_until
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_the_last_part_may_come_again(make: Any, scene: Scene) -> None:
+    """It gets the same receipt: undecided, decided, after a restart, and at another replica."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[: 4 * CHUNK], complete=False)).status == 201
+        undecided = await phone.patches(at, 4 * CHUNK)
+        assert undecided.receipt == (202, "received", None)
+        assert undecided.headers["Retry-After"] == "1"
+        state = (await phone.looks(at)).headers
+        assert (state["Upload-Complete"], state["Upload-Offset"]) == ("?1", str(len(phone.data)))
+        told = await phone.asks(at, "DELETE", phone.about())  # somebody may just be deciding
+        assert told.refusal == (409, "complete")
+        async with scene.deciding():
+            for _ in range(2):
+                assert (await phone.patches(at, 4 * CHUNK)).receipt == (200, "admitted", None)
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+            assert (await phone.looks(at)).headers["Upload-Complete"] == "?1"
+    async with scene.replica(name="gw-1") as another:
+        assert (await phone.patches(another, 4 * CHUNK)).receipt == (200, "admitted", None)
+    async with scene.replica() as at:
+        assert (await phone.patches(at, len(phone.data))).receipt == (200, "admitted", None)
+        assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+    view = await hand.ledger.look()
+    assert view.reasons("stray") == {}
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_small_update_may_come_again(make: Any, scene: Scene) -> None:
+    hand = await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        for _ in range(2):
+            assert (await phone.posts(at, phone.data)).receipt == (202, "received", None)
+        # It may be long until somebody decides, and the device must be known until then.
+        [note] = await hand.client.call("KEYS", hand.keys.upload_note(SITE, "*"))
+        assert await hand.client.call("PTTL", note) > 500_000
+        async with scene.deciding():
+            for _ in range(2):
+                assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+    assert (await hand.ledger.look()).reasons("stray") == {}
+
+
+async def test_a_wrong_digest_is_admitted_and_refused_by_the_updater(
+    make: Any, scene: Scene
+) -> None:
+    """Nobody but the updater reads the bytes: who asks later hears of it."""
+    hand = await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at, digest="0" * 64)
+        async with scene.deciding():
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+        upload, _ = await queued(hand)
+        assert await hand.commit(None, upload) == "done"
+        assert (await phone.posts(at, phone.data)).receipt == (422, "refused", "digest")
+    await hand.balanced()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("parameters", [64, SEVERAL])
+async def test_what_was_forgotten_is_not_asked_for_ever(
+    make: Any, scene: Scene, parameters: int
+) -> None:
+    """Redis knows how the newest 20,000 tasks ended; this one ended before them."""
+    hand = await make(parameters)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        async with scene.deciding():
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+        upload, _ = await queued(hand)
+        assert await hand.commit(None, upload) == "done"
+        await hand.client.call("DEL", hand.keys.ended)
+        assert (await phone.patches(at, len(phone.data))).refusal == (404, "no upload")
+        assert (await phone.posts(at, phone.data)).refusal == (404, "unknown task")
+
+
+async def test_a_refusal_by_the_coordinator_is_the_receipt(make: Any, scene: Scene) -> None:
+    await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at, base="0" * 64)
+        async with scene.deciding():
+            for _ in range(2):
+                told = await phone.posts(at, phone.data)
+                assert told.receipt == (422, "refused", "unknown base")
+
+
+async def test_an_answer_to_a_task_that_was_given_up_hears_so(make: Any, scene: Scene) -> None:
+    """The gateway has not heard of it yet: the lease's entry is gone."""
+    hand = await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        overdue = Withdraw(tasks=(phone.offer.task.id,), why="timed out")
+        await hand.client.call("XADD", hand.keys.triggers, "*", "m", overdue.encode())
+        async with scene.deciding():
+
+            async def withdrawn() -> bool:
+                return not (await hand.ledger.look()).open
+
+            await wait_until(withdrawn)
+            told = await phone.posts(at, phone.data)
+            assert told.receipt == (422, "given up", "timed out")
+        assert await hand.queue() == []

@@ -1,0 +1,257 @@
+"""What can be no update, or no part of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fedstream.broker.blobs import CHUNK
+from tests.coordinator.gateway.uploading import (
+    DEVICE,
+    SEVERAL,
+    Scene,
+    Sending,
+    chunked,
+    connected,
+    queued,
+)
+
+# what is refused before a byte is read
+
+
+async def test_anothers_task_is_unknown(make: Any, scene: Scene) -> None:
+    """Whatever the other device knows of it, and however far its upload has got."""
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
+        phone.device = DEVICE + 1
+        for told in (
+            await phone.posts(at, phone.data),
+            await phone.patches(at, CHUNK),
+            await phone.asks(at, "DELETE", phone.about()),
+        ):
+            assert told.refusal == (404, "unknown task")
+        assert (await phone.looks(at)).status == 404
+        phone.device = DEVICE
+        async with scene.deciding():
+            assert (await phone.patches(at, CHUNK)).receipt == (200, "admitted", None)
+        phone.device = DEVICE + 1
+        assert (await phone.patches(at, CHUNK)).refusal == (404, "unknown task")
+
+
+async def test_another_attempt_is_unknown(make: Any, scene: Scene) -> None:
+    await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        for path in ("0123456789ab", "..%2f..", "0123456789AB", "x"):
+            url = f"{at.url}/v1/tasks/{phone.offer.task.id}/updates/{path}"
+            async with at.session.post(url, data=phone.data, headers=phone.creating()) as told:
+                assert (told.status, (await told.json())["reason"]) == (404, "unknown task")
+
+
+@pytest.mark.parametrize(
+    ("length", "refusal"),
+    [
+        ("260", (413, "too large")),
+        ("999999999999999", (413, "too large")),
+        ("252", (400, "length")),
+        ("0", (400, "length")),
+        ("-256", (400, "malformed")),
+        ("256.0", (400, "malformed")),
+        ("1e3", (400, "malformed")),
+        ("9" * 16, (400, "malformed")),
+    ],
+)
+async def test_lengths_that_no_update_has(
+    make: Any, scene: Scene, length: str, refusal: tuple[int, str]
+) -> None:
+    hand = await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        about = phone.creating(complete=False) | {"Upload-Length": length}
+        assert (await phone.asks(at, "POST", about)).refusal == refusal
+        assert await hand.client.call("KEYS", hand.keys.update("*")) == []
+        assert phone.offer.task.id in at.gateway._desk  # the device may try again, or give up
+
+
+def without(name: str) -> Callable[[dict[str, str]], dict[str, str]]:
+    return lambda about: {key: said for key, said in about.items() if key != name}
+
+
+def instead(name: str, said: str) -> Callable[[dict[str, str]], dict[str, str]]:
+    return lambda about: about | {name: said}
+
+
+@pytest.mark.parametrize(
+    ("changed", "refusal"),
+    [
+        (without("Upload-Complete"), (400, "malformed")),
+        (instead("Upload-Complete", "true"), (400, "malformed")),
+        (without("Update-Report"), (400, "malformed")),
+        (instead("Update-Report", "{}"), (400, "malformed")),
+        (instead("Update-Report", "[1]"), (400, "malformed")),
+        (instead("Update-Report", "{" * 1990), (400, "malformed")),
+        (instead("Update-Report", json.dumps({"x": "y" * 2000})), (400, "malformed")),
+        (instead("Content-Encoding", "gzip"), (415, "malformed")),
+    ],
+)
+async def test_headers_that_say_too_little(
+    make: Any, scene: Scene, changed: Any, refusal: tuple[int, str]
+) -> None:
+    await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        told = await phone.asks(at, "POST", changed(phone.creating()), phone.data)
+        assert told.refusal == refusal
+
+
+async def test_an_upload_of_unknown_length_is_refused(make: Any, scene: Scene) -> None:
+    """Unless the request holds all of it and says how much that is."""
+    await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        unknown = without("Upload-Length")
+        told = await phone.asks(at, "POST", unknown(phone.creating(complete=False)))
+        assert told.refusal == (411, "length")
+        async with scene.deciding():
+            told = await phone.asks(at, "POST", unknown(phone.creating()), phone.data)
+            assert told.receipt == (200, "admitted", None)
+
+
+@pytest.mark.parametrize(
+    ("report", "refusal"),
+    [
+        ({"samples": -1}, (400, "malformed")),
+        ({"steps": 1.5}, (400, "malformed")),
+        ({"lr": float("inf")}, (400, "malformed")),
+        ({"loss": float("nan")}, (400, "malformed")),
+        ({"digest": "abc"}, (400, "malformed")),
+        ({"tau": "0"}, (400, "malformed")),
+        ({"format": "int8"}, (422, "format")),
+        ({"format": "pickle"}, (422, "format")),
+        ({"layout": "0" * 64}, (422, "format")),
+    ],
+)
+async def test_reports_that_cannot_be(
+    make: Any, scene: Scene, report: dict[str, Any], refusal: tuple[int, str]
+) -> None:
+    await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at, **report)
+        assert (await phone.posts(at, phone.data)).refusal == refusal
+
+
+async def test_the_body_is_asked_for_only_after_the_checks(make: Any, scene: Scene) -> None:
+    """A client that waits for 100 (Continue) sends nothing in vain."""
+    await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        for length, status in (("300", 413), ("256", 100)):
+            about = phone.creating() | {"Upload-Length": length, "Expect": "100-continue"}
+            reader, writer = await connected(at)
+            writer.write(phone.head("POST", about, 256))
+            asked = Sending(reader, writer)
+            assert await asked.status() == status
+            if status == 100:
+                writer.write(phone.data)
+                assert await asked.status() == 202
+            asked.close()
+
+
+# parts that do not fit
+
+
+async def test_a_part_from_elsewhere_is_refused_with_the_right_offset(
+    make: Any, scene: Scene
+) -> None:
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[: 2 * CHUNK], complete=False)).status == 201
+        for offset in (0, CHUNK, 2 * CHUNK - 1, 3 * CHUNK, len(phone.data) - 1):
+            told = await phone.patches(at, offset)
+            assert told.status == 409
+            assert told.headers["Content-Type"] == "application/problem+json"
+            assert told.headers["Upload-Offset"] == str(2 * CHUNK)
+            assert told.said["type"].endswith("#mismatching-upload-offset")
+            assert told.said["expected-offset"] == 2 * CHUNK
+            assert told.said["provided-offset"] == offset
+        async with scene.deciding():
+            assert (await phone.patches(at, 2 * CHUNK)).receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_a_part_must_have_a_chunk_or_end_the_upload(make: Any, scene: Scene) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        told = await phone.posts(at, phone.data[: CHUNK - 1], complete=False)
+        assert told.refusal == (400, "length")
+        assert f"min-append-size={CHUNK}" in told.headers["Upload-Limit"]
+        assert (await phone.posts(at, complete=False)).status == 201
+        assert (await phone.patches(at, 0, CHUNK - 1)).refusal == (400, "length")
+        assert (await phone.looks(at)).headers["Upload-Offset"] == "0"
+
+
+async def test_a_first_part_may_come_without_its_length(make: Any, scene: Scene) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        part = phone.data[: 2 * CHUNK + 9]
+        told = await chunked(at, phone, "POST", phone.creating(complete=False), part)
+        assert (told.status, told.headers["Upload-Offset"]) == (201, str(2 * CHUNK))
+
+
+async def test_more_bytes_than_announced_end_the_upload(make: Any, scene: Scene) -> None:
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        told = await phone.posts(at, phone.data + b"x")
+        assert told.refusal == (400, "length")
+        told = await chunked(at, phone, "POST", phone.creating(), phone.data + b"x")
+        assert told.refusal == (400, "length")
+        assert (await phone.looks(at)).status == 404
+        assert await hand.client.call("KEYS", hand.keys.update("*")) == []
+        async with scene.deciding():
+            told = await chunked(at, phone, "POST", phone.creating(), phone.data)
+            assert told.receipt == (200, "admitted", None)
+    assert (await queued(hand))[1] == phone.data
+
+
+async def test_fewer_bytes_than_announced_end_nothing(make: Any, scene: Scene) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        told = await chunked(at, phone, "POST", phone.creating(), phone.data[:-1])
+        assert told.refusal == (400, "length")
+        assert (await phone.looks(at)).headers["Upload-Offset"] == str(4 * CHUNK)
+        async with scene.deciding():
+            assert (await phone.patches(at, 4 * CHUNK)).receipt == (200, "admitted", None)
+
+
+async def test_a_part_is_of_the_right_kind(make: Any, scene: Scene) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, complete=False)).status == 201
+        going_on = phone.going_on(0)
+        told = await phone.asks(at, "PATCH", going_on | {"Content-Type": "text/plain"})
+        assert told.refusal == (415, "malformed")
+        assert told.headers["Accept-Patch"] == "application/partial-upload"
+        for name in ("Upload-Offset", "Upload-Complete"):
+            told = await phone.asks(at, "PATCH", without(name)(going_on))
+            assert told.refusal == (400, "malformed")
+        told = await phone.asks(at, "PATCH", going_on | {"Upload-Length": "17"}, phone.data)
+        assert told.refusal == (400, "length")
+
+
+async def test_what_never_began_can_not_go_on(make: Any, scene: Scene) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.looks(at)).status == 404
+        assert (await phone.patches(at, 0)).refusal == (404, "no upload")
