@@ -128,7 +128,6 @@ class LocalRun:
         self._display = display
         self._server = server
         self._over_http = over_http
-        self._invited = over_http is None
         self._client = Client(settings.redis.model_copy(update={"url": redis_url}), "run")
         keys = Keys(settings.run.name)
         self._observer = Observer(self._client, keys)
@@ -140,8 +139,12 @@ class LocalRun:
         services = programs(
             settings, request.trainers, config, port, changed_rules=request.changed_rules
         )  # fmt: skip
+        self._later = list[Program]()  # started once devices over HTTPS are there
         if over_http is not None:
+            self._later = [one for one in services if one.role == "scheduler"]
+            services = [one for one in services if one.role != "scheduler"]
             services.append(over_http.gateway(config, settings.gateway.drain_s))
+        self._invited = False
         self._supervisor = Supervisor(
             services,
             launcher=launcher,
@@ -185,8 +188,8 @@ class LocalRun:
             while not self._over.is_set():
                 await self._step(self._over)
                 self._judge()
-                if not self._invited and self._observer.view is not None:
-                    await self._invite()
+                if self._later and self._observer.view is not None:
+                    await self._let_in(self._observer.view)
                 if self._observer.history.newest > 0:  # from now on, there is something to draw
                     self._painter.get_ready()
             if self._server is not None and self._ending and self._ending.state == "finished":
@@ -196,21 +199,26 @@ class LocalRun:
             await self._stopped()
         return await self._reported()
 
-    async def _invite(self) -> None:
-        """Start the devices that come over HTTPS, now that there is a run to invite them to."""
-        assert self._over_http is not None  # noqa: S101  (else nobody is to be invited)
-        settings = self._request.settings
+    async def _let_in(self, view: Tally) -> None:
+        """Start the devices that come over HTTPS, now that there is a run to invite them to; then,
+        once the gateway has some, the scheduler."""
+        if self._over.is_set():
+            return
+        if self._invited:
+            if view.trainers:
+                self._supervisor.add(self._later)
+                self._later = []
+            return
+        assert self._over_http is not None  # noqa: S101  (else nothing is left for later)
+        config = self._request.out / CONFIG
         try:
-            devices = await self._over_http.devices(
-                self._client, settings, self._request.out / CONFIG
-            )
+            devices = await self._over_http.devices(self._client, self._request.settings, config)
         except FedstreamError as error:
             if not error.retriable:
                 self._end(Ending("failed", str(error)))
             return
         self._invited = True
-        if not self._over.is_set():
-            self._supervisor.add(devices)
+        self._supervisor.add(devices)
 
     async def _recall(self) -> None:
         """Learn what the run did before it was interrupted."""

@@ -84,6 +84,7 @@ def test_every_version_is_made_once_and_counts_add_up(battered: Command) -> None
     assert summary["versions"] == summary["tasks"]["applied"] == 60
     assert summary["why"] == "version 60 reached"
     assert summary["refused"] == {}
+    assert "nobody serves this device" not in summary["given_up"]
     assert {name: summary["restarts"][name] for name in KILLED} == dict.fromkeys(KILLED, 1)
     tasks = [row["task"] for row in battered.rows[1:]]
     assert len({*tasks}) == 60
