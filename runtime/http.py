@@ -35,6 +35,7 @@ _CLOSE_S = 2.0  # for requests still being answered when the service has ended
 _LINGER_S = 2.0  # for the unread rest of a request's body
 _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
+_BACKLOG = 1024  # connections that wait to be accepted, when many clients come back at once
 # Why, before any route is asked or without one; `internal` is a fault of ours.
 REFUSED = ("malformed", "no such route", "method", "busy", "internal")
 _FULL = b'{"error": "too many connections: try again later", "reason": "busy"}'
@@ -252,8 +253,9 @@ async def listening(
         stack.push_async_callback(runner.cleanup)
         try:
             server = await loop.create_server(
-                connected, http.host, port, ssl=tls, ssl_handshake_timeout=handshake_s
-            )
+                connected, http.host, port, ssl=tls, ssl_handshake_timeout=handshake_s,
+                backlog=_BACKLOG,
+            )  # fmt: skip
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             reason = getattr(error, "strerror", None) or error
             raise FedstreamError(

@@ -25,7 +25,9 @@ class Current:
         self._ledger = ledger
         self._update = update
         self._known: dict[str, Head] = {}  # by digest as given, the newest last
-        self._looking: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self._begun = self._done = 0  # reads of both
+        self._seen = 0  # versions, each time that they were read
         self._run: Run | None = None
         self._head: Head | None = None
 
@@ -58,21 +60,20 @@ class Current:
         return self._run is not None and self._run.state == "finished"
 
     async def look(self) -> None:
-        """Read both again; who asks meanwhile gets what is being read.
+        """Read both, as they are from now on; those who ask at once share one read.
 
         Raises ConfigError if devices can't take part in this run.
         """
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look(), name="look")
-            self._looking.add_done_callback(self._looked)
-        await asyncio.shield(self._looking)
+        wanted = self._begun + 1  # one that began before may have read what was true before
+        async with self._turn:
+            if self._done < wanted:
+                self._begun += 1
+                number, seen = self._begun, self._seen
+                await self._look(seen)
+                self._done = number
 
-    def _looked(self, looking: asyncio.Task[None]) -> None:
-        self._looking = None
-        if not looking.cancelled():
-            looking.exception()  # whoever asked has it, unless all have gone
-
-    async def _look(self) -> None:
+    async def _look(self, seen: int) -> None:
+        """``seen``: versions seen before."""
         try:
             run = await self._ledger.run()
         except NoRun:
@@ -82,14 +83,24 @@ class Current:
         if self._run is None or run.created != self._run.created:
             self._check(run)
             self._known.clear()
+            self._head = None
         self._run = run
-        self.saw(await self._ledger.head())
+        head = await self._ledger.head()
+        # Redis may have fallen back, but not while a later read has seen a newer version.
+        if seen == self._seen:
+            self._head = None
+        if head is not None:
+            self.saw(head)
 
-    def saw(self, head: Head | None) -> None:
-        """Note the newest version, read with something else."""
-        self._head = head
-        if head is None:
+    def saw(self, head: Head) -> None:
+        """Note a version that was the newest a moment ago; an older one changes nothing.
+
+        A task may not be trained from an older version than it was sent with.
+        """
+        if self._head is not None and head.version < self._head.version:
             return
+        self._head = head
+        self._seen += 1
         self._known.pop(head.given, None)
         self._known[head.given] = head
         while len(self._known) > _REMEMBERED:

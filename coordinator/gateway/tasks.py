@@ -71,9 +71,11 @@ class Tasks:
                 idle_ms=0, most=self._lease.attempts, own=True, quiet=True, count=OWNED
             )
             await self._current.look()
-        elif not (entries := await self._lapsed()):
+        elif entries := await self._lapsed():
+            await self._current.look()
+        else:
             entries, head = await self._ledger.take_some(self._group, count=_AT_ONCE)
-            if entries:
+            if head is not None and entries:
                 self._current.saw(head)
         now = time.monotonic()
         known = {held.entry.id for held in self._desk} if unsure else set()
@@ -90,7 +92,9 @@ class Tasks:
     async def take_over(self, stream: str, entries: Sequence[str]) -> None:
         """Take tasks in hand that another replica of the site leaves to this one."""
         group = self._group_of(stream)
-        for entry in await group.take_over(entries):
+        taken = await group.take_over(entries)
+        await self._current.look()  # a task is trained from no older version than it was sent with
+        for entry in taken:
             await self._hold(entry, group, time.monotonic())
 
     def _group_of(self, stream: str) -> Group:

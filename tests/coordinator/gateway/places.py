@@ -122,7 +122,9 @@ async def serving(
         log = structlog.get_logger()
         at = listening(app, http, 0, http.connections, log, one.tls(), its.refused)
         port = await stack.enter_async_context(at)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        )
         work = await stack.enter_async_context(running(gateway, its))
         if is_open:
             await wait_until(lambda: gateway._app._opened)
