@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 2.0  # in which a device that came has its tasks here, if another replica had them
 _TOGETHER = 1000  # devices in one message
+_REMEMBERED = 10_000  # devices that left, in case that a task for one is still on its way
 
 
 class Moves:
@@ -40,6 +41,8 @@ class Moves:
         self._name = name
         self._told: dict[int, tuple[tuple[int, int], float]] = {}  # of devices here: where, when
         self._left: dict[int, str] = {}  # devices that were here, and are at another replica
+        # Of devices that nobody was told of yet: where others told of them.
+        self._meanwhile: dict[int, tuple[tuple[int, int], str]] = {}
         self._after: str | None = None  # what others told until there is known
         self._settling: dict[int, asyncio.Event] = {}  # devices whose task may come after them
 
@@ -48,10 +51,13 @@ class Moves:
         while some := list(self._desk.newcomers)[:_TOGETHER]:
             told = await self._ledger.move(Seating(gateway=self._name, devices=tuple(some)))
             self._desk.newcomers.difference_update(some)
-            now = time.monotonic()
+            now, place = time.monotonic(), _place(told)
             for device in some:
                 self._left.pop(device, None)
-                self._told[device] = (_place(told), now)
+                self._told[device] = (place, now)
+                then, other = self._meanwhile.pop(device, (place, ""))
+                if then > place:
+                    await self._leave(other, (device,))
 
     async def follow(self) -> None:
         """Follow what the other replicas tell, for up to a second."""
@@ -64,7 +70,7 @@ class Moves:
         for entry in await self._ledger.moves_after(self._after):
             match decode(entry.data, Seating, HandOver):
                 case Seating(gateway=other, devices=devices) if other != self._name:
-                    await self._leave(other, self._lost(devices, _place(entry.id)))
+                    await self._leave(other, self._lost(devices, other, _place(entry.id)))
                 case HandOver(gateway=self._name, stream=stream, entries=entries):
                     await self._tasks.take_over(stream, entries)
                     self._settle()
@@ -73,6 +79,7 @@ class Moves:
         late = {held.task.device for held in self._desk} & self._left.keys() - self._desk.newcomers
         for device in late:
             await self._leave(self._left[device], (device,))
+        self._forget()
 
     async def _catch_up(self) -> None:
         """Leave the tasks from before a restart to where their devices have come meanwhile."""
@@ -87,11 +94,13 @@ class Moves:
                 await self._leave(other, (device,))
         self._after = entries[-1].id if entries else "0"
 
-    def _lost(self, devices: Iterable[int], place: tuple[int, int]) -> Iterator[int]:
+    def _lost(self, devices: Iterable[int], other: str, place: tuple[int, int]) -> Iterator[int]:
         """The devices that are not here any more, by what was told at a place of the order."""
         for device in devices:
             told = self._told.get(device)
-            if device not in self._desk.newcomers and (told is None or told[0] < place):
+            if device in self._desk.newcomers:
+                self._meanwhile[device] = (place, other)
+            elif told is None or told[0] < place:
                 yield device
 
     async def _leave(self, other: str, devices: Iterable[int]) -> None:
@@ -106,6 +115,14 @@ class Moves:
         for stream, entries in tasks.items():
             self._context.log.info("tasks left to another replica", to=other, tasks=len(entries))
             await self._ledger.move(HandOver(gateway=other, stream=stream, entries=tuple(entries)))
+
+    def _forget(self) -> None:
+        """Forget who was here long ago, as far as it is more than those who are here now."""
+        if len(self._told) > 2 * len(self._desk.present()) + _REMEMBERED:
+            here = {*self._desk.present()}
+            self._told = {device: told for device, told in self._told.items() if device in here}
+        while len(self._left) > _REMEMBERED:
+            del self._left[next(iter(self._left))]
 
     async def find(self, task: str, device: int) -> Held:
         """A task in hand for this device; its device may have come here with it just now.

@@ -19,6 +19,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox
+from fedstream.broker.messages import OWNED
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.app import GatewayApp, Opened
 from fedstream.coordinator.gateway.auth import Auth
@@ -165,6 +166,8 @@ class Gateway:
         """Announce who is present: soon after a change, and every two seconds in any case."""
         await moves.tell()
         present, now = self._desk.present(), time.monotonic()
+        if len(present) > OWNED:  # devices with tasks from before a restart, and new ones
+            present = present[:OWNED]
         if not present and self._announced and not await self._group.is_empty():
             # Other replicas have tasks of our stream, which goes with the last device that we own.
             present = self._announced[:1] if len(self._announced) > 1 else self._announced

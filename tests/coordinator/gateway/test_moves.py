@@ -11,8 +11,9 @@ from itertools import pairwise
 from fedstream.broker import reasons
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
+from fedstream.broker.messages import HandOver, Seating
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
-from tests.support import Hand, wait_until
+from tests.support import Hand, Proxy, wait_until
 
 
 @asynccontextmanager
@@ -134,3 +135,64 @@ async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
             assert sum(later < before for before, later in pairwise(idle_ms)) > 2
         again = (await one.check_in(3, wait_s=50)).offer
         assert again.attempt == offer.attempt
+
+
+async def test_replica_cut_off_from_redis_serves_again(redis: RedisSettings, hand: Hand) -> None:
+    """Coordinators strike it off and give its tasks up; nobody has to restart anything."""
+    await hand.create()
+    async with (
+        Proxy(redis) as proxy,
+        coordinating(hand, redis, trainer_silence_s=1.0),
+        serving(hand, proxy.settings, task_lease_s=1.0, device_rate=1e6) as place,
+    ):
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        proxy.refuse = lambda _: True
+        proxy.cut()
+        await ends(hand, "given_up", reasons.OWNER_GONE)
+        assert (await place.beat(3, offer)).json["go_on"], "it can't know better"
+        answer = await place.give_up(3, offer)
+        assert (answer.status, answer.json["reason"]) == (503, "unavailable")
+        proxy.refuse = None
+
+        async def is_over() -> bool:
+            said = await place.beat(3, offer)
+            return bool(said.json == {"go_on": False, "why": "given up"})
+
+        await wait_until(is_over)
+        waiting = asyncio.create_task(place.check_in(3, wait_s=50))
+        await owned_by(hand, 3, "gw-0")
+        [trigger] = await hand.open(device=3)
+        assert (await waiting).offer.task.id == trigger.task
+
+
+async def test_move_that_is_told_while_another_is_on_its_way_counts(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """The order of the stream decides, also for who hears of it before it has its own place."""
+    async with two(hand, redis) as (one, other):
+        moves = one.gateway._app._opened
+        assert moves is not None
+        ledger, told = moves.moves._ledger, asyncio.Event()
+        move = ledger.move
+
+        async def slow(message: Seating | HandOver) -> str:
+            place = await move(message)
+            await told.wait()  # its reply is on its way
+            return place
+
+        ledger.move = slow  # type: ignore[method-assign]
+        assert (await one.check_in(3)).status == 204
+        assert one.gateway._desk.newcomers == {3}
+
+        async def is_told() -> bool:
+            return bool(await ledger.moves())
+
+        await wait_until(is_told)
+        assert (await other.check_in(3)).status == 204
+        await wait_until(lambda: 3 in moves.moves._meanwhile)
+        told.set()
+        await wait_until(lambda: not one.gateway._desk.is_present(3))
+        await owned_by(hand, 3, "gw-1")
