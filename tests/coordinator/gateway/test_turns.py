@@ -68,7 +68,7 @@ async def test_what_has_arrived_is_still_taken() -> None:
 
     older = asyncio.create_task(first())
     await asyncio.sleep(0)
-    async with turns.taken("a"):
+    async with asyncio.timeout(10), turns.taken("a"):
         assert taken == [0, 1, 2, 3, 4]
     with pytest.raises(TakenOver):
         await older
