@@ -13,6 +13,7 @@ import pytest
 
 from fedstream.broker.errors import ConfigError, DataError, FedstreamError, LayoutMismatch
 from fedstream.broker.layout import Model
+from fedstream.device.address import GatewayAddress
 from fedstream.device.errors import TurnedAway
 from fedstream.device.folder import DeviceFolder
 from fedstream.device.life import DeviceOptions, live
@@ -80,6 +81,23 @@ async def test_gateway_that_forgot_the_device_takes_a_new_invite(
     gateway.offer(model, task="task-2")
     await live(options(), said.append, nothing)
     assert said[0] == "enrolled as device 7 of run demo"
+
+
+async def test_gateway_at_another_address_knows_the_key_but_what_was_unsent_is_forgotten(
+    gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
+) -> None:
+    gateway.offer(model, format="int4", sends="delta")
+    await live(options(), nothing, nothing)
+    folder, count = DeviceFolder(tmp_path / "state"), model.layout.parameters
+    assert folder.unsent(count) is not None
+    elsewhere = GatewayAddress(options().address.url.replace("127.0.0.1", "localhost"))
+    gateway.over = True
+    await live(options(address=elsewhere, invite=None), said.append, nothing)
+    assert said == ["device 7 of run demo", "the run is over"]
+    assert folder.unsent(count) is None, "it may be another run's gateway"
+    known = folder.identity()
+    assert known is not None
+    assert known.url.startswith("http://localhost:")
 
 
 async def test_without_invite_it_says_what_is_missing(options: Options) -> None:
