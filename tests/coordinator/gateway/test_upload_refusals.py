@@ -109,6 +109,19 @@ async def test_headers_that_say_too_little(
         assert told.refusal == refusal
 
 
+async def test_a_header_is_there_once(make: Any, scene: Scene) -> None:
+    """A proxy and a gateway must not choose differently between two."""
+    await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        for name, said in (("Upload-Length", "256"), ("Upload-Complete", "?0")):
+            reader, writer = await connected(at)
+            head = phone.head("POST", phone.creating(), 256)
+            writer.write(head[:-2] + f"{name}: {said}\r\n\r\n".encode() + phone.data)
+            assert await Sending(reader, writer).status() == 400
+            writer.close()
+
+
 async def test_an_upload_of_unknown_length_is_refused(make: Any, scene: Scene) -> None:
     """Unless the request holds all of it and says how much that is."""
     await make(64)
