@@ -112,7 +112,8 @@ class _Connection(web.RequestHandler):
             return
         # All bytes that the kernel has not yet taken count as unread, including the end of a
         # response: closing a connection would wait for them for ever.
-        wire.set_write_buffer_limits(high=0)
+        # Transports with TLS take a buffer as full from `high` bytes on, others above them.
+        wire.set_write_buffer_limits(high=0 if wire.get_extra_info("sslcontext") is None else 1)
         self._wire = wire
         super().connection_made(transport)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 import trustme
+import uvloop
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
@@ -22,7 +23,7 @@ from fedstream.runtime.http import HttpSettings, problem, serving
 from tests.support import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 SLICE = 1 << 16
 
@@ -248,11 +249,17 @@ async def test_many_half_sent_requests_affect_neither_probes_nor_memory() -> Non
             assert (await http.said(get(probe), "health_port"))[0] == 200
 
 
-async def test_own_port_speaks_tls_and_probes_do_not() -> None:
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A service's TLS, and that of clients who trust it."""
     authority = trustme.CA()
     context, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.configure_trust(trusting)
+    return context, trusting
+
+
+async def test_own_port_speaks_tls_and_probes_do_not() -> None:
+    context, trusting = contexts()
     async with site(tls=context, idle_s=0.5) as made:
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", made.ports["port"], ssl=trusting
@@ -264,6 +271,45 @@ async def test_own_port_speaks_tls_and_probes_do_not() -> None:
         silent, other = await made.connected()  # never begins to agree on TLS
         assert await is_closed(silent)
         other.close()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Such a transport calls an empty buffer full if its limit is 0, and may never take it back."""
+    context, trusting = contexts()
+
+    async def read() -> None:
+        async with site(tls=context, write_s=0.3) as made:
+            port = made.ports["port"]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            for _ in range(3):
+                writer.write(get("/short"))
+                assert (await answer(reader))[0] == 200
+                await asyncio.sleep(0.5)
+            writer.write(get("/endless"))
+            await reader.readexactly(100 * SLICE)
+            writer.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(read())
+
+
+async def test_stalled_reader_over_tls_is_cut_off() -> None:
+    context, trusting = contexts()
+    async with site(tls=context, write_s=0.3) as made:
+        port = made.ports["port"]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, limit=SLICE)
+        writer.write(get("/endless"))
+        await wait_until(lambda: made.sent > 0)
+        await asyncio.sleep(1.0)  # without reading: it is cut meanwhile
+        taken = made.sent
+        with suppress(ConnectionError, ssl.SSLError):
+            while await asyncio.wait_for(reader.read(SLICE), 30):  # what was on its way
+                pass
+        assert made.sent == taken
+        writer.close()
 
 
 async def test_probes_are_only_on_their_own_port() -> None:
