@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.device.connection import Connection, Reply, date_of, retry_after
+from fedstream.device.errors import NotNow
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import (
     Access,
@@ -33,6 +34,7 @@ CLOCK = "clock"  # reasons of refusals
 TOKEN = "token"  # noqa: S105  (no secret)
 RUN_OVER = "run over"
 UNKNOWN = "unknown device"
+NONCE = "nonce"
 _RENEWED = 0.2  # of a token's life that is left when the next one is asked for
 _PAUSE_S = 5.0  # between check-ins, if the gateway doesn't say
 
@@ -153,7 +155,11 @@ class OwnGateway:
         headers = sign(
             self._key, method="POST", path=path, body=body, keyid=keyid, created=int(time.time())
         )
-        return await self.connection.once("POST", path, body=body, headers=headers)
+        reply = await self.connection.once("POST", path, body=body, headers=headers)
+        if reply.status == 401 and (refusal := reply.refusal("a signature")).reason == NONCE:
+            # Something on the way sent it twice, and the other one was first.
+            raise NotNow(str(refusal))
+        return reply
 
 
 def _told(reply: Reply, what: str) -> FedstreamError:

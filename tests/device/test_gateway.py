@@ -133,6 +133,16 @@ async def test_signed_request_is_signed_anew_for_each_try(
     assert len(gateway.nonces) == 2
 
 
+async def test_signed_request_that_was_repeated_on_the_way_is_signed_anew(
+    own: OwnGateway, gateway: FakeGateway, waits: list[float | None], said: list[str]
+) -> None:
+    gateway.fails("POST", "/v1/token", status=401, reason="nonce")
+    await own.check_in(ASKS)
+    assert gateway.asked == [TOKEN, TOKEN, CHECK_IN]
+    assert len(waits) == 1
+    assert "nonce" in said[0]
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 async def test_busy_gateway_says_how_long_to_wait(
     own: OwnGateway, gateway: FakeGateway, waits: list[float | None], status: int
