@@ -57,9 +57,10 @@ docs: .venv-docs/installed  ## the documentation as a site, in site/; a broken l
 k8s-check: .venv/installed .venv-checkov/installed  ## the manifests in k8s/, without a cluster
 	$(BIN)/python -m tests.k8s.policy
 
-chaos: .venv/installed  ## 300 faults in real pipelines; the tables in benchmarks/results (a quarter of an hour)
+chaos: .venv/installed  ## 420 faults in real pipelines; the tables in benchmarks/results (a quarter of an hour)
 	$(BIN)/python -m tests.chaos --faults 240
 	$(BIN)/python -m tests.chaos --faults 60 --sentinels
+	$(BIN)/python -m tests.chaos --faults 120 --gateway
 
 chaos-mutants: .venv/installed  ## faults planted in the code, which chaos must notice (half an hour)
 	$(BIN)/python -m tests.chaos.mutants

@@ -1,6 +1,7 @@
 """A pipeline under faults: kills, partitions, a Redis that forgets, a disk that loses its power.
 
-    python -m tests.chaos [--faults 240] [--of 12] [--seed N ...] [--only KIND ...] [--sentinels]
+    python -m tests.chaos [--faults 240] [--of 12] [--seed N ...] [--only KIND ...]
+                          [--sentinels | --gateway]
 
 Plays runs of twelve faults each, across all rules and journal.sync = always and interval, until
 there have been enough faults, and then prints a table. With --seed, plays only the runs of these
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.driver import STUCK_S, Outcome, run
-from tests.chaos.faults import ALONE, SENTINELED, Kind, Plan, plan
+from tests.chaos.faults import ALONE, SENTINELED, WITH_GATEWAY, Kind, Plan, plan
 from tests.chaos.report import table, told
 from tests.chaos.services import Zygote
 
@@ -65,6 +66,9 @@ def main() -> int:
         "--sentinels", action="store_true", help="run Redis with sentinels and failovers"
     )
     parser.add_argument(
+        "--gateway", action="store_true", help="run devices over HTTP through a gateway, too"
+    )
+    parser.add_argument(
         "--without", nargs="+", type=Kind, default=(), help="leave out these kinds of fault"
     )
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 2))
@@ -77,9 +81,12 @@ def main() -> int:
     parser.add_argument("--until-failure", action="store_true", help="stop at the first failure")
     options = parser.parse_args()
     seeds = options.seed or range(-(-options.faults // options.of))
-    every = SENTINELED if options.sentinels else ALONE
+    every = SENTINELED if options.sentinels else WITH_GATEWAY if options.gateway else ALONE
     kinds = [kind for kind in options.only or every if kind not in options.without]
-    plans = [plan(seed, options.of, kinds, sentinels=options.sentinels) for seed in seeds]
+    plans = [
+        plan(seed, options.of, kinds, sentinels=options.sentinels, gateway=options.gateway)
+        for seed in seeds
+    ]
     outcomes = asyncio.run(
         play(
             plans, options.at_once, stuck_s=options.stuck_s, within_s=60 * options.minutes,
@@ -89,7 +96,8 @@ def main() -> int:
     text = table(outcomes)
     sys.stdout.write(text)
     if options.seed is None and set(kinds) == set(every):
-        name = "chaos-sentinels.md" if options.sentinels else "chaos.md"
+        beside = "-sentinels" if options.sentinels else "-gateway" if options.gateway else ""
+        name = f"chaos{beside}.md"
         (RESULTS / name).write_text(text)
     return int(any(outcome.complaints for outcome in outcomes))
 

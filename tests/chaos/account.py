@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from tests.chaos.arithmetic import Course, Shape, Vector
+from tests.chaos.arithmetic import Course, Shape, Vector, since
 from tests.chaos.formats import decoded, fits
 from tests.chaos.pages import Pages, Unreadable, Written, chain, counting, digest_of
 
@@ -172,7 +172,7 @@ class _Follower:
     def _update(self, record: Written) -> Iterator[str]:
         """An update that was used: was it made, was it this, does it weigh that?"""
         upload, course = record.message["upload"], self.course
-        d = course.version - upload["tau"]
+        d = course.version - since(upload)
         if d < 0 or record.message["staleness"] != d:
             yield f"staleness {record.message['staleness']}, but it is {d} versions old"
         weight, said = course.weight(upload), record.message["weight"]

@@ -65,6 +65,16 @@ def _plus(x: Vector, direction: Vector, weight: float) -> Vector:
     return x + direction * f4(weight)
 
 
+def since(upload: Mapping[str, Any]) -> int:
+    """The version that an update's staleness counts from.
+
+    A site that is not trusted may say a newer one than its task was handed out at: that one counts.
+    """
+    tau, handed = upload["tau"], upload.get("handed")
+    assert (handed is not None) == (upload.get("site", "pool") != "pool"), upload
+    return int(tau if handed is None else min(tau, handed))
+
+
 @dataclass
 class Course:
     """A run's model, taken further by one update after the other."""
@@ -93,7 +103,7 @@ class Course:
 
     def weight(self, upload: Mapping[str, Any]) -> float:
         """What an update weighs, by the formula."""
-        d = self.version - upload["tau"]
+        d = self.version - since(upload)
         match self.name:
             case "fedasync":
                 schedule, at = self.rule["alpha_schedule"], self.version + 1

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import NoRun, Unavailable
 from fedstream.broker.keys import Keys
+from fedstream.local.ports import HeldPort
 from tests.chaos.checks import Facts, complaints
-from tests.chaos.faults import NAMES, TRAINERS, UPDATERS, Plan
+from tests.chaos.faults import GATEWAY, TRAINERS, UPDATERS, Plan
+from tests.chaos.front import Front
 from tests.chaos.history import gathered
 from tests.chaos.inject import Injector
+from tests.chaos.phones import Phones
 from tests.chaos.seams import CONTROL, PLATTER, Control
 from tests.chaos.sentinel import Sentineled
 from tests.chaos.server import Server
@@ -71,9 +74,13 @@ async def _chaos(plan: Plan, zygote: Zygote, folder: Path, stuck_s: float) -> As
         await server.start()
         wires = {}
         if isinstance(server, Server):
-            for name in NAMES:
+            for name in plan.names:
                 wires[name] = await stack.enter_async_context(Wire(server.port))
-        yield Chaos(plan, zygote, folder, server, wires, stuck_s)
+        port = stack.enter_context(HeldPort()).number
+        front = Front(port, plan.seed)
+        if plan.over_http:
+            await stack.enter_async_context(front)
+        yield Chaos(plan, zygote, folder, server, wires, front, port, stuck_s)
 
 
 class Chaos:
@@ -86,8 +93,11 @@ class Chaos:
         folder: Path,
         server: Server | Sentineled,
         wires: dict[str, Wire],
+        front: Front,
+        port: int,
         stuck_s: float,
     ) -> None:
+        """``port``: the gateway's; ``front``: what is before it."""
         self._plan = plan
         self._folder = folder
         self._stuck_s = stuck_s
@@ -98,7 +108,7 @@ class Chaos:
         self._findings: list[str] = []
         for name in ("journal", "notes"):
             (folder / name).mkdir(mode=0o700)
-        self._controls = {name: Control(folder / f"{name}.control") for name in NAMES}
+        self._controls = {name: Control(folder / f"{name}.control") for name in plan.names}
         common = self._settings()
         own = {
             name: common
@@ -108,20 +118,27 @@ class Chaos:
                 if isinstance(server, Server)
                 else server.environment
             )
+            | ({"FEDSTREAM_HTTP__PORT": str(port)} if name == GATEWAY else {})
             | ({PLATTER: str(folder / "platter")} if name in UPDATERS else {})
             | ({WIRE: plan.formats[TRAINERS.index(name)]} if name in TRAINERS else {})
-            for name in NAMES
+            for name in plan.names
         }
         self.services = Services(zygote, folder, own)
+        self._front = front
+        self._phones = Phones(
+            zygote, folder, self._ledger, common, devices=plan.over_http,
+            url=front.url if plan.over_http else "",
+        )  # fmt: skip
         self._injector = Injector(
             plan, folder, server=server, wires=wires, services=self.services,
             controls=self._controls, keys=self._keys, findings=self._findings,
+            front=front, phones=self._phones,
         )  # fmt: skip
 
     @property
     def did(self) -> Mapping[str, int]:
         """What faults came to that may come to nothing."""
-        return self._injector.did
+        return self._injector.did + self._front.did
 
     def _settings(self) -> dict[str, str]:
         plan = self._plan
@@ -148,6 +165,12 @@ class Chaos:
             settings["JOURNAL__SEGMENT_VERSIONS"] = "5"  # the vectors lie in many of them
         if plan.strategy == "scaffold":
             settings["SOLVER__KIND"] = "scaffold"
+        if plan.over_http:
+            settings |= {
+                "COORDINATOR__SITES": f'["pool", "{GATEWAY}"]',
+                "GATEWAY__RETRY_S": "[0.1, 0.5]", "GATEWAY__AWAY_S": "3.0",
+                "GATEWAY__LEASE_S": "6.0", "GATEWAY__HEARTBEAT_S": "0.5", "GATEWAY__DRAIN_S": "5.0",
+            }  # fmt: skip
         return {f"FEDSTREAM_{name}": value for name, value in settings.items()} | {
             NOTES: str(self._folder / "notes")
         }
@@ -157,9 +180,13 @@ class Chaos:
         watching = asyncio.create_task(self._watcher.watch())
         try:
             await self.services.start()
+            if self._plan.over_http:
+                await self._phones.start(self._stuck_s)
             await self._faults()
             await self._last_version()
+            await self._phones.over()
         finally:
+            await self._phones.stop()
             await self.services.stop()
             watching.cancel()
             await asyncio.wait({watching})
@@ -198,5 +225,8 @@ class Chaos:
             self._server.client, self._keys, self._folder / "journal",
             notes=self._folder / "notes", told=self._watcher.published,
             files=self._server.files, forged=self._injector.forged,
-            findings=(*self._findings, *self.services.findings),
+            findings=(
+                *self._findings, *self.services.findings, *self._phones.findings,
+                *self._front.findings,
+            ),
         )  # fmt: skip

@@ -18,6 +18,8 @@ UPDATER = "updater"  # whichever leads when its turn has come
 UPDATERS = ("updater-1", "updater-2")
 TRAINERS = ("trainer-1", "trainer-2")
 NAMES = (*UPDATERS, "coordinator", "scheduler", *TRAINERS)
+GATEWAY = "gateway"  # where devices come over HTTP
+OVER_HTTP = (0, 1, 2, 3, 4, 5)  # which they are, of ten: the others are the trainers'
 # What the trainers send updates in, in every other pair of runs, by what the rule takes.
 FORMATS = {"model": ("int8", "bf16+zstd"), "delta": ("int4", "int8+zstd")}
 MODELS = ("f32", "int8", "bf16")
@@ -51,6 +53,9 @@ class Kind(StrEnum):
     DELAY = "delay"  # requests and replies wait, and then arrive
     PARTITION = "partition"  # one service does not reach it
     LATE = "late"  # what a service asks arrives after it gave up waiting, or was done asking again
+    # with devices that come over HTTP
+    HANG_UP = "hang up"  # their connections are cut
+    CRASH = "crash"  # one is killed, and begins again with what it has on its disk
     # with disks
     DISK = "disk"  # there is no room for the journal
     EIO = "eio"  # the journal cannot be read, written or synced
@@ -64,7 +69,14 @@ SENTINELED = (
     Kind.FAILOVER, Kind.SPLIT, Kind.KILL, Kind.FAILOVER, Kind.USURP, Kind.SPLIT, Kind.DOUBLE,
     Kind.FAILOVER, Kind.DISK, Kind.SPLIT, Kind.CLOCK, Kind.PAUSE, Kind.TWICE, Kind.EIO, Kind.ROT,
 )  # fmt: skip
-ALONE = tuple(kind for kind in Kind if kind not in (Kind.FAILOVER, Kind.SPLIT))
+# Redis forgets nothing here: whom a gateway knows is nowhere else (docs/how-to/gateway.md).
+WITH_GATEWAY = (
+    Kind.KILL, Kind.HANG_UP, Kind.PAUSE, Kind.PARTITION, Kind.CRASH, Kind.CUT, Kind.LATE,
+    Kind.USURP, Kind.DELAY, Kind.MEMORY, Kind.EIO,
+)  # fmt: skip
+ALONE = tuple(
+    kind for kind in Kind if kind not in (Kind.FAILOVER, Kind.SPLIT, Kind.HANG_UP, Kind.CRASH)
+)
 
 # The longest that each lasts, in seconds: mostly beyond the updater's lease of one.
 _LASTS = {
@@ -72,7 +84,7 @@ _LASTS = {
     Kind.CLOCK: 2.0, Kind.EMPTY: 0.5, Kind.REWIND: 1.0, Kind.TORN: 0.3, Kind.BACKUP: 0.3,
     Kind.AMNESIA: 1.0, Kind.RELAPSE: 1.0, Kind.TAKEOVER: 0.0, Kind.MEMORY: 1.5, Kind.ERASE: 0.0,
     Kind.CUT: 0.1, Kind.DELAY: 1.5, Kind.PARTITION: 4.0, Kind.LATE: 4.0,
-    Kind.FAILOVER: 0.0, Kind.SPLIT: 0.0,
+    Kind.FAILOVER: 0.0, Kind.SPLIT: 0.0, Kind.HANG_UP: 0.0, Kind.CRASH: 0.0,
     Kind.DISK: 1.5, Kind.EIO: 0.7, Kind.POWER: 0.3, Kind.BLACKOUT: 0.3, Kind.ROT: 0.0,
 }  # fmt: skip
 _VICTIMS: dict[Kind, Sequence[str]] = {
@@ -109,34 +121,56 @@ class Plan:
     sentinels: bool = False  # watch over Redis
     formats: tuple[str, ...] = ("f32", "f32")  # of the trainers' updates
     model: str = "f32"  # in which versions are published
+    over_http: tuple[int, ...] = ()  # devices that come through a gateway; (): there is none
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The services."""
+        return (*NAMES, GATEWAY) if self.over_http else NAMES
 
     def __str__(self) -> str:
         watched = ", sentinels" if self.sentinels else ""
         sent = "" if set(self.formats) == {"f32"} else f", {' and '.join(self.formats)}"
         given = "" if self.model == "f32" else f", models in {self.model}"
-        return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}{sent}{given}"
+        front = f", {len(self.over_http)} devices over HTTP" if self.over_http else ""
+        return (
+            f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}{sent}{given}"
+            f"{front}"
+        )
 
 
-def plan(seed: int, faults: int, kinds: Sequence[Kind] = ALONE, *, sentinels: bool = False) -> Plan:
+def plan(
+    seed: int,
+    faults: int,
+    kinds: Sequence[Kind] = ALONE,
+    *,
+    sentinels: bool = False,
+    gateway: bool = False,
+) -> Plan:
     """The plan of a seed. Seeds that follow each other deal out the kinds evenly between them.
 
     Twelve of them are every rule with every way to sync, and every rule with mixed wire formats.
     """
     rng = random.Random(seed)
-    strategy = STRATEGIES[seed % len(STRATEGIES)]
+    # Devices over HTTP are given no control variates.
+    rules = [rule for rule in STRATEGIES if rule != "scaffold"] if gateway else STRATEGIES
+    strategy = rules[seed % len(rules)]
     sync = SYNCS[(seed + seed // len(STRATEGIES)) % 2]
     dealt = [kinds[(seed * faults + n) % len(kinds)] for n in range(faults)]
     rng.shuffle(dealt)
     at, planned = 5, []
     for kind in dealt:
-        planned.append(_drawn(rng, _possible(kind, sync), at))
+        planned.append(_drawn(rng, _possible(kind, sync), at, gateway=gateway))
         at += _gap(rng, strategy)
     versions = planned[-1].at + 10 if planned else 10
     formats = Plan.formats
     if seed // 2 % 2:
         formats = FORMATS["model" if strategy in ("fedasync", "fedavg") else "delta"]
     model = MODELS[seed // 3 % len(MODELS)]
-    return Plan(seed, strategy, sync, versions, tuple(planned), sentinels, formats, model)
+    return Plan(
+        seed, strategy, sync, versions, tuple(planned), sentinels, formats, model,
+        OVER_HTTP if gateway else (),
+    )  # fmt: skip
 
 
 def _possible(kind: Kind, sync: Sync) -> Kind:
@@ -147,11 +181,14 @@ def _possible(kind: Kind, sync: Sync) -> Kind:
     return Kind.POWER if kind is Kind.BLACKOUT and sync == "interval" else kind
 
 
-def _drawn(rng: random.Random, kind: Kind, at: int) -> Fault:
+def _drawn(rng: random.Random, kind: Kind, at: int, *, gateway: bool) -> Fault:
+    victims = _VICTIMS.get(kind, ("",))
+    if gateway and kind in _VICTIMS:
+        victims = (*victims, *[GATEWAY] * len(victims))  # every other time
     return Fault(
         at=at, after_s=round(rng.uniform(0, 0.3), 3), kind=kind,
         seconds=round(rng.uniform(0, _LASTS[kind]), 3),
-        target=rng.choice(_VICTIMS.get(kind, ("",))), share=round(rng.random(), 4),
+        target=rng.choice(victims), share=round(rng.random(), 4),
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ from fedstream.broker.scripts import Script
 from tests.chaos import disk, pages
 from tests.chaos.account import USED
 from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan
+from tests.chaos.front import Front
+from tests.chaos.phones import Phones
 from tests.chaos.seams import HELD_AT, Control
 from tests.chaos.sentinel import Sentineled
 from tests.chaos.server import Server
@@ -56,6 +58,8 @@ class Injector:
         controls: dict[str, Control],
         keys: Keys,
         findings: list[str],
+        front: Front,
+        phones: Phones,
     ) -> None:
         self._rng = random.Random(plan.seed)
         self._sync = plan.sync
@@ -68,6 +72,8 @@ class Injector:
         self._keys = keys
         self._ledger = EveryRole(server.client, keys, "chaos")
         self._findings = findings
+        self._front = front
+        self._phones = phones
         self._disks = asyncio.Lock()  # one trouble with disks at a time
         self.forged: set[tuple[str, str]] = set()  # second answers: task and attempt
         self.did: Counter[str] = Counter()  # what faults came to that may come to nothing
@@ -80,6 +86,7 @@ class Injector:
             Kind.CUT: self._cut, Kind.DELAY: self._delay, Kind.PARTITION: self._partition,
             Kind.LATE: self._late, Kind.DISK: self._disk, Kind.EIO: self._eio,
             Kind.FAILOVER: self._fail_over, Kind.SPLIT: self._fail_over,
+            Kind.HANG_UP: self._hang_up, Kind.CRASH: self._crash,
             Kind.POWER: self._power, Kind.BLACKOUT: self._blackout, Kind.ROT: self._rot,
         }  # fmt: skip
 
@@ -396,6 +403,15 @@ class Injector:
 
     async def _is_past(self, version: int) -> bool:
         return await self._version() > version
+
+    # devices over HTTP
+
+    async def _hang_up(self, _fault: Fault) -> None:
+        self._front.hang_up()
+
+    async def _crash(self, fault: Fault) -> None:
+        self._phones.crash(fault.share)
+        self.did["devices killed"] += 1
 
     # disks
 

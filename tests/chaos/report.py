@@ -9,6 +9,7 @@ from fedstream.experiments import machine
 from tests.chaos.account import USED
 from tests.chaos.checks import LOST
 from tests.chaos.driver import Outcome
+from tests.chaos.faults import GATEWAY
 
 _COLUMNS = (
     "seed", "rule, sync", "faults", "versions", "admitted", "used", "refused",
@@ -26,12 +27,19 @@ def told(outcome: Outcome) -> str:
         return f"{plan}: {len(plan.faults)} faults, {outcome.seconds:.0f} s, held"
     again = f"python -m tests.chaos --seed {plan.seed} --of {len(plan.faults)}"
     again += " --sentinels" if plan.sentinels else ""
+    again += " --gateway" if plan.over_http else ""
     more = [f"and {len(said) - _TOLD} more"] if len(said) > _TOLD else []
     return "\n".join([
         f"{plan}: FAILED, again by: {again}", f"  left in {outcome.folder}",
         *(f"  {fault}" for fault in plan.faults),
         *said[:_TOLD], *more,
     ])  # fmt: skip
+
+
+def came_over_http(outcome: Outcome) -> int:
+    """Updates that were used and came through the gateway."""
+    used = (one for one in outcome.facts.account.taken if one["outcome"] in USED)
+    return sum(one["upload"].get("site") == GATEWAY for one in used)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -48,10 +56,14 @@ def table(outcomes: Sequence[Outcome]) -> str:
         did.update(outcome.did)
         later = {entry for life in outcome.facts.lives for entry in life.later}
         did["entries of a later release"] += len(later)
+        did["updates used that came over HTTP"] += came_over_http(outcome)
+    processes = "six processes"
+    if any(outcome.plan.over_http for outcome in outcomes):
+        processes = "seven processes, devices over HTTP"
     rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(outcome) for outcome in outcomes)]
     return "\n".join([
         "# Faults", "",
-        "`make chaos`: pipelines of six processes, two updaters on one journal among them, with",
+        f"`make chaos`: pipelines of {processes}, two updaters on one journal among them, with",
         "faults at times drawn from a seed. docs/chaos.md says what they are, and what is checked",
         "after every run.", "", about, "",
         f"{faults} faults in {len(outcomes)} runs: {verdict}", "",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.chaos.driver import run
-from tests.chaos.faults import ALONE, Kind, plan
-from tests.chaos.report import told
+from tests.chaos.faults import ALONE, GATEWAY, WITH_GATEWAY, Kind, plan
+from tests.chaos.report import came_over_http, told
 from tests.chaos.services import Zygote
 
 FAULTS = 8
@@ -32,3 +33,16 @@ async def test_runs_under_faults_keep_the_guarantees() -> None:
         for seed in SEEDS:
             outcome = await run(plan(seed, FAULTS), zygote)
             assert not outcome.complaints, told(outcome)
+
+
+async def test_devices_over_http_are_treated_as_trainers_are() -> None:
+    """Requests are lost, repeated and late all the time, and the gateway is killed besides."""
+    drawn = plan(0, len(WITH_GATEWAY), WITH_GATEWAY, gateway=True)
+    kills = [one for one in drawn.faults if one.kind in (Kind.KILL, Kind.PARTITION)]
+    aimed = tuple(replace(one, target=GATEWAY) if one in kills else one for one in drawn.faults)
+    async with Zygote() as zygote:
+        outcome = await run(replace(drawn, faults=aimed), zygote)
+    assert not outcome.complaints, told(outcome)
+    assert came_over_http(outcome) > 10
+    for what in ("requests lost", "requests sent twice at once", "answers lost"):
+        assert outcome.did[what], what

@@ -7,7 +7,15 @@ from itertools import pairwise, product
 
 import pytest
 
-from tests.chaos.faults import ALONE, STRATEGIES, SYNCS, Kind, plan
+from tests.chaos.faults import (
+    ALONE,
+    GATEWAY,
+    STRATEGIES,
+    SYNCS,
+    WITH_GATEWAY,
+    Kind,
+    plan,
+)  # fmt: skip
 
 
 def test_same_seed_gives_the_same_plan() -> None:
@@ -42,3 +50,12 @@ def test_faults_are_ordered_and_end_before_the_run(seed: int) -> None:
 def test_some_faults_overlap() -> None:
     faults = plan(0, 40).faults
     assert any(one.at == next_.at for one, next_ in pairwise(faults))
+
+
+def test_gateway_is_hit_as_often_as_all_others_together() -> None:
+    plans = [plan(seed, 11, WITH_GATEWAY, gateway=True) for seed in range(30)]
+    aimed = [fault.target for one in plans for fault in one.faults if fault.target]
+    assert 0.35 < aimed.count(GATEWAY) / len(aimed) < 0.65
+    assert {one.strategy for one in plans} == {*STRATEGIES} - {"scaffold"}
+    assert all(GATEWAY in one.names and one.over_http for one in plans)
+    assert GATEWAY not in plan(0, 11).names

@@ -108,10 +108,11 @@ def injector(
     findings: list[str],
     controls: dict[str, Control] | None = None,
 ) -> Injector:
-    parts: Any = SimpleNamespace(server=redis, services=services)
+    parts: Any = SimpleNamespace(server=redis, services=services, front=None, phones=None)
     return Injector(
         plan(6, 0), folder, server=parts.server, wires={}, services=parts.services,
         controls=controls or {}, keys=Keys("chaos"), findings=findings,
+        front=parts.front, phones=parts.phones,
     )  # fmt: skip
 
 
