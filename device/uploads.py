@@ -117,8 +117,14 @@ class UpdateUpload:
 
     async def _find(self) -> None:
         """Ask how much of the update the gateway has."""
-        url = self._update.url
-        reply = await self._gateway.connection.answered(lambda: self._gateway.once("HEAD", url))
+
+        async def look() -> Reply:
+            reply = await self._gateway.once("HEAD", self._update.url)
+            if reply.status == 409:  # another request came behind it, perhaps a copy of an earlier
+                raise NotNow("the gateway was asked about the update twice at once")
+            return reply
+
+        reply = await self._gateway.connection.answered(look)
         if reply.status == 204:
             complete = reply.headers.get(names.COMPLETE.lower()) == as_boolean(True)
             self._offset = len(self._data) if complete else self._counted(reply)

@@ -96,6 +96,17 @@ async def test_lost_receipt_is_asked_for_without_the_bytes(
     assert gateway.bytes_sent == SIZE
 
 
+async def test_question_that_another_request_overtook_is_asked_again(
+    own: OwnGateway, gateway: FakeGateway, update: FinishedUpdate
+) -> None:
+    gateway.fails("POST", "/v1/tasks/")
+    gateway.fails("HEAD", "/v1/tasks/", status=409, reason="taken over")
+    gateway.receipts["task-1"] = [ADMITTED, ADMITTED]
+    assert await UpdateUpload(own, update, lambda _what: None).receipt() == ADMITTED
+    assert methods(gateway) == ["POST", "HEAD", "HEAD", "PATCH"]
+    assert gateway.bytes_sent == SIZE
+
+
 async def test_undecided_update_is_asked_for_until_it_is_decided(
     upload: UpdateUpload, gateway: FakeGateway
 ) -> None:
