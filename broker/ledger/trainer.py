@@ -144,6 +144,7 @@ class Outbox:
         self._keys = keys
         self._inbox = keys.inbox(site)
         self._list: tuple[Sequence[int], str] = ((), "")  # the devices announced last, their digest
+        self.unread = 0  # messages in the inbox, before the last announcement
         self.site = site
 
     async def say(self, message: Trigger | Event | Presence | Heartbeat) -> None:
@@ -170,6 +171,7 @@ class Outbox:
         waiting, *noted = await self._client.pipeline(
             [*asked, ("GET", note)] if digest is not None else asked
         )
+        self.unread = waiting
         if waiting > _UNHEARD:
             return False
         if digest is not None and (noted[0] or b"").partition(b" ")[2] == digest.encode():

@@ -44,6 +44,7 @@ _LOOK_S = 1.0  # between two looks at the run, and at who is away
 _ANNOUNCE_S = 2.0  # between two announcements of the same devices
 _CHANGED_S = 0.2  # between two announcements if they change
 _CHANGED_PER_S = 20_000  # devices named in announcements, well below coordinator.announce_rate
+_GROWING = 8  # announcements after which nobody seems to read them: 16 s at most
 _GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
 
 
@@ -88,7 +89,8 @@ class Gateway:
         )  # fmt: skip
         self._announced: tuple[int, ...] = ()
         self._announced_at = 0.0
-        self._heard = True  # whether anybody reads our announcements
+        self._unread = 0  # messages in the inbox, at the last announcement
+        self._growing = 0  # announcements in a row at which it held more than at the one before
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The routes of the protocol, for devices."""
@@ -173,13 +175,15 @@ class Gateway:
             present = self._announced[:1] if len(self._announced) > 1 else self._announced
         if present is not self._announced or now - self._announced_at >= _ANNOUNCE_S:
             if present:
-                heard = await self._outbox.announce(self._name, present, answers=tasks.answers)
-                if self._heard and not heard:
+                await self._outbox.announce(self._name, present, answers=tasks.answers)
+                self._growing = self._growing + 1 if self._outbox.unread > self._unread else 0
+                self._unread = self._outbox.unread
+                if self._growing == _GROWING:
                     context.log.warning(
                         "no coordinator reads what this gateway says, so its devices get no tasks: "
-                        "is its site in coordinator.sites?", site=self._settings.site,
+                        "is its site in coordinator.sites, and does a coordinator run?",
+                        site=self._settings.site, unread=self._unread,
                     )  # fmt: skip
-                self._heard = heard
             elif self._announced:
                 await self._outbox.goodbye(self._name)  # a site's trainer without devices is none
             self._announced, self._announced_at = present, now

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from fedstream.broker import reasons
 from fedstream.broker.client import RedisSettings
@@ -364,3 +365,18 @@ async def test_unreadable_task_is_buried(redis: RedisSettings, hand: Hand) -> No
         [trigger] = await hand.open(device=3)
         assert isinstance(trigger, Trigger)
         assert (await place.check_in(3, wait_s=50)).offer.task.id == trigger.task
+
+
+async def test_gateway_says_that_nobody_serves_its_site(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.coordinator.gateway.service._ANNOUNCE_S", 0.1)
+    await hand.create()
+    with capture_logs() as lines:
+
+        def is_said() -> bool:
+            return any("is its site in coordinator.sites" in line["event"] for line in lines)
+
+        async with coordinating(hand, redis, sites=("pool",)), serving(hand, redis) as place:
+            await place.check_in(3)
+            await wait_until(is_said)
