@@ -21,6 +21,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
 from fedstream.local.ports import HeldPort
+from fedstream.protocol.messages import Offer
 from fedstream.settings.config import read
 from fedstream.settings.recording import TRUST
 from tests.broker.servers import redis_7
@@ -464,6 +465,9 @@ def test_quarantine(reader: Open) -> None:
 
 def test_gateway(reader: Open) -> None:
     with reader("docs/how-to/gateway.md") as page:
+        settings = read(page.save("gateway.toml", "toml"))
+        assert settings.gateway.site in settings.coordinator.sites
+        assert settings.gateway.tls_cert
         run = page.begin()
         page.wait(run, r"version [1-9]\d* of")
         page.follow()
@@ -474,6 +478,9 @@ def test_gateway(reader: Open) -> None:
         assert "revoked: device 3\n" in said["revoke"]
         assert "admitted: device 3\n" in said["admit"]
         page.shell.interrupt()
+        offer = Offer.decode(page.text("json"))
+        assert offer.update.url == f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
+        assert offer.model.url == f"/v1/models/{offer.model.digest}"
 
 
 def test_devices_over_http(reader: Open) -> None:
