@@ -11,6 +11,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from fedstream.broker.errors import BadMessage
 from fedstream.broker.messages import HandOver, Seating, decode
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.runtime.backoff import pause
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from fedstream.broker.ledger.gateway import GatewayLedger
+    from fedstream.broker.streams import Entry
     from fedstream.coordinator.gateway.desk import Desk, Held
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.runtime.service import Context
@@ -68,7 +70,7 @@ class Moves:
             await self._catch_up()
             return
         for entry in await self._ledger.moves_after(self._after):
-            match decode(entry.data, Seating, HandOver):
+            match self._message(entry):
                 case Seating(gateway=other, devices=devices) if other != self._name:
                     await self._leave(other, self._lost(devices, other, _place(entry.id)))
                 case HandOver(gateway=self._name, stream=stream, entries=entries):
@@ -86,13 +88,21 @@ class Moves:
         last: dict[int, str] = {}
         entries = await self._ledger.moves()
         for entry in entries:
-            message = decode(entry.data, Seating, HandOver)
+            message = self._message(entry)
             if isinstance(message, Seating):
                 last.update(dict.fromkeys(message.devices, message.gateway))
         for device in {*self._desk.present()} - self._desk.newcomers:
             if (other := last.get(device, self._name)) != self._name:
                 await self._leave(other, (device,))
         self._after = entries[-1].id if entries else "0"
+
+    def _message(self, entry: Entry) -> Seating | HandOver | None:
+        """What a replica told; None if this release can't read it."""
+        try:
+            return decode(entry.data, Seating, HandOver)
+        except BadMessage as error:
+            self._context.log.warning("what another replica told is unreadable", reason=str(error))
+            return None
 
     def _lost(self, devices: Iterable[int], other: str, place: tuple[int, int]) -> Iterator[int]:
         """The devices that are not here any more, by what was told at a place of the order."""

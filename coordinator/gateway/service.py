@@ -166,7 +166,6 @@ class Gateway:
 
     async def _announce(self, context: Context, tasks: Tasks, moves: Moves) -> None:
         """Announce who is present: soon after a change, and every two seconds in any case."""
-        await moves.tell()
         present, now = self._desk.present(), time.monotonic()
         if len(present) > OWNED:  # devices with tasks from before a restart, and new ones
             present = present[:OWNED]
@@ -187,6 +186,7 @@ class Gateway:
             elif self._announced:
                 await self._outbox.goodbye(self._name)  # a site's trainer without devices is none
             self._announced, self._announced_at = present, now
+        await moves.tell()
         await pause(context.stop, max(_CHANGED_S, len(present) / _CHANGED_PER_S))
 
     async def _end_waits(self, context: Context) -> None:

@@ -196,3 +196,22 @@ async def test_move_that_is_told_while_another_is_on_its_way_counts(
         told.set()
         await wait_until(lambda: not one.gateway._desk.is_present(3))
         await owned_by(hand, 3, "gw-1")
+
+
+async def test_unreadable_message_of_another_release_is_passed_over(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """While replicas are upgraded one by one, or whatever is in the stream."""
+    stream = hand.keys.moves(SITE)
+    newer = Seating(gateway="gw-9", devices=(3,)).encode().replace(b"seating", b"sitting")
+    for name, value in (("m", newer), ("m", b"junk"), ("x", b"y")):
+        await hand.client.call("XADD", stream, "*", name, value)
+    async with two(hand, redis) as (one, other):
+        await one.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.client.call("XADD", stream, "*", "m", newer)
+        await hand.open(device=3)
+        offer = (await one.check_in(3, wait_s=50)).offer
+        assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
+        assert not one.work.done()
+        assert not other.work.done()
