@@ -93,14 +93,13 @@ class Current:
             self.saw(head)
 
     def saw(self, head: Head) -> None:
-        """Note a version that was the newest a moment ago; an older one changes nothing.
+        """Note a version that was the newest a moment ago; it takes no newer one's place.
 
         A task may not be trained from an older version than it was sent with.
         """
-        if self._head is not None and head.version < self._head.version:
-            return
-        self._head = head
-        self._seen += 1
+        if self._head is None or head.version >= self._head.version:
+            self._head = head
+            self._seen += 1
         self._known.pop(head.given, None)
         self._known[head.given] = head
         while len(self._known) > _REMEMBERED:
