@@ -37,6 +37,10 @@ UNKNOWN = "unknown device"
 NONCE = "nonce"
 _RENEWED = 0.2  # of a token's life that is left when the next one is asked for
 _PAUSE_S = 5.0  # between check-ins, if the gateway doesn't say
+# May be a moment's fault of the gateway, such as a replica whose clock jumped, or a Redis that fell
+# back to an older state: a device that was known is patient.
+_DOUBTFUL = {CLOCK, TOKEN, UNKNOWN}
+_PATIENCE_S = 300.0
 
 
 class RunOver(FedstreamError):
@@ -46,7 +50,8 @@ class RunOver(FedstreamError):
 class OwnGateway:
     """The gateway as one device sees it.
 
-    Methods try until they are answered, except :meth:`once`. All raise TurnedAway for a refusal.
+    Methods try until they are answered, except :meth:`once`. All raise TurnedAway for a refusal;
+    that of a device that was known before is final when it has lasted for five minutes.
     """
 
     def __init__(self, connection: Connection, key: PrivateKey, device: int | None) -> None:
@@ -55,6 +60,7 @@ class OwnGateway:
         self._key = key
         self.device = device
         self._access: tuple[str, float] | None = None  # the token, and when to ask for the next
+        self._doubted_since: float | None = None  # the gateway refuses the device, which it knew
 
     async def enrol(self, asks: Enrolment) -> Enrolled:
         """Exchange an invite for a device's number."""
@@ -109,7 +115,8 @@ class OwnGateway:
             if reply.status != 401 or reply.refusal("").reason != TOKEN:
                 break
         if reply.status == 401:
-            raise reply.refusal("this device")
+            raise self._refused(reply, "this device")
+        self._doubted_since = None
         self.connection.settled()
         return reply
 
@@ -119,10 +126,20 @@ class OwnGateway:
             asked = time.monotonic()
             reply = await self._signed_once("/v1/token", Nothing().encode(), str(self.device))
             if reply.status != 200:
-                raise _told(reply, "this device's key")
+                raise self._refused(reply, "this device's key")
             access = reply.read(Access, "the request for a token")
             self._access = access.token, asked + (1 - _RENEWED) * access.expires_in
         return self._access[0]
+
+    def _refused(self, reply: Reply, what: str) -> FedstreamError:
+        """A refusal of the device itself: NotNow while it may pass."""
+        told = _told(reply, what)
+        if self._access is None or reply.refusal(what).reason not in _DOUBTFUL:
+            return told
+        now = time.monotonic()
+        if self._doubted_since is None:
+            self._doubted_since = now
+        return told if now - self._doubted_since > _PATIENCE_S else NotNow(str(told))
 
     async def _asked(
         self,

@@ -43,6 +43,8 @@ _GOODBYE_S = 5.0  # for giving a task up when told to stop
 _LOOK_S = 0.25  # between looks whether to go on, of a device that pretends to be slow
 _REST_S = 10.0  # longest rest after a task that raised
 _MOST_RAISED = 5  # tasks in a row, before the device ends
+_MOST_TURNED_AWAY = 5  # updates in a row, before the device ends
+_OF_THE_UPDATE = {400, 411, 413, 415, 422}  # refusals that don't concern the device itself
 _RAISED = re.compile(r"raised [A-Za-z0-9_.]{1,80}")  # what the protocol can say of an error
 
 
@@ -78,6 +80,7 @@ class DeviceWorker:
         self._rests = Backoff(0.5, _REST_S, rng=random.Random())
         self._seen: set[str] = set()  # places that raised before
         self._raised_in_a_row = 0  # tasks
+        self._turned_away_in_a_row = 0  # updates
 
     async def work(self) -> None:
         """Work until the run is over (RunOver), or until one task is answered if told so.
@@ -265,9 +268,11 @@ class DeviceWorker:
         try:
             upload = UpdateUpload(self._gateway, update, self._show)
             receipt = await upload.receipt(begun=begun)
-        except TurnedAway:
+        except TurnedAway as refusal:
             self._folder.delivered(update, known=False, counts=False)
-            raise
+            await self._turned_away(update, refusal)
+            return
+        self._turned_away_in_a_row = 0
         await asyncio.to_thread(
             self._folder.delivered, update, known=receipt is not None,
             counts=receipt is not None and receipt.state == "admitted",
@@ -277,6 +282,18 @@ class DeviceWorker:
             await asyncio.sleep(self._rests.next())  # it may offer the same task again
         else:
             self._rests.reset()
+
+    async def _turned_away(self, update: FinishedUpdate, refusal: TurnedAway) -> None:
+        """Go on after an update that can't be one any more; raise if it isn't the update's fault.
+
+        The run's format may have changed since the offer, for example. The next offer says so.
+        """
+        self._turned_away_in_a_row += 1
+        is_last = self._once or self._turned_away_in_a_row >= _MOST_TURNED_AWAY
+        if refusal.status not in _OF_THE_UPDATE or is_last:
+            raise refusal
+        self._say(f"task {update.task}: {refusal}; checking in again")
+        await asyncio.sleep(self._rests.next())
 
     async def _give_up(self, offer: Offer, reason: str) -> None:
         try:

@@ -84,9 +84,43 @@ async def test_refused_token_is_asked_for_anew_once(own: OwnGateway, gateway: Fa
     gateway.tokens.clear()  # such as after a change of the gateway's secret
     await own.check_in(ASKS)
     assert gateway.asked == [TOKEN, CHECK_IN, CHECK_IN, TOKEN, CHECK_IN]
-    for _ in range(2):
-        gateway.fails("POST", "/v1/check-in", status=401, reason="token")
-    with pytest.raises(TurnedAway, match="refused this device: it is token"):
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("/v1/check-in", "token"), ("/v1/token", "unknown device"), ("/v1/token", "clock")],
+)
+async def test_refusal_of_a_known_device_is_final_after_minutes(
+    own: OwnGateway, gateway: FakeGateway, waits: list[float | None],
+    monkeypatch: pytest.MonkeyPatch, path: str, reason: str,
+) -> None:  # fmt: skip
+    now = 1000.0
+    monkeypatch.setattr("fedstream.device.gateway.time.monotonic", lambda: now)
+
+    def refuse(times: int) -> None:
+        gateway.tokens.clear()
+        for _ in range(times):
+            gateway.fails("POST", path, status=401, reason=reason)
+
+    await own.check_in(ASKS)
+    refuse(6)
+    await own.check_in(ASKS)
+    assert len(waits) in (3, 6), "with a new token, or for one"
+    refuse(2)
+    with pytest.raises(NotNow, match=reason):
+        await own.once("POST", "/v1/check-in", body=ASKS.encode())
+    now += 301
+    refuse(2)
+    with pytest.raises(FedstreamError, match=reason) as final:
+        await own.check_in(ASKS)
+    assert not isinstance(final.value, NotNow)
+
+
+async def test_refusal_of_a_device_that_was_never_known_is_final(
+    own: OwnGateway, gateway: FakeGateway
+) -> None:
+    gateway.keys.clear()
+    with pytest.raises(TurnedAway, match="unknown device"):
         await own.check_in(ASKS)
 
 

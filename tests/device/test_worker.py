@@ -136,6 +136,31 @@ async def test_refused_update_is_said_with_its_reason(
     assert said[-1].startswith("task task-1: refused (norm too large): ")
 
 
+async def test_update_of_a_format_that_changed_is_dropped_and_the_task_done_anew(
+    gateway: FakeGateway, options: Options, model: Model, said: list[str]
+) -> None:
+    offer = gateway.offer(model)
+    gateway.fails("POST", "/v1/tasks/task-1/updates/", status=422, reason="format")
+    life = asyncio.create_task(live(options(once=False), said.append, nothing))
+    await wait_until(lambda: gateway.sent or life.done())
+    gateway.over = True
+    await life
+    assert gateway.sent[offer.attempt].complete, "it was trained and sent again"
+    assert "refused the update: it is format (format); checking in again" in said[1]
+
+
+async def test_device_whose_updates_are_always_turned_away_ends(
+    gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
+) -> None:
+    gateway.offer(model)
+    for _ in range(6):
+        gateway.fails("POST", "/v1/tasks/task-1/updates/", status=422, reason="format")
+    with pytest.raises(TurnedAway, match="format"):
+        await live(options(once=False), said.append, nothing)
+    assert len(gateway.faults) == 1, "after five"
+    assert DeviceFolder(tmp_path / "state").update() is None
+
+
 async def test_told_to_stop_it_gives_its_task_up(
     gateway: FakeGateway, options: Options, model: Model, task: Steps, said: list[str],
     tmp_path: Path,
