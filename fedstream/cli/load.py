@@ -97,7 +97,7 @@ def load(
 ) -> None:
     """Load a gateway with many devices that keep the protocol, and train nothing.
 
-    Their updates are zeros, so the run is good for nothing else. At the end, tasks in hand are
+    Their updates are made up, so the run is good for nothing else. At the end, tasks in hand are
     given up. Exit codes: 0 done, 130 interrupted (which reports all the same), 1 failed, 2 wrong
     command line.
     """

@@ -16,8 +16,8 @@ from fedstream.broker.errors import ConfigError
 from fedstream.load.habits import Habits
 from fedstream.load.line import DeviceLine
 from fedstream.load.load_device import LoadDevice
+from fedstream.load.stand_ins import StandIns
 from fedstream.load.tally import LoadTally
-from fedstream.load.zeros import Zeros
 
 if TYPE_CHECKING:
     from fedstream.device.address import GatewayAddress
@@ -81,13 +81,13 @@ async def load(options: LoadOptions, stop: asyncio.Event) -> LoadReport:
 
 def _lives(options: LoadOptions, tally: LoadTally) -> Iterator[Coroutine[None, None, None]]:
     """The devices' lives, in the order of their arrival."""
-    zeros, tls, base = Zeros(), options.address.tls(), options.address.base
+    stand_ins, tls, base = StandIns(), options.address.tls(), options.address.base
     rng = random.Random(options.seed)
     for place, (number, invite) in enumerate(sorted(options.invites.items())):
         traits = options.habits.device(options.seed, number)
         device = LoadDevice(
             number, invite, DeviceLine(base, tls, tally, traits.bytes_per_s), options.habits,
-            tally, zeros, rng, seed=options.seed, skew_s=traits.skew_s, wait_s=options.wait_s,
+            tally, stand_ins, rng, seed=options.seed, skew_s=traits.skew_s, wait_s=options.wait_s,
             models=options.models,
         )  # fmt: skip
         yield device.live(place / options.arrivals)

@@ -39,10 +39,10 @@ from fedstream.runtime.backoff import Backoff
 
 if TYPE_CHECKING:
     from fedstream.load.habits import Conduct, Habits
+    from fedstream.load.stand_ins import StandIns
     from fedstream.load.tally import LoadTally
-    from fedstream.load.zeros import Zeros
 
-FORMATS: Final = ("f32", "bf16")  # in which zeros can be sent without knowing the model
+FORMATS: Final = ("f32", "bf16")  # in which an update can be made up without knowing the model
 
 _MOST_WAIT_S = 60.0  # between two tries, unless the gateway asks for more
 _PAUSE_S = 5.0  # between check-ins, if the gateway doesn't say
@@ -63,7 +63,7 @@ class LoadDevice:
 
     __slots__ = (
         "_access", "_backoff", "_check_ins", "_habits", "_has", "_invite", "_line", "_models",
-        "_number", "_rng", "_seed", "_skew_s", "_tally", "_tasks", "_wait_s", "_zeros",
+        "_number", "_rng", "_seed", "_skew_s", "_stand_ins", "_tally", "_tasks", "_wait_s",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +73,7 @@ class LoadDevice:
         line: DeviceLine,
         habits: Habits,
         tally: LoadTally,
-        zeros: Zeros,
+        stand_ins: StandIns,
         rng: random.Random,
         *,
         seed: int,
@@ -89,7 +89,7 @@ class LoadDevice:
         self._line = line
         self._habits = habits
         self._tally = tally
-        self._zeros = zeros
+        self._stand_ins = stand_ins
         self._rng = rng
         self._seed = seed
         self._skew_s = skew_s
@@ -332,9 +332,9 @@ class LoadDevice:
     # updates
 
     async def _upload(self, offer: Offer, cut_at: float | None) -> Receipt | None:
-        """Send an update of zeros; what became of it, or None if its task is not known any more."""
+        """Send a made-up update; what became of it, or None if its task is not known any more."""
         size = offer.update.most
-        data, digest = self._zeros.of(size)
+        data, digest = self._stand_ins.next(size)
         report = UpdateReport(
             digest=digest, samples=1, steps=1, lr=0.1, tau=offer.model.version,
             base=offer.model.digest, layout=offer.update.layout, format=offer.update.format,
@@ -342,7 +342,7 @@ class LoadDevice:
         offset: int | None = None  # None: the gateway doesn't know of the upload
         while True:
             at = offset or 0
-            part = data[at : at + _PART]
+            part = memoryview(data)[at : at + _PART]
             complete = at + len(part) == size
             about = {names.COMPLETE: as_boolean(complete), "Content-Type": names.PARTIAL}
             if offset is None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestServer
 
+from fedstream.broker.digest import digest_of
 from fedstream.broker.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.load.habits import Habits
@@ -71,18 +72,20 @@ async def loaded(gateway: FakeGateway) -> AsyncIterator[Loaded]:
 
 
 def sent(gateway: FakeGateway) -> list[tuple[int, bytes]]:
-    return [(one.report.tau, bytes(one.data)) for one in gateway.sent.values()]
+    """Versions and bytes of updates, which are zeros but for the last value."""
+    return [(one.report.tau, bytes(one.data[:-4])) for one in gateway.sent.values()]
 
 
-async def test_device_enrols_downloads_and_sends_zeros(
+async def test_device_enrols_downloads_and_sends_what_it_made_up(
     gateway: FakeGateway, model: Model, loaded: Loaded
 ) -> None:
     gateway.offer(model, version=4)
     gateway.receipts["task-1"] = [Receipt(state="admitted")]
     found = await loaded(lambda: any(one.complete for one in gateway.sent.values()))
     size = model.buffer.nbytes
-    assert sent(gateway) == [(4, bytes(size))]
+    assert sent(gateway) == [(4, bytes(size - 4))]
     [update] = gateway.sent.values()
+    assert update.report.digest == digest_of(bytes(update.data))
     assert update.report.layout == gateway.layout.signature
     paths = [one.split("?")[0] for one in gateway.asked[:4]]
     assert [one.split("/")[2] for one in paths] == ["devices", "token", "check-in", "models"]
@@ -135,7 +138,7 @@ async def test_cut_upload_is_resumed(gateway: FakeGateway, model: Model, loaded:
     assert found.tally.events["connections lost"] == 0
     uploads = [one.split()[0] for one in gateway.asked if "/updates/" in one]
     assert uploads == ["POST", "HEAD", "POST"], "nothing had arrived in whole chunks"
-    assert sent(gateway) == [(0, bytes(model.buffer.nbytes))]
+    assert sent(gateway) == [(0, bytes(model.buffer.nbytes - 4))]
     assert found.tally.turns.count == 0, "a cut is no latency of the gateway's"
 
 
@@ -147,7 +150,7 @@ async def test_slow_link_takes_its_time_both_ways(
     found = await loaded(slow=1.0, slow_rate=2.0 * size)
     assert found.tally.receipts == {"admitted": 1}
     assert found.tally.turns.most_s >= 0.8  # half a second each way
-    assert sent(gateway) == [(0, bytes(size))]
+    assert sent(gateway) == [(0, bytes(size - 4))]
 
 
 async def test_thinking_device_sends_heartbeats_and_stops_when_told(
