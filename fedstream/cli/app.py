@@ -12,7 +12,18 @@ import typer
 
 from fedstream import __version__
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.cli import dead, device, devices, journal, load, looking, runs, services, training
+from fedstream.cli import (
+    dead,
+    device,
+    devices,
+    journal,
+    load,
+    looking,
+    plan,
+    runs,
+    services,
+    training,
+)
 from fedstream.cli.plugins import plugins
 from fedstream.cli.rule_help import RuleHelp
 from fedstream.cli.sweep import sweep
@@ -53,7 +64,7 @@ _add(
     services.coordinator, services.scheduler, services.updater, services.trainer,
     services.evaluator, services.sinks, services.gateway,
 )  # fmt: skip
-_add("Take part in a run", device.device, load.load)
+_add("Take part in a run", device.device, load.load, plan.plan)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,237 @@
+"""How much a run with devices over HTTPS needs: pure arithmetic, from what each step costs.
+
+What a step costs was measured (:class:`StepCosts`); who takes part and how is assumed
+(:class:`Fleet`); the rest is multiplication. It is for planning, and no promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.broker.layout import Layout, Tensor
+from fedstream.wire import format_of
+
+DAY_S = 86_400.0
+_TOKEN_S = 480.0  # a device asks for its next token when a fifth of ten minutes is left
+_TOKEN_COMMANDS = 3  # of Redis: the registration, whether it is revoked, the nonce
+_QUEUED_S = 1.0  # that an update is in Redis
+_MB = 1e6
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Devices, and how they take part."""
+
+    devices: int
+    model_bytes: int  # that a task downloads
+    update_bytes: int  # that it uploads
+    online: float = 0.25  # share of the time that a device is present
+    tasks_a_day: float = 1.0  # of each device
+    sessions_a_day: float = 2.0  # times a day that a device connects anew
+    train_s: float = 60.0  # that a task takes on a device
+    peak: float = 2.0  # the busiest hour's traffic over the mean
+    poll_s: float = 50.0  # that a check-in waits
+    retry_s: float = 5.5  # between two check-ins, in the mean
+    heartbeat_s: float = 5.0  # between two heartbeats of a device that trains
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a fleet that can't be."""
+        if not 0 < self.online <= 1:
+            raise ConfigError(f"--online {self.online:g}: must be above 0 and at most 1")
+        if self.peak < 1:
+            raise ConfigError(f"--peak {self.peak:g}: the busiest hour is at least the mean: 1")
+        for name in ("devices", "model_bytes", "update_bytes", "poll_s", "retry_s", "heartbeat_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name.replace('_', ' ')}: must be above 0")
+        for name in ("tasks_a_day", "sessions_a_day", "train_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must not be below 0")
+        busy = self.tasks_a_day * self.train_s / DAY_S
+        if busy > self.online:
+            raise ConfigError(
+                f"a device would train {busy:.0%} of the time and be present {self.online:.0%}: "
+                "lower --tasks-a-day or --train-s, or raise --online"
+            )
+
+
+@dataclass(frozen=True)
+class TaskCost:
+    """Processor time of one service for a task: ``ms``, and ``ms_per_mb`` of model and update."""
+
+    ms: float
+    ms_per_mb: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What each step costs. The defaults were measured; see `docs/how-to/plan-devices.md`."""
+
+    arrival_ms: float = 3.0  # gateway: TLS handshake, token, first check-in
+    check_in_ms: float = 0.2  # gateway: a check-in without a task
+    beat_ms: float = 0.2  # gateway: a heartbeat, taken to cost what a check-in does
+    gateway: TaskCost = TaskCost(1.7, 1.8)
+    coordinator: TaskCost = TaskCost(0.35, 0.08)
+    scheduler: TaskCost = TaskCost(0.38, 0.04)
+    updater: TaskCost = TaskCost(1.3, 1.1)
+    redis: TaskCost = TaskCost(0.7, 0.8)
+    check_in_redis_ms: float = 0.01  # Redis: a check-in without a task
+    token_redis_ms: float = 0.05  # Redis: a token
+    task_commands: float = 105.0  # of Redis, with those inside scripts
+    check_in_commands: float = 0.5
+    gateway_mb: float = 105.0  # of memory, before any device comes
+    device_kb: float = 55.0  # of a gateway's memory, for a connected device
+    registered_bytes: float = 1400.0  # of Redis, for a device that has enrolled
+    models_kept: int = 8  # in Redis
+
+    def tasks(self) -> dict[str, TaskCost]:
+        """The costs of a task by service."""
+        return {
+            "gateway": self.gateway, "coordinator": self.coordinator, "scheduler": self.scheduler,
+            "updater": self.updater, "redis": self.redis,
+        }  # fmt: skip
+
+    @classmethod
+    def measured(cls, results: Mapping[str, Any]) -> StepCosts:
+        """What `python -m benchmarks.gateway` found, in its `gateway.json`. Raises ConfigError.
+
+        One run tells nothing of other sizes of models: what grows with them is as by default.
+        """
+        base = cls()
+        try:
+            found, asked = results["found"], results["asked"]
+            idle, work, empty = found["idle"], found["work"], found["empty"]
+            both_mb = 2 * 4 * asked["parameters"] / _MB
+            tasks = {
+                role: TaskCost(
+                    max(0.0, work["ms"][role] - cost.ms_per_mb * both_mb), cost.ms_per_mb
+                )
+                for role, cost in base.tasks().items()
+            }
+            devices = asked["devices"]
+            rate = devices / (asked["poll_s"] + asked["pause_s"])  # check-ins per second
+
+            def each(name: str) -> float:
+                """Milliseconds of a service for a check-in."""
+                more = idle["share"][name] - empty["share"][name]
+                return float(1000 * max(0.0, more) / rate)
+
+            commands = idle["commands_per_s"] - empty["commands_per_s"]
+            return replace(
+                base,
+                gateway=tasks["gateway"], coordinator=tasks["coordinator"],
+                scheduler=tasks["scheduler"], updater=tasks["updater"], redis=tasks["redis"],
+                arrival_ms=found["arrivals"]["ms"]["gateway"], check_in_ms=each("gateway"),
+                beat_ms=each("gateway"), check_in_redis_ms=each("redis"),
+                task_commands=work["commands"], check_in_commands=max(0.0, commands) / rate,
+                gateway_mb=empty["memory_mb"],
+                device_kb=1000 * (idle["memory_mb"] - empty["memory_mb"]) / devices,
+                registered_bytes=(idle["redis_memory"] - empty["redis_memory"]) / devices,
+            )  # fmt: skip
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"not the results of `python -m benchmarks.gateway`: {error!r}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How full anything may be, and how much one replica takes."""
+
+    full: float = 0.6  # of a core
+    devices: int = 20_000  # of a gateway's replica (gateway.devices)
+    spare: int = 1  # replicas more than needed
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What it takes. Rates and cores are those of the busiest hour, bytes a day those of a day."""
+
+    present: float  # devices
+    check_ins: float  # per second
+    tasks: float
+    heartbeats: float
+    arrivals: float  # TLS handshakes
+    tokens: float
+    down_gb: float  # a day
+    up_gb: float
+    down_mbit: float  # per second
+    up_mbit: float
+    redis_commands: float  # per second
+    redis_gb: float
+    cores: Mapping[str, float]  # by service
+    replicas: int  # of the gateway
+    replica_gb: float  # of memory, of one of them
+    runs: int  # 1: one run takes it; else into how many it has to be divided
+    most_tasks_a_day: float  # of each device, that one run takes
+
+
+def bytes_of(parameters: int, name: str) -> int:
+    """Bytes of a model of float32 parameters in a wire format; with +zstd, at most so many.
+
+    Raises ConfigError for a format that there is not.
+    """
+    if parameters < 1:
+        raise ConfigError(f"--parameters {parameters}: must be at least 1")
+    try:
+        wire = format_of(name)
+    except FedstreamError as error:
+        raise ConfigError(f"format {name}: {error}") from error
+    return wire.sizes(Layout((Tensor("all", (parameters,), "float32", "parameter"),)))[1]
+
+
+def forecast(fleet: Fleet, costs: StepCosts, rules: Rules) -> Forecast:
+    """What a fleet needs."""
+    present = fleet.devices * fleet.online
+    tasks = fleet.peak * fleet.devices * fleet.tasks_a_day / DAY_S
+    waiting = max(0.0, present - tasks * fleet.train_s)
+    check_ins = waiting / (fleet.poll_s + fleet.retry_s) + tasks
+    heartbeats = tasks * fleet.train_s / fleet.heartbeat_s
+    arrivals = fleet.peak * fleet.devices * fleet.sessions_a_day / DAY_S
+    a_day = fleet.devices * fleet.tasks_a_day
+    both_mb = (fleet.model_bytes + fleet.update_bytes) / _MB
+    cores = {
+        role: tasks * (cost.ms + cost.ms_per_mb * both_mb) / 1000
+        for role, cost in costs.tasks().items()
+    }
+    cores["gateway"] += (
+        check_ins * costs.check_in_ms + heartbeats * costs.beat_ms + arrivals * costs.arrival_ms
+    ) / 1000
+    tokens = present / _TOKEN_S + arrivals
+    waits_ms = check_ins * costs.check_in_redis_ms + tokens * costs.token_redis_ms
+    cores["redis"] += waits_ms / 1000
+    needed = max(cores["gateway"] / rules.full, present / rules.devices)
+    replicas = max(1, math.ceil(needed)) + rules.spare
+    # The updater and Redis work on one core each, however many there are.
+    tightest = max(cores["updater"], cores["redis"]) / rules.full
+    left = max(0.0, rules.full - waits_ms / 1000)  # of Redis's core, for tasks
+    of_tasks = max(cores["updater"] / rules.full, _over(cores["redis"] - waits_ms / 1000, left))
+    return Forecast(
+        present=present, check_ins=check_ins, tasks=tasks, heartbeats=heartbeats,
+        arrivals=arrivals, tokens=tokens,
+        down_gb=a_day * fleet.model_bytes / _GB, up_gb=a_day * fleet.update_bytes / _GB,
+        down_mbit=tasks * fleet.model_bytes * 8 / _MB, up_mbit=tasks * fleet.update_bytes * 8 / _MB,
+        redis_commands=(
+            tasks * costs.task_commands + check_ins * costs.check_in_commands
+            + tokens * _TOKEN_COMMANDS
+        ),
+        redis_gb=(
+            fleet.devices * costs.registered_bytes + costs.models_kept * fleet.model_bytes
+            + _QUEUED_S * tasks * fleet.update_bytes
+        ) / _GB,
+        cores=cores, replicas=replicas,
+        replica_gb=(
+            costs.gateway_mb * _MB + present / replicas * costs.device_kb * 1000
+        ) / _GB,
+        runs=max(1, math.ceil(tightest)),
+        most_tasks_a_day=_over(fleet.tasks_a_day, of_tasks),
+    )  # fmt: skip
+
+
+def _over(number: float, by: float) -> float:
+    """A quotient, infinite if there is nothing to divide by."""
+    return number / by if by else math.inf
