@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import flat
+from benchmarks import flat, gateway
 
 # A crowd that is told to stop while it forks; its members end by themselves, but later.
 STOPPED = """
@@ -64,3 +65,40 @@ def test_deployment_that_cannot_start_is_stopped(
     with pytest.raises(OSError, match="no more processes"):
         flat.measured(flat.CELLS[0], 1.0)
     assert (len(started), ended) == (fails_at, started)
+
+
+def test_most_devices_that_came_back_within_a_second() -> None:
+    curve = [(0.0, 0.0), (0.5, 10.0), (1.0, 40.0), (1.5, 45.0), (2.0, 50.0)]
+    assert gateway.most_per_s(curve) == 40  # 10 to 1.5 s: 35; 40 within the first
+    assert gateway.most_per_s([(0.0, 7.0)]) == 7
+
+
+def gateways(*, tasks: float, p99: float) -> dict[str, Any]:
+    """What the gateway's benchmark may find."""
+    ms = {"p50": 10.0, "p99": p99, "max": 2 * p99}
+    return {
+        "arrivals": {"ms": {"gateway": 4.0}},
+        "idle": {
+            "polls": 9900.0, "memory_mb": 500.0, "share": {"gateway": 0.04},
+        },
+        "work": {
+            "per_s": tasks, "memory_mb": 590.0, "ms": {"gateway": 2.0, "load": 1.0},
+            "report": {"task_ms": ms, "laboratory": {"lag_ms": ms}},
+        },
+        "restart": {"half_s": 3.0, "all_s": None, "most_per_s": 900.0},
+    }  # fmt: skip
+
+
+def test_gateways_page_says_which_bounds_were_held() -> None:
+    results = {
+        "machine": {"cores": 2}, "load": 0.1, "found": gateways(tasks=299.0, p99=100.0),
+        "asked": {"devices": 10_000, "parameters": 61_706, "in_flight": 16},
+    }  # fmt: skip
+    text = gateway.page(results)
+    held = dict(re.findall(r"^ *(.+?): .*: (held|MISSED)$", text, re.MULTILINE))
+    assert held == {
+        "gateway's memory, MB": "held", "gateway's share of a core, idle": "held",
+        "tasks per second": "MISSED", "offer to receipt, p99, ms": "held",
+    }  # fmt: skip
+    assert "| after a restart: all devices are back | not within 60 s |" in text
+    assert "| gateway | laboratory |\n|---|---|\n| 2.00 | 1.00 |" in text

@@ -1,0 +1,448 @@
+"""One gateway and ten thousand devices: idle, at work, and after a restart.
+
+    python -m benchmarks.gateway [--devices 10000] [--seconds 30] [--out DIR]
+
+Redis, coordinator, scheduler, updater, one gateway with TLS, and the load laboratory share this
+machine. Devices download each model and upload an update of 61,706 float32 parameters, without
+training. Needs about as many open files as devices, in two processes (`ulimit -Hn`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+import trustme
+
+from benchmarks.end_to_end import processor_s
+from fedstream.experiments import machine
+from fedstream.local.redis_server import RedisServer
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+RUN = "fedstream:{demo}:"
+WITHIN_S = 300.0
+MANY = 0.7  # of the devices wait at any time once all have come; the others are between check-ins
+BACK_S = 60.0  # in which they come back after a restart
+LOOK_S = 0.25
+# Issue 15's, for ten thousand devices.
+MEMORY_MB, IDLE_SHARE, TASKS_PER_S, TASK_MS = 600.0, 0.05, 300.0, 100.0
+POLL_S, RETRY_S = 50.0, (1.0, 10.0)
+PAUSE_S = 1.05 * sum(RETRY_S) / 2  # between two check-ins: up to a tenth longer than asked
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure."""
+
+    devices: int
+    seconds: float  # of each phase
+    arrivals: float  # devices per second
+    in_flight: int
+    parameters: int
+
+
+class Cluster:
+    """Redis and the services, each a process."""
+
+    def __init__(self, url: str, folder: Path, asked: Asked) -> None:
+        self._asked = asked
+        self._folder = folder
+        self._client = redis.Redis.from_url(url)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.url = self.health = ""
+        self.ca = folder / "ca.pem"
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(self.ca)
+        issued = authority.issue_cert("127.0.0.1")
+        cert, key = folder / "cert.pem", folder / "key.pem"
+        issued.cert_chain_pems[0].write_to_path(cert)
+        issued.private_key_pem.write_to_path(key)
+        self.env = os.environ | {
+            "FEDSTREAM_ECHO_PARAMETERS": str(asked.parameters),
+            "FEDSTREAM_REDIS__URL": url,
+            "FEDSTREAM_LOG__LEVEL": "info",
+            "FEDSTREAM_LOG__FORMAT": "json",
+            "FEDSTREAM_TASK__NAME": "benchmarks.echo:task",
+            "FEDSTREAM_TASK__DEVICES": str(asked.devices),
+            "FEDSTREAM_RUN__VERSIONS": "100000000",
+            "FEDSTREAM_JOURNAL__DIR": str(folder / "journal"),
+            "FEDSTREAM_SCHEDULER__POLICY__KIND": "in_flight",
+            "FEDSTREAM_SCHEDULER__POLICY__N": str(asked.in_flight),
+            "FEDSTREAM_COORDINATOR__SITES": '["pool", "gateway"]',
+            "FEDSTREAM_GATEWAY__TLS_CERT": str(cert),
+            "FEDSTREAM_GATEWAY__TLS_KEY": str(key),
+            "FEDSTREAM_GATEWAY__POLL_S": str(POLL_S),
+            "FEDSTREAM_GATEWAY__RETRY_S": json.dumps(RETRY_S),
+            "FEDSTREAM_GATEWAY__DEVICES": str(max(20_000, asked.devices)),
+            "FEDSTREAM_GATEWAY__ADDRESS_RATE": "100000",  # all devices come from one address
+        }
+
+    def start(self, role: str, *sets: str) -> None:
+        """Start a service; the gateway's log says where it listens."""
+        words = [word for one in sets for word in ("--set", one)]
+        with self._log(role).open("ab") as log:
+            self.processes[role] = subprocess.Popen(
+                [sys.executable, "-m", "fedstream", role, "--name", f"{role}-0", *words],
+                env=self.env, cwd=ROOT, stderr=log,
+            )  # fmt: skip
+
+    def start_gateway(self) -> None:
+        """Start the gateway, again where it was if it has been there before."""
+        urls = {"port": self.url, "health_port": self.health}
+        ports = [f"http.{kind}={url.rpartition(':')[2]}" for kind, url in urls.items() if url]
+        self._log("gateway").touch()
+        seen = len(self._serving())
+        self.start("gateway", *ports)
+        self.wait("the gateway", lambda: len(self._serving()) > seen)
+        at = self._serving()[-1]
+        self.url = f"https://127.0.0.1:{at['port']}"
+        self.health = f"http://127.0.0.1:{at['health_port']}"
+
+    def _log(self, role: str) -> Path:
+        return self._folder / f"{role}.log"
+
+    def _serving(self) -> list[dict[str, Any]]:
+        lines = self._log("gateway").read_text().splitlines()
+        found = (json.loads(line) for line in lines if '"serving"' in line)
+        return [one for one in found if one.get("event") == "serving"]
+
+    def end(self, role: str) -> None:
+        """End a service in order."""
+        process = self.processes.pop(role)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+    def wait(self, what: str, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so. Exits if a service ends, or it takes too long."""
+        until = time.monotonic() + WITHIN_S
+        while not is_so():
+            for role, process in self.processes.items():
+                if process.poll() is not None:
+                    log = self._log(role).read_text()[-2000:]
+                    raise SystemExit(f"{role} exited with {process.returncode}: {log}")
+            if time.monotonic() > until:
+                raise SystemExit(f"{what}: not within {WITHIN_S:.0f} s")
+            time.sleep(LOOK_S)
+
+    def metric(self, name: str) -> float:
+        """One of the gateway's metrics; 0 while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"{self.health}/metrics", timeout=5) as page:  # noqa: S310  (ours)
+                lines = page.read().decode().splitlines()
+        except OSError:
+            return 0.0
+        return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+    def polls(self) -> float:
+        """Check-ins that wait at the gateway."""
+        return self.metric("fedstream_gateway_polls")
+
+    def begun(self) -> bool:
+        """Whether the run is there."""
+        there: Any = self._client.exists(RUN + "head")
+        return bool(there)
+
+    def version(self) -> int:
+        """The newest version's number."""
+        found: Any = self._client.hget(RUN + "head", "version")
+        return int(found or 0)
+
+    def usage(self) -> dict[str, float]:
+        """Processor seconds used so far, by service."""
+        about: Any = self._client.info("server")
+        used = {role: processor_s(one.pid) for role, one in self.processes.items()}
+        return used | {"redis": processor_s(int(about["process_id"]))}
+
+    def redis_figures(self) -> dict[str, float]:
+        """What Redis says of itself: commands so far, and its memory in bytes."""
+        stats: Any = self._client.info("stats")
+        memory: Any = self._client.info("memory")
+        return {
+            "commands": float(stats["total_commands_processed"]),
+            "memory": float(memory["used_memory"]),
+        }
+
+    def memory_mb(self, role: str) -> float:
+        """A service's resident memory."""
+        return psutil.Process(self.processes[role].pid).memory_info().rss / 1e6
+
+
+@contextmanager
+def cluster(asked: Asked) -> Iterator[Cluster]:
+    """Services that serve a run, except for the scheduler; they end with the block."""
+    with RedisServer() as server, tempfile.TemporaryDirectory() as folder:
+        found = Cluster(server.url, Path(folder), asked)
+        try:
+            for role in ("coordinator", "updater"):
+                found.start(role)
+            found.wait("the run", found.begun)
+            found.start_gateway()
+            yield found
+        finally:
+            for role in [*found.processes]:
+                found.end(role)
+
+
+def fedstream(at: Cluster, *words: str) -> str:
+    """What a command prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fedstream", *words], env=at.env, cwd=ROOT, check=True,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+@contextmanager
+def laboratory(
+    at: Cluster, invites: Path, asked: Asked, *sets: float
+) -> Iterator[Callable[[], Any]]:
+    """The devices; yields a function that waits for the laboratory's report.
+
+    ``sets``: how long it warms up and how long it counts, in seconds.
+    """
+    warm_up, seconds = sets
+    with tempfile.TemporaryFile() as out:
+        process = at.processes["load"] = subprocess.Popen(
+            [sys.executable, "-m", "fedstream", "load", "--url", at.url, "--ca", at.ca,
+             "--devices", str(asked.devices), "--invites", invites, "--json",
+             "--arrivals", str(asked.arrivals), "--wait", str(POLL_S),
+             "--warm-up", str(warm_up), "--seconds", str(seconds)],
+            env=at.env, cwd=ROOT, stdout=out,
+        )  # fmt: skip
+
+        def report() -> Any:
+            del at.processes["load"]  # its end is no failure now
+            if code := process.wait(seconds + 60):
+                raise SystemExit(f"the laboratory ended with {code}")
+            out.seek(0)
+            return json.loads(out.read())
+
+        yield report
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was used up to a moment."""
+
+    at: float
+    version: int
+    usage: dict[str, float]
+    redis: dict[str, float]
+
+    @classmethod
+    def now(cls, at: Cluster) -> Look:
+        """Look at everything."""
+        return cls(time.monotonic(), at.version(), at.usage(), at.redis_figures())
+
+
+def measured(asked: Asked) -> dict[str, Any]:
+    """Idle, at work, and after a restart."""
+    arrive_s = 1.5 * asked.devices / asked.arrivals + 15
+    with cluster(asked) as at, tempfile.TemporaryDirectory() as folder:
+        invites = Path(folder) / "invites.json"
+        invites.write_text(
+            fedstream(at, "devices", "invite", *map(str, range(asked.devices)), "--json")
+        )
+        found: dict[str, Any] = {"empty": idle(at, asked.seconds)}
+        began, before = time.monotonic(), Look.now(at)
+        settle_s = 15.0
+        until_work = arrive_s + asked.seconds + settle_s
+        with laboratory(at, invites, asked, until_work, asked.seconds) as report:
+            at.wait("all devices", lambda: at.polls() >= MANY * asked.devices)
+            sleep_until(began + arrive_s)
+            found["arrivals"] = cost(before, Look.now(at), asked.devices)
+            found["idle"] = idle(at, asked.seconds)
+            at.start("scheduler")
+            sleep_until(began + until_work)
+            before = Look.now(at)
+            sleep_until(began + until_work + asked.seconds)
+            after = Look.now(at)
+            if after.version == before.version:
+                raise SystemExit("no task was done")
+            found["work"] = cost(before, after, after.version - before.version)
+            found["work"]["memory_mb"] = at.memory_mb("gateway")
+            found["work"]["report"] = report()
+        at.end("scheduler")
+        found["restart"] = restart(at, invites, asked, arrive_s)
+    return found
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep until then; exits if it is past, for then a phase would be cut short."""
+    if (left := moment - time.monotonic()) < 0:
+        raise SystemExit(f"{-left:.0f} s late: lower --arrivals or --devices")
+    time.sleep(left)
+
+
+def cost(before: Look, after: Look, events: int) -> dict[str, Any]:
+    """What each event cost: processor time in ms by process, and Redis's commands."""
+    seconds = after.at - before.at
+    used = {role: after.usage[role] - before.usage.get(role, 0.0) for role in after.usage}
+    return {
+        "per_s": events / seconds,
+        "ms": {role: 1000 * one / max(1, events) for role, one in used.items()},
+        "commands": (after.redis["commands"] - before.redis["commands"]) / max(1, events),
+        "redis_memory": after.redis["memory"],
+    }
+
+
+def idle(at: Cluster, seconds: float) -> dict[str, Any]:
+    """What the services take while nobody has a task."""
+    before, polls = Look.now(at), []
+    until = before.at + seconds
+    while time.monotonic() < until:
+        polls.append(at.polls())
+        time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+    after = Look.now(at)
+    seconds = after.at - before.at
+    return {
+        "memory_mb": at.memory_mb("gateway"),
+        "polls": sum(polls) / len(polls),
+        "share": {
+            role: (after.usage[role] - before.usage[role]) / seconds for role in after.usage
+        },
+        "commands_per_s": (after.redis["commands"] - before.redis["commands"]) / seconds,
+        "redis_memory": after.redis["memory"],
+    }  # fmt: skip
+
+
+def check_ins_per_s(devices: int) -> float:
+    """How many check-ins come while nobody has a task."""
+    return devices / (POLL_S + PAUSE_S)
+
+
+def restart(at: Cluster, invites: Path, asked: Asked, arrive_s: float) -> dict[str, Any]:
+    """How the devices come back after the gateway was away: how many, and how fast."""
+    with laboratory(at, invites, asked, arrive_s, BACK_S + 30) as report:
+        began = time.monotonic()
+        at.wait("all devices", lambda: at.polls() >= MANY * asked.devices)
+        sleep_until(began + arrive_s)
+        at.end("gateway")
+        at.start_gateway()
+        up = time.monotonic()
+        curve = [(0.0, at.metric("fedstream_gateway_devices"))]
+        while curve[-1][1] < asked.devices and curve[-1][0] < BACK_S:
+            time.sleep(LOOK_S)
+            curve.append((time.monotonic() - up, at.metric("fedstream_gateway_devices")))
+        found = report()
+    return {
+        "back": curve[-1][1],
+        "half_s": next((when for when, n in curve if n >= 0.5 * asked.devices), None),
+        "all_s": next((when for when, n in curve if n >= asked.devices), None),
+        "most_per_s": most_per_s(curve),
+        "report": found,
+    }
+
+
+def most_per_s(curve: list[tuple[float, float]]) -> float:
+    """The most devices that came back within a second."""
+    most = 0.0
+    for when, n in curve:
+        before = [other for other_at, other in curve if other_at <= when - 1.0]
+        most = max(most, n - (before[-1] if before else 0.0))
+    return most
+
+
+def verdicts(found: dict[str, Any]) -> list[str]:
+    """One line per bound of the issue: what was measured, and whether it was held."""
+    task = found["work"]["report"]["task_ms"]
+    memory = max(found["idle"]["memory_mb"], found["work"]["memory_mb"])
+    rows = (
+        ("gateway's memory, MB", memory, MEMORY_MB, memory <= MEMORY_MB),
+        ("gateway's share of a core, idle", share := found["idle"]["share"]["gateway"], IDLE_SHARE,
+         share <= IDLE_SHARE),
+        ("tasks per second", rate := found["work"]["per_s"], TASKS_PER_S, rate >= TASKS_PER_S),
+        ("offer to receipt, p99, ms", task["p99"], TASK_MS, task["p99"] <= TASK_MS),
+    )  # fmt: skip
+    return [
+        f"{what:>32}: {reached:.3g}, bound {bound:g}: {'held' if good else 'MISSED'}"
+        for what, reached, bound, good in rows
+    ]
+
+
+def page(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    found, asked = results["found"], results["asked"]
+    idle_, work, back = found["idle"], found["work"], found["restart"]
+    report, share = work["report"], idle_["share"]["gateway"]
+    task, rate = report["task_ms"], check_ins_per_s(asked["devices"])
+    rows = {
+        "devices that wait": f"{idle_['polls']:.0f}",
+        "gateway's memory, idle": f"{idle_['memory_mb']:.0f} MB",
+        "gateway's memory, at work": f"{work['memory_mb']:.0f} MB",
+        f"gateway's share of a core, idle, {rate:.0f} check-ins/s": f"{share:.1%}",
+        "gateway, for an arrival (TLS, enrolment, token)":
+            f"{found['arrivals']['ms']['gateway']:.2f} ms",
+        "tasks handed out and taken back": f"{work['per_s']:.1f}/s",
+        "offer to receipt, p50": f"{task['p50']:.1f} ms",
+        "offer to receipt, p99": f"{task['p99']:.1f} ms",
+        "the laboratory's own lateness, p99": f"{report['laboratory']['lag_ms']['p99']:.1f} ms",
+        "after a restart: half of the devices are back": said(back["half_s"]),
+        "after a restart: all devices are back": said(back["all_s"]),
+        "after a restart: the most that came within a second": f"{back['most_per_s']:.0f}",
+    }  # fmt: skip
+    ms = {"laboratory" if role == "load" else role: one for role, one in work["ms"].items()}
+    lines = [
+        "# One gateway, many devices", "",
+        f"`python -m benchmarks.gateway --devices {asked['devices']}`: Redis, services and load",
+        "laboratory on one machine, over TLS; each task with a download and an upload of",
+        f"{asked['parameters']:,} float32 parameters, {asked['in_flight']} tasks in flight.", "",
+        f"{about}; load when it began {results['load']:.1f}", "", "| | |", "|---|---|",
+        *(f"| {what} | {value} |" for what, value in rows.items()),
+        "", "Processor time per task, in ms:", "",
+        f"| {' | '.join(ms)} |", "|---" * len(ms) + "|",
+        f"| {' | '.join(f'{one:.2f}' for one in ms.values())} |",
+        "", "```", *verdicts(found), "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def said(seconds: float | None) -> str:
+    """A time, or that it was not reached."""
+    return f"not within {BACK_S:.0f} s" if seconds is None else f"{seconds:.1f} s"
+
+
+def main() -> None:
+    """Measure, print a page, and write it to the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase")
+    parser.add_argument("--arrivals", type=float, default=100.0, help="devices per second")
+    parser.add_argument("--in-flight", type=int, default=16, help="tasks")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--parameters", type=int, default=61_706, help="of the model")
+    options = parser.parse_args()
+    asked = Asked(
+        options.devices, options.seconds, options.arrivals, options.in_flight, options.parameters
+    )
+    load = os.getloadavg()[0]
+    found = measured(asked)
+    results = {
+        "machine": machine.described(), "load": load, "found": found,
+        "asked": {**vars(asked), "poll_s": POLL_S, "pause_s": PAUSE_S},
+    }  # fmt: skip
+    text = page(results)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "gateway.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.out / "gateway.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
