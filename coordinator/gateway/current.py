@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fedstream.broker.records import Head, Run
     from fedstream.wire import Format
 
-_REMEMBERED = 64  # newest versions whose models may still be asked for
+_REMEMBERED = 1000  # newest versions whose models may still be asked for, if Redis keeps them
 _WAIT_S = 2.0  # for a run that is being made
 
 
