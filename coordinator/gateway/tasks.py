@@ -11,6 +11,8 @@ from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import OWNED, Assignment, Dead, GiveUp, Upload
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.desk import Held
+from fedstream.coordinator.gateway.receipts import receipt_of
+from fedstream.coordinator.gateway.upload_notes import upload_blob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.ledger.trainer import Outbox
+    from fedstream.broker.parts import PartialBlob
     from fedstream.broker.streams import Entry
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk
@@ -129,11 +132,12 @@ class Tasks:
             by_stream.setdefault(held.stream, []).append(held)
         for stream, some in by_stream.items():
             ours = await self._group_of(stream).renew_all([held.entry.id for held in some])
-            for held in some:
-                if held.entry.id not in ours and self._desk.has(held):
-                    task = held.task
-                    self._context.log.info("lease lost", task=task.task, device=task.device)
-                    self._desk.ended(task.task)
+            lost = [one for one in some if one.entry.id not in ours and self._desk.has(one)]
+            for held in lost:
+                task = held.task
+                self._context.log.info("lease lost", task=task.task, device=task.device)
+                self._desk.ended(task.task)
+            await self._discard_ended(lost)
 
     async def sweep(self) -> None:
         """Give up the tasks of devices that stay away, and all tasks once the run is over."""
@@ -155,6 +159,24 @@ class Tasks:
         if said == "said":
             self.answers += 1
             self._context.trace("gave up", task=task.task, device=task.device, reason=reason)
+            await self._upload(held).discard()
+        else:
+            await self._discard_ended([held])
+
+    async def _discard_ended(self, some: Sequence[Held]) -> None:
+        """Delete what has arrived of updates that nobody waits for any more.
+
+        A lease also ends with an answer that no coordinator has read, or at another replica that
+        took the task over: their updates stay.
+        """
+        fates = await self._ledger.fates([held.task.task for held in some])
+        for held, fate in zip(some, fates, strict=True):
+            if receipt_of(fate, held.attempt) is not None:
+                await self._upload(held).discard()
+
+    def _upload(self, held: Held) -> PartialBlob:
+        site, task = self._outbox.site, held.task.task
+        return upload_blob(self._client, self._keys, site, task, held.attempt)
 
     def answered(self, upload: Upload, *, said: bool) -> None:
         """Let go of a task whose update was handed over; ``said``: now, and not before."""

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedstream.broker.blobs import CHUNK
+from fedstream.broker.parts import PartialBlob
+from fedstream.coordinator.gateway.upload_answers import EXPIRE_S
 from fedstream.protocol.messages import UpdateReport
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
+
+
+def upload_blob(client: Client, keys: Keys, site: str, task: str, attempt: str) -> PartialBlob:
+    """The blob that an attempt's update arrives in, and its note."""
+    name = f"{task}.{attempt}"
+    key, note_key = keys.update(f"{site}/{name}"), keys.upload_note(site, name)
+    return PartialBlob(client, key, note_key, expire_s=EXPIRE_S)
 
 
 class Source(BaseModel):

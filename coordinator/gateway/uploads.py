@@ -21,7 +21,6 @@ from aiohttp import hdrs, web
 from fedstream.broker.blobs import CHUNK, chunks_of
 from fedstream.broker.errors import BlobMissing
 from fedstream.broker.messages import Upload
-from fedstream.broker.parts import PartialBlob
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway import upload_answers, upload_requests
 from fedstream.coordinator.gateway.desk import NotHeld
@@ -29,7 +28,7 @@ from fedstream.coordinator.gateway.parts import Chunks, TooLong, UploadPart
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.turns import TakenOver, Turns
 from fedstream.coordinator.gateway.upload_answers import EXPIRE_S, OffsetRefused, UploadEnd
-from fedstream.coordinator.gateway.upload_notes import Source, UploadNote
+from fedstream.coordinator.gateway.upload_notes import Source, UploadNote, upload_blob
 from fedstream.wire import F32
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from fedstream.broker.commands import Command
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import Outbox
+    from fedstream.broker.parts import PartialBlob
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
@@ -61,6 +61,7 @@ class _Mine:
     source: Source
     turn: Turn
     blob: PartialBlob
+    in_hand: bool  # the task was, when the request came; else only its upload's note is known
 
 
 class Uploads:
@@ -117,13 +118,14 @@ class Uploads:
         task, attempt = request.match_info["task"], request.match_info["attempt"]
         if not _NAMES.fullmatch(f"{task}/{attempt}"):
             raise NotHeld(task)
-        blob = self._blob(task, attempt)
+        blob = upload_blob(self._client, self._keys, self._outbox.site, task, attempt)
         source = await self._source(task, attempt, device, blob)
         if isinstance(source, UploadEnd):
             return source.answer(request.method)
+        in_hand = task in self._desk
         try:
             async with self._turns.taken(f"{task}.{attempt}") as turn:
-                mine = _Mine(task, attempt, source, turn, blob)
+                mine = _Mine(task, attempt, source, turn, blob, in_hand)
                 return await self._methods[request.method](request, mine)
         except TakenOver:
             raise upload_answers.taken_over() from None
@@ -176,7 +178,7 @@ class Uploads:
         goes_on = was == note and written.chunks is not None
         if part.size == 0 and not part.completes:
             if not goes_on:
-                await mine.blob.begin(note.length, note.encode())
+                await self._begin(mine, note)
             at = note.at(written.chunks or 0) if goes_on else 0
             return upload_answers.state(201, note, at, path=request.path)
         self._check(part, note.length, at=0)
@@ -206,6 +208,13 @@ class Uploads:
             raise upload_answers.complete()
         await mine.blob.discard()
         return web.Response(status=204)
+
+    async def _begin(self, mine: _Mine, note: UploadNote) -> None:
+        """Begin the blob, unless the task is given up at the same time. Raises NotHeld."""
+        await mine.blob.begin(note.length, note.encode())
+        if mine.in_hand and mine.task not in self._desk:
+            await mine.blob.discard()
+            raise NotHeld(mine.task)
 
     async def _begun(self, mine: _Mine) -> tuple[UploadNote, int]:
         """The note of an upload and how far it has got. Raises Refusal if there is none."""
@@ -274,7 +283,7 @@ class Uploads:
         chunks = Chunks(note.length, part.offset)
         with self._place():
             if anew:
-                await mine.blob.begin(note.length, note.encode())
+                await self._begin(mine, note)
             await self._take(request, mine, chunks, write, completes=part.completes)
         if part.completes:
             return await self._finished(mine, done)
@@ -366,12 +375,6 @@ class Uploads:
         )  # fmt: skip
 
     # requests and responses
-
-    def _blob(self, task: str, attempt: str) -> PartialBlob:
-        site = self._outbox.site
-        name = f"{site}/{task}.{attempt}"
-        note = self._keys.upload_note(site, f"{task}.{attempt}")
-        return PartialBlob(self._client, self._keys.update(name), note, expire_s=EXPIRE_S)
 
     def _fits(self, length: int, report: UpdateReport) -> None:
         """Raise Refusal if no update of this run can be like this."""

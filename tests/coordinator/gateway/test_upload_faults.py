@@ -11,6 +11,9 @@ from structlog.testing import capture_logs
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import TRAINERS
+from fedstream.broker.messages import GiveUp
+from fedstream.broker.parts import PartialBlob
 from tests.coordinator.gateway.places import ends, serving
 from tests.coordinator.gateway.uploading import (
     DEVICE,
@@ -22,7 +25,7 @@ from tests.coordinator.gateway.uploading import (
     queued,
     received,
 )
-from tests.support import Proxy, counted, full, wait_until
+from tests.support import Hand, Proxy, counted, full, wait_until
 
 # two at once, slow senders, too many
 
@@ -198,6 +201,88 @@ async def test_a_body_in_broken_pieces_is_malformed(make: Any, scene: Scene) -> 
         writer.write(both + b"0\r\n\r\n")
         assert await Sending(reader, writer).status() == 400  # request smuggling
         writer.close()
+
+
+# tasks that end before their update is there
+
+
+async def kept_of(hand: Hand) -> list[bytes]:
+    """The keys of updates that arrive, and of their notes."""
+    found: list[bytes] = await hand.client.call("KEYS", hand.keys.prefix + "*")
+    return [key for key in found if b"update:" in key or b":upload:" in key]
+
+
+async def test_nothing_is_left_of_a_task_given_up(make: Any, scene: Scene) -> None:
+    """However often a device begins, Redis does not fill up."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[: 2 * CHUNK], complete=False)).status == 201
+        under_way = await scene.sending(at, phone, CHUNK + 9)
+        assert len(await kept_of(hand)) == 2
+        assert (await at.give_up(DEVICE, phone.offer)).status == 200
+        assert await kept_of(hand) == []
+        under_way.writer.write(phone.data[CHUNK + 9 :])
+        assert await under_way.status() == 404
+        under_way.close()
+        assert await kept_of(hand) == []
+
+
+async def test_nothing_is_left_of_a_device_that_stays_away(make: Any, scene: Scene) -> None:
+    hand = await make(SEVERAL)
+    async with scene.replica(lease_s=0.5) as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
+        async with scene.deciding():
+            await ends(hand, "given_up", "dropped out")
+            await wait_until(lambda: phone.offer.task.id not in at.gateway._desk)
+            assert await kept_of(hand) == []
+
+
+async def test_an_upload_can_not_begin_while_its_task_is_given_up(
+    make: Any, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both at once: whichever comes first to Redis, nothing is left."""
+    hand = await make(SEVERAL)
+    begin = PartialBlob.begin
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+
+        async def late(blob: PartialBlob, size: int, note: bytes) -> None:
+            assert (await at.give_up(DEVICE, phone.offer)).status == 200
+            await begin(blob, size, note)
+
+        monkeypatch.setattr(PartialBlob, "begin", late)
+        told = await phone.posts(at, phone.data[:CHUNK], complete=False)
+        assert told.refusal == (404, "unknown task")
+        assert await kept_of(hand) == []
+
+
+@pytest.mark.parametrize("is_decided", [True, False])
+async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
+    make: Any, scene: Scene, is_decided: bool
+) -> None:
+    """Another replica may have answered the task with it, and no coordinator read that yet."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
+        [held] = at.gateway._desk
+        if is_decided:
+            given_up = GiveUp(
+                task=held.task.task, attempt=held.attempt, device=DEVICE, trainer="gw-0",
+                reason="dropped out",
+            )  # fmt: skip
+            await at.gateway._outbox.answer(held.stream, held.entry, given_up)
+            async with scene.deciding():
+                await ends(hand, "given_up", "dropped out")
+        else:
+            await hand.client.call("XACK", held.stream, TRAINERS, held.entry.id)
+        opened = at.gateway._app._opened
+        assert opened is not None
+        await opened.tasks.renew()
+        assert held.task.task not in at.gateway._desk
+        assert len(await kept_of(hand)) == (0 if is_decided else 2)
 
 
 # Redis
