@@ -21,7 +21,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.quotas import Quota
+from fedstream.coordinator.gateway.quotas import Quota, network_of
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
@@ -257,7 +257,7 @@ class GatewayApp:
     async def _model(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
         self._desk.heard(device, time.monotonic())
-        response = await self._models.get(request)
+        response = await self._models.get(request, device)
         self._desk.heard(device, time.monotonic())
         return response
 
@@ -285,7 +285,7 @@ class GatewayApp:
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                await self._of_address.take(self._address(request))
+                await self._of_address.take(network_of(self._address(request)))
                 return await handler(request)
             except Refusal as refusal:
                 return self._refused(refusal)

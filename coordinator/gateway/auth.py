@@ -19,6 +19,7 @@ from aiohttp import hdrs, web
 from fedstream.broker.digest import digest_of
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.invites import device_in
+from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.registry import Registry
 from fedstream.protocol import headers
@@ -77,6 +78,7 @@ class Auth:
         self._audience = f"{self._run}/{settings.site}"
         self._body_s = settings.body_s
         self._clock = clock
+        self._of_device = Quota("device", settings.device_rate)  # each token leaves its nonce
 
     def routes(self) -> Sequence[web.RouteDef]:
         """The two routes that need no token."""
@@ -124,6 +126,7 @@ class Auth:
         if registration is None:
             raise Refusal(401, "unknown device", f"device {device} has not enrolled in this run")
         _verify(signature, public_key(registration.key), TOKEN, body)
+        await self._of_device.take(device)
         if revoked:
             raise _revoked(401)
         if not await self._ledger.take_nonce(signature.nonce, seconds=_NONCE_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.settings import GatewaySettings
 
 _RETRY_S = 2.0
+_OF_A_DEVICE = 2  # downloads at once: one that was cut, and the next
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 
@@ -55,9 +57,10 @@ class ModelCopies:
         self._making: dict[str, asyncio.Task[_Copy]] = {}
         self._reserved = 0  # bytes of those that are being made
         self.downloads = 0  # now
+        self._downloading: Counter[int] = Counter()  # downloads of each device, now
 
-    async def get(self, request: web.Request) -> web.StreamResponse:
-        """Answer GET and HEAD. Raises Refusal."""
+    async def get(self, request: web.Request, device: int) -> web.StreamResponse:
+        """Answer GET and HEAD of a device. Raises Refusal."""
         digest = request.match_info["digest"]
         head = await self._current.version_of(digest) if _DIGEST.fullmatch(digest) else None
         if head is None:
@@ -86,11 +89,13 @@ class ModelCopies:
             await response.prepare(request)
             await response.write_eof()
             return response
-        return await self._send(request, head, (begin, end), about, 200 if part is None else 206)
+        status = 200 if part is None else 206
+        return await self._send(request, device, head, (begin, end), about, status)
 
     async def _send(
         self,
         request: web.Request,
+        device: int,
         head: Head,
         part: tuple[int, int],
         about: dict[str, str],
@@ -98,7 +103,10 @@ class ModelCopies:
     ) -> web.StreamResponse:
         if self.downloads >= self._most:
             raise _busy(f"{self._most} downloads are in progress")
+        if self._downloading[device] >= _OF_A_DEVICE:
+            raise _busy(f"{_OF_A_DEVICE} downloads of this device are in progress")
         self.downloads += 1
+        self._downloading[device] += 1
         try:
             copy = await self._copy(head)
             copy.readers += 1
@@ -109,6 +117,9 @@ class ModelCopies:
                 self._make_room(0)
         finally:
             self.downloads -= 1
+            self._downloading[device] -= 1
+            if not self._downloading[device]:
+                del self._downloading[device]
 
     async def _copy(self, head: Head) -> _Copy:
         """The copy of a version's model; read from Redis by whoever asks first."""

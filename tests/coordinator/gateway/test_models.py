@@ -155,6 +155,26 @@ async def test_excess_download_is_told_to_come_again(redis: RedisSettings, hand:
         assert (await place.ask("GET", url, 4)).status == 200
 
 
+async def test_one_device_cannot_hold_all_downloads(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(10 << 20)
+    version = await hand.create()
+    url, reader = f"/v1/models/{version.digest}", {"Device": "3"}
+    async with serving(hand, redis, downloads=3) as place:
+        async with (
+            place.session.get(place.url + url, headers=reader) as first,
+            place.session.get(place.url + url, headers=reader) as second,
+        ):
+            assert (first.status, second.status) == (200, 200)
+            answer = await place.ask("GET", url, 3)
+            assert (answer.status, answer.json["reason"]) == (503, "busy")
+            assert (await place.ask("GET", url, 4)).status == 200
+            first.close()
+            second.close()
+        await wait_until(lambda: not place.gateway._models.downloads)
+        assert (await place.ask("GET", url, 3)).status == 200
+        assert not place.gateway._models._downloading
+
+
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 10))
 def test_ranges_are_pythons_slices(begin: int, end: int, size: int) -> None:
     data = bytes(range(size))

@@ -117,6 +117,20 @@ async def test_only_so_many_devices_are_remembered(hand: Hand) -> None:
 # attacks on tokens
 
 
+async def test_a_device_gets_only_so_many_tokens(phone: Phone, hand: Hand) -> None:
+    """Each leaves a nonce in Redis. What isn't signed by the device isn't charged to it."""
+    await phone.enrol()
+    for _ in range(45):
+        assert await said(await Phone(phone.http).ask_token()) == (401, "signature")
+    answers = [await phone.ask_token() for _ in range(80)]
+    assert answers[0].status == answers[1].status == 200
+    refused = [await said(one) for one in answers if one.status != 200]
+    assert len(refused) >= 5, "twenty a second, and twice as many at once"
+    assert set(refused) == {(429, "too many requests")}
+    nonces = await hand.client.call("KEYS", hand.keys.nonce(SITE, "*"))
+    assert len(nonces) <= 1 + len(answers) - len(refused), "of these, and of the enrolment"
+
+
 def forged(claims: dict[str, Any], key: str | bytes = "", alg: str = "HS256", **head: Any) -> str:
     return jwt.encode(claims, key, alg, headers=head)
 
