@@ -73,6 +73,11 @@ class Fate:
     outcome: str | None = None  # None: it has not ended, or long ago
     reason: str = ""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is known to have come of it. So it is too if it ended long ago."""
+        return self.admitted is None and self.outcome is None
+
 
 class GatewayLedger(TakesTasks):
     """The run as a gateway sees it."""

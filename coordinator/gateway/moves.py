@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.messages import HandOver, Seating, decode
 from fedstream.coordinator.gateway.desk import NotHeld
+from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
@@ -30,17 +31,36 @@ _TOGETHER = 1000  # devices in one message
 _REMEMBERED = 10_000  # devices that left, in case that a task for one is still on its way
 
 
+class HeldElsewhere(Refusal):
+    """A task has not ended, but is not in hand here, where its device has come."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(
+            503, "unavailable", f"task {task[:64]!r} has not come to this gateway yet: try again",
+            retry_after_s=_SETTLE_S,
+        )  # fmt: skip
+
+
 class Moves:
     """What one replica tells of its devices, and what it makes of what others tell."""
 
     def __init__(
-        self, desk: Desk, tasks: Tasks, ledger: GatewayLedger, context: Context, *, name: str
+        self,
+        desk: Desk,
+        tasks: Tasks,
+        ledger: GatewayLedger,
+        context: Context,
+        *,
+        name: str,
+        lease_s: float,
     ) -> None:
+        """``lease_s``: for how long a task may be at a replica that its device has left."""
         self._desk = desk
         self._tasks = tasks
         self._ledger = ledger
         self._context = context
         self._name = name
+        self._lease_s = lease_s
         self._told: dict[int, tuple[tuple[int, int], float]] = {}  # of devices here: where, when
         self._left: dict[int, str] = {}  # devices that were here, and are at another replica
         # Of devices that nobody was told of yet: where others told of them.
@@ -137,29 +157,44 @@ class Moves:
     async def find(self, task: str, device: int) -> Held:
         """A task in hand for this device; its device may have come here with it just now.
 
-        Raises NotHeld, and Refusal if too many devices are present.
+        Raises NotHeld; HeldElsewhere if another replica may still have the task, for at most
+        ``lease_s`` after the device came; and Refusal if too many devices are present.
         """
         try:
             return self._desk.held(task, device)
         except NotHeld:
-            if task in self._desk or not self._comes(device):
+            if task in self._desk or not self._came(device, self._lease_s):
                 raise
+        if self._came(device, _SETTLE_S):
+            await self._settled(device)
+        try:
+            return self._desk.held(task, device)
+        except NotHeld:
+            # Whoever had it may be stopping, restarting or cut off: only its end is an end.
+            if task in self._desk or not (await self._ledger.fates([task]))[0].is_open:
+                raise
+            raise HeldElsewhere(task) from None
+
+    async def _settled(self, device: int) -> None:
+        """Have a device come here, and wait a moment for its task."""
         self._desk.arrive(device, time.monotonic())
         settled = self._settling.setdefault(device, asyncio.Event())
-        await self.tell()
         try:
+            await self.tell()
             async with asyncio.timeout(_SETTLE_S):
                 await settled.wait()
         except TimeoutError:
-            self._settling.pop(device, None)
-        return self._desk.held(task, device)
+            pass  # the caller looks whether it has come
+        finally:
+            if self._settling.get(device) is settled:
+                del self._settling[device]
 
-    def _comes(self, device: int) -> bool:
-        """Whether a device is new here, or came just now."""
+    def _came(self, device: int, within_s: float) -> bool:
+        """Whether a device is new here, or came not longer ago than that."""
         if not self._desk.is_present(device) or device in self._desk.newcomers:
             return True
         told = self._told.get(device)
-        return told is not None and time.monotonic() - told[1] < _SETTLE_S
+        return told is not None and time.monotonic() - told[1] < within_s
 
     def _settle(self) -> None:
         """Let those look again whose tasks have come."""

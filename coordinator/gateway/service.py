@@ -104,7 +104,10 @@ class Gateway:
             self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
             self._keys, self._lease, context, name=self._name,
         )  # fmt: skip
-        moves = Moves(self._desk, tasks, self._ledger, context, name=self._name)
+        moves = Moves(
+            self._desk, tasks, self._ledger, context, name=self._name,
+            lease_s=self._settings.lease_s,
+        )  # fmt: skip
         if self._settings.tls_cert is None:
             context.log.warning(
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "

@@ -24,6 +24,7 @@ from fedstream.broker.messages import Upload
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway import upload_answers, upload_requests
 from fedstream.coordinator.gateway.desk import NotHeld
+from fedstream.coordinator.gateway.moves import HeldElsewhere
 from fedstream.coordinator.gateway.parts import Chunks, TooLong, UploadPart
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.turns import TakenOver, Turns
@@ -149,7 +150,7 @@ class Uploads:
                 return note.source  # it was answered, and nobody has decided yet
             try:
                 held = await self._moves.find(task, device)
-            except NotHeld:
+            except (NotHeld, HeldElsewhere):
                 if note is None:
                     raise
                 return note.source  # it began at a replica that is away

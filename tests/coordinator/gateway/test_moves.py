@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
+import pytest
+
 from fedstream.broker import reasons
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
 from fedstream.broker.messages import HandOver, Seating
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
+from tests.coordinator.gateway.uploading import trained
 from tests.support import Hand, Proxy, wait_until
 
 
@@ -166,6 +169,55 @@ async def test_replica_cut_off_from_redis_serves_again(redis: RedisSettings, han
         await owned_by(hand, 3, "gw-0")
         [trigger] = await hand.open(device=3)
         assert (await waiting).offer.task.id == trigger.task
+
+
+async def test_nothing_is_lost_while_the_replica_that_had_the_task_is_away(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It restarts, or has crashed: the task is open, and nobody says that it were over."""
+    monkeypatch.setattr("fedstream.coordinator.gateway.moves._SETTLE_S", 0.3)
+    await hand.create()
+    async with (
+        coordinating(hand, redis, trainer_silence_s=60.0),
+        serving(hand, redis, "gw-1") as other,
+    ):
+        async with serving(hand, redis, "gw-0") as one:
+            await one.check_in(3)
+            await owned_by(hand, 3, "gw-0")
+            await hand.open(device=3)
+            phone = trained(hand, (await one.check_in(3, wait_s=50)).offer)
+        for _ in range(2):
+            for answer in (await other.beat(3, phone.offer), await other.give_up(3, phone.offer)):
+                assert (answer.status, answer.json["reason"]) == (503, "unavailable")
+                assert int(answer.headers["Retry-After"]) > 0
+            assert (await phone.posts(other, phone.data)).refusal == (503, "unavailable")
+            assert (await phone.looks(other)).status == 503
+        async with serving(hand, redis, "gw-0"):
+
+            async def goes_on() -> bool:
+                return (await other.beat(3, phone.offer)).status == 200
+
+            await wait_until(goes_on)
+            assert (await other.beat(3, phone.offer)).json["go_on"]
+            assert (await phone.posts(other, phone.data)).receipt == (200, "admitted", None)
+            assert (await other.beat(3, phone.offer)).json == {"go_on": False, "why": "given up"}
+
+
+async def test_unknown_task_may_be_elsewhere_for_no_longer_than_a_lease(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.coordinator.gateway.moves._SETTLE_S", 0.1)
+    await hand.create()
+    async with serving(hand, redis, lease_s=1.5, device_rate=1e6) as place:
+        path, body = "/v1/tasks/nope/heartbeat", {"attempt": "0123456789ab"}
+        assert (await place.ask("POST", path, 3, json=body)).status == 503
+
+        async def is_known() -> bool:
+            return (await place.ask("POST", path, 3, json=body)).status == 200
+
+        await wait_until(is_known)
+        answer = await place.ask("POST", path, 3, json=body)
+        assert answer.json == {"go_on": False, "why": "given up"}
 
 
 async def test_move_that_is_told_while_another_is_on_its_way_counts(
