@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedstream.broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.cli.options import AsJson, Config, RunName, Url, ask, settings_of
 from fedstream.runtime.signals import INTERRUPTED, Stop
-from fedstream.terminal import line, verbatim
+from fedstream.terminal import counted, line, verbatim
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
     from fedstream.load.laboratory import LoadOptions, LoadReport
 
 _INVITES_S = 3600.0
@@ -90,6 +92,12 @@ def load(
     yes_elsewhere: Annotated[
         bool, typer.Option("--yes-elsewhere", help="the gateway may be on another machine")
     ] = False,
+    yes_enrolled: Annotated[
+        bool,
+        typer.Option(
+            "--yes-enrolled", help="devices that have enrolled may be replaced: their keys end"
+        ),
+    ] = False,
     config: Config = None,
     redis: Url = None,
     run: RunName = None,
@@ -121,7 +129,14 @@ def load(
         elsewhere=yes_elsewhere,
     )  # fmt: skip
     check(options)  # before anybody is invited
-    taking_part = _invites(invites, devices, config, redis, run)
+    if invites is not None:
+        taking_part = _from_file(invites, devices)
+    else:
+        site = settings_of(config).gateway.site
+        taking_part = ask(
+            config, redis, run,
+            lambda client, keys: invited(client, keys, site, devices, replace=yes_enrolled),
+        )  # fmt: skip
     with Stop() as stop:
         found = _loaded(replace(options, invites=taking_part), stop)
     told = page.plain(found)
@@ -133,21 +148,31 @@ def load(
         raise typer.Exit(INTERRUPTED)
 
 
-def _invites(
-    file: Path | None, devices: int, config: Config, redis: Url, run: RunName
+async def invited(
+    client: Client, keys: Keys, site: str, devices: int, *, replace: bool
 ) -> Mapping[int, str]:
-    """Invites for so many devices: those in the file, or new ones. Raises FedstreamError."""
-    from fedstream.load.invites import read_invites
+    """Invite devices 0 to ``devices`` - 1. ``replace``: also those that have enrolled.
+
+    Raises FedstreamError: an invite that is used ends the key that the device had.
+    """
     from fedstream.operate import enrolment
 
-    if file is None:
-        site = settings_of(config).gateway.site
-        return ask(
-            config, redis, run,
-            lambda client, keys: enrolment.invite(
-                client, keys, site, range(devices), seconds=_INVITES_S
-            ),
-        ).invites  # fmt: skip
+    known = await enrolment.read(client, keys, site)
+    there = [one.device for one in known if one.enrolled is not None and one.device < devices]
+    if there and not replace:
+        raise FedstreamError(
+            f"{counted(len(there), 'device')} of 0 to {devices - 1} enrolled before, and would be "
+            "shut out by a load: use a run that has no other devices; if these are of an earlier "
+            "load, say --yes-enrolled"
+        )
+    made = await enrolment.invite(client, keys, site, range(devices), seconds=_INVITES_S)
+    return made.invites
+
+
+def _from_file(file: Path, devices: int) -> Mapping[int, str]:
+    """The first invites of a file. Raises ConfigError if there are too few."""
+    from fedstream.load.invites import read_invites
+
     found = read_invites(file)
     if len(found) < devices:
         raise ConfigError(f"--invites {file}: {len(found)} invites for {devices} devices")

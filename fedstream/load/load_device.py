@@ -196,6 +196,7 @@ class LoadDevice:
         )
         if reply is not None and reply.status == 401 and reply.refusal("").reason == "token":
             self._access = None  # expired, or this gateway's secret is another now
+            await self._pause(None)  # it may know the device's older key for a moment
             return None
         return reply
 

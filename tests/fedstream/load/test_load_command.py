@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.broker.digest import digest_of
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.ledger.gateway import GatewayLedger
+from fedstream.cli.load import invited
 from fedstream.trainer.vector import layout_of
+from tests.coordinator.gateway.places import SITE
 from tests.device.fake import FakeGateway
-from tests.support import wait_until
+from tests.support import Hand, wait_until
 from tests.trainer.stepping import Steps
 
 pytestmark = pytest.mark.process
@@ -95,3 +100,19 @@ async def test_wrong_command_lines_say_what_is_wrong(
     _, err = await process.communicate()
     assert process.returncode == 2
     assert text in err.decode()
+
+
+async def test_devices_that_have_enrolled_are_not_replaced_without_consent(hand: Hand) -> None:
+    await hand.create()
+    client, keys = hand.client, hand.keys
+    first = await invited(client, keys, SITE, 3, replace=False)
+    assert [*first] == [0, 1, 2]
+    again = await invited(client, keys, SITE, 3, replace=False)
+    assert again != first, "invites that nobody has used are replaced"
+    ledger = GatewayLedger(client, keys, "gw", SITE)
+    digest = digest_of(again[1].encode())
+    assert await ledger.enrol(1, digest, "a key", "n" * 22, nonce_s=60.0) == "enrolled"
+    with pytest.raises(FedstreamError, match="1 device of 0 to 2 enrolled before"):
+        await invited(client, keys, SITE, 3, replace=False)
+    assert [*await invited(client, keys, SITE, 1, replace=False)] == [0]
+    assert [*await invited(client, keys, SITE, 3, replace=True)] == [0, 1, 2]
