@@ -15,6 +15,7 @@ from aiohttp import web
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import member
+from fedstream.coordinator.gateway.app import DeviceOf
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
@@ -107,13 +108,17 @@ async def serving(
     update: Format = F32,
     is_open: bool = True,
     idle_s: float = 15.0,
+    device_of: DeviceOf | None = by_header,
     **settings: Any,
 ) -> AsyncIterator[Place]:
-    """A gateway on a free port; ``is_open``: once it serves the run, which is there."""
+    """A gateway on a free port; ``is_open``: once it serves the run, which is there.
+
+    ``device_of``: who makes a request; None: the device whose token it has, as elsewhere.
+    """
     one = GatewaySettings(**{"retry_s": (1.0, 2.0), **settings})
     gateway = Gateway(
         one, LeaseSettings(seconds=task_lease_s), keys=hand.keys, redis=redis, name=name,
-        update=update, device_of=by_header,
+        update=update, device_of=device_of,
     )  # fmt: skip
     its = context()
     http = HttpSettings(connections=one.connections, idle_s=idle_s)
