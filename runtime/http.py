@@ -12,10 +12,11 @@ of connections nor drops slow readers: this module does.
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from pydantic import Field, SecretStr
 
 from fedstream.broker.errors import FedstreamError
@@ -198,6 +199,24 @@ def _as_json(refused: Counter | None) -> Middleware:
     return answer
 
 
+def _expecting(refused: Counter | None) -> Callable[[web.Request], Awaitable[None]]:
+    """Make what answers ``Expect``: aiohttp's own fails on a value that is not UTF-8."""
+
+    async def answer(request: web.Request) -> None:
+        if request.version != HttpVersion11:
+            return
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the response is still to come
+            return
+        if refused is not None:
+            refused.labels("malformed").inc()
+        text = json.dumps({"error": "only Expect: 100-continue is met", "reason": "malformed"})
+        raise web.HTTPExpectationFailed(text=text, content_type="application/json")
+
+    return answer
+
+
 def _paths(app: web.Application) -> set[str]:
     return {resource.canonical for resource in app.router.resources()}
 
@@ -220,7 +239,11 @@ def application(
             response.headers["Connection"] = "close"
 
     app = web.Application(middlewares=[_as_json(refused)])
-    app.add_routes(routes)
+    expecting = {"expect_handler": _expecting(refused)}
+    for route in routes:
+        if isinstance(route, web.RouteDef):
+            route = web.RouteDef(route.method, route.path, route.handler, expecting | route.kwargs)
+        route.register(app.router)
     app.on_response_prepare.append(end_connection)
     return app
 
