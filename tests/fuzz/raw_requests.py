@@ -43,9 +43,10 @@ from tests.support import EveryRole, Hand
 
 FINDS = Path("build/fuzz/raw_requests")
 LIMIT_S = 30.0  # for an answer, or to be cut off
-WAITS_S = 5.0  # that an honest check-in takes, of a gateway that shares its processor with us
+WAITS_S = 15.0  # that an honest check-in takes, of a gateway that shares its processor with us
 GROWN = 64 << 20  # bytes of memory, of the gateway and this client together
 _CUT_S, _IDLE_S = 0.5, 2.0  # after which the gateway cuts off who does not go on
+_ANEW = {"Connection": "close"}  # so that no connection is used while it is closed for idleness
 _AT_ONCE = 128
 _EACH = 1000  # inputs between two tokens, and two looks at the memory
 _HONEST, _HOSTILE = 4, 3  # devices
@@ -144,7 +145,7 @@ class Devices:
         assert answer.status == 201, answer
 
     async def token(self, device: int) -> dict[str, str]:
-        headers = self.signed("/v1/token", b"{}", str(device))
+        headers = self.signed("/v1/token", b"{}", str(device)) | _ANEW
         answer = await self.place.ask("POST", "/v1/token", data=b"{}", headers=headers)
         return {"Authorization": f"Bearer {Access.decode(answer.body).token}"}
 
@@ -302,7 +303,7 @@ async def _honest(place: Place, token: dict[str, str], tally: Tally) -> None:
     while True:
         begun = time.monotonic()
         said = {"nonce": f"{tally.served:022d}", "wait_s": 0}
-        answer = await place.ask("POST", "/v1/check-in", json=said, headers=token)
+        answer = await place.ask("POST", "/v1/check-in", json=said, headers=token | _ANEW)
         tally.waited_s = max(tally.waited_s, time.monotonic() - begun)
         tally.served += answer.status == 204
         if answer.status != 204:
