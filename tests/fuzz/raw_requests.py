@@ -63,7 +63,7 @@ _NAMES = (
     "Content-Length", "Transfer-Encoding", "Content-Encoding", "Connection", "Upgrade", "Expect",
     "Host", "Range", "If-Range", "If-None-Match", "Authorization", "Content-Digest", "Signature",
     "Signature-Input", "Upload-Offset", "Upload-Complete", "Upload-Length", "Update-Report",
-    "Content-Type", "X-Forwarded-For", "Trailer", "TE", "X\0", "X Y", "",
+    "Content-Type", "X-Forwarded-For", "Trailer", "Via", "X\0", "X Y", "",
 )  # fmt: skip
 _TARGETS = (
     "*", "/", "//", "/v1", "/v1/models/", "/v1/models/%00", "/v1/models/..%2f..",
