@@ -14,7 +14,9 @@ from fedstream.broker.blobs import SIZE
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BlobMissing
+from fedstream.broker.scripts import Script
 
+PUT = Script("put_part")
 # Commands on the blob, which its writer need not be able to read, and on the note.
 ON_BLOB = ("hset", "hexists", "hlen", "pexpire", "unlink")
 ON_NOTE = ("get", "set", "pexpire", "unlink")
@@ -58,28 +60,24 @@ class PartialBlob:
             ]
         )
 
-    async def put(self, number: int, chunk: memoryview, note: bytes | None = None) -> None:
+    async def put(
+        self, number: int, chunk: memoryview, note: bytes, changed: bytes | None = None
+    ) -> None:
         """Write the chunk of this number, and the note if it changes; both or neither.
 
-        Raises BlobMissing if the blob has expired or was discarded meanwhile.
+        ``note``: as it was when this upload began or went on. Raises BlobMissing if the blob has
+        expired, was discarded, or begun anew by somebody else: then nothing is written.
         """
-        *_, (_, begun, *_) = await self._client.pipeline(
-            [
-                ("MULTI",),
-                ("HSET", self._key, number, chunk),
-                ("HEXISTS", self._key, SIZE),
-                ("PEXPIRE", self._key, self._expire_ms),
-                self._renewing(note),
-                ("EXEC",),
-            ]
-        )
-        if not begun:
-            await self.discard()
+        is_written = await PUT(
+            self._client, {"blob": self._key, "note": self._note_key},
+            number, chunk, note, changed or note, self._expire_ms,
+        )  # fmt: skip
+        if not is_written:
             raise BlobMissing(self._key)
 
     async def mark(self, note: bytes) -> None:
         """Write the note anew."""
-        await self._client.call(*self._renewing(note))
+        await self._client.call("SET", self._note_key, note, "PX", self._expire_ms)
 
     def whole(self, data: memoryview, note: bytes, *, note_expire_s: float) -> Sequence[Command]:
         """The commands that write a blob of one chunk at once, in place of what was there.
@@ -99,8 +97,3 @@ class PartialBlob:
     async def discard(self) -> None:
         """Delete the blob and its note."""
         await self._client.pipeline([("UNLINK", self._key), ("UNLINK", self._note_key)])
-
-    def _renewing(self, note: bytes | None) -> Command:
-        if note is None:
-            return ("PEXPIRE", self._note_key, self._expire_ms)
-        return ("SET", self._note_key, note, "PX", self._expire_ms)

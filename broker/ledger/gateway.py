@@ -43,6 +43,7 @@ RIGHTS = Rights(
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
         Rights(both=("gateway:{site}:upload:*",), commands=parts.ON_NOTE),
         Rights(writes=("update:{site}/*",), commands=parts.ON_BLOB),
+        Rights(both=("gateway:{site}:upload:*", "update:{site}/*"), commands=("evalsha",)),
     ),
 )  # fmt: skip
 

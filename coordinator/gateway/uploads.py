@@ -176,7 +176,7 @@ class Uploads:
         if was is not None and was.complete:
             with suppress(BlobMissing):
                 return await self._finished(mine, was)
-        goes_on = was == note and written.chunks is not None
+        goes_on = written.note == note.encode() and written.chunks is not None
         if part.size == 0 and not part.completes:
             if not goes_on:
                 await self._begin(mine, note)
@@ -275,11 +275,11 @@ class Uploads:
         ``anew``: the upload begins with it.
         """
         last = chunks_of(note.length) - 1
-        done = note.model_copy(update={"complete": True})
+        begun, done = note.encode(), note.model_copy(update={"complete": True})
 
         async def write(number: int, chunk: bytearray) -> None:
             ends = part.completes and number == last
-            await mine.blob.put(number, memoryview(chunk), done.encode() if ends else None)
+            await mine.blob.put(number, memoryview(chunk), begun, done.encode() if ends else None)
 
         chunks = Chunks(note.length, part.offset)
         with self._place():

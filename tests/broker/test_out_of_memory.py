@@ -28,6 +28,7 @@ from fedstream.broker.messages import (
     Trigger,
     Withdraw,
 )
+from fedstream.broker.parts import PartialBlob
 from fedstream.broker.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
@@ -249,6 +250,14 @@ async def enrol(hand: Hand) -> Step:
     return lambda: gateway.enrol(3, "ab", "a key", "n", nonce_s=60)
 
 
+async def put_part(hand: Hand) -> Step:
+    await hand.create()
+    key, note = hand.keys.update("gateway/t.a"), hand.keys.upload_note("gateway", "t.a")
+    blob = PartialBlob(hand.client, key, note, expire_s=60)
+    await blob.begin(9, b"note")
+    return lambda: blob.put(0, memoryview(bytes(9)), b"note", b"complete")
+
+
 SCENES = {
     "trigger": trigger,
     "dispatch": dispatch,
@@ -271,6 +280,7 @@ SCENES = {
     "set_quarantine": set_quarantine,
     "invite": invite,
     "enrol": enrol,
+    "put_part": put_part,
     "announce": announce,
     "beat": beat,
     "relay": relay,

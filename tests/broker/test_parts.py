@@ -14,6 +14,7 @@ from fedstream.broker.errors import BlobMissing, BrokerError, OutOfMemory
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Payload
 from fedstream.broker.parts import PartialBlob, Written
+from fedstream.broker.scripts import load_all
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.support import full
 
@@ -34,10 +35,10 @@ def payload_of(size: int) -> Payload:
     return Payload(np.random.default_rng(0).integers(0, 256, size, np.uint8))
 
 
-async def send(blob: PartialBlob, payload: Payload, first: int = 0) -> None:
+async def send(blob: PartialBlob, payload: Payload, note: bytes = b"note") -> None:
     data = payload.buffer.data
-    for number in range(first, blobs.chunks_of(data.nbytes)):
-        await blob.put(number, data[number * CHUNK : (number + 1) * CHUNK])
+    for number in range(blobs.chunks_of(data.nbytes)):
+        await blob.put(number, data[number * CHUNK : (number + 1) * CHUNK], note)
 
 
 async def contents(client: Client, key: str) -> dict[bytes, bytes]:
@@ -62,7 +63,7 @@ async def test_one_chunk_may_be_written_at_once(
 ) -> None:
     """In place of what was there, however long that was."""
     await blob.begin(3 * CHUNK, b"before")
-    await send(blob, payload_of(3 * CHUNK))
+    await send(blob, payload_of(3 * CHUNK), b"before")
     payload = payload_of(size)
     await blobs.write(client, keys.update("gateway/whole"), payload, expire_s=60)
     await client.pipeline(blob.whole(payload.buffer.data, b"note", note_expire_s=5))
@@ -75,7 +76,7 @@ async def test_one_chunk_may_be_written_at_once(
 async def test_it_begins_anew(blob: PartialBlob) -> None:
     assert await blob.written() == Written(None, None)
     await blob.begin(3 * CHUNK, b"first")
-    await send(blob, payload_of(3 * CHUNK))
+    await send(blob, payload_of(3 * CHUNK), b"first")
     await blob.begin(2 * CHUNK, b"second")
     assert await blob.written() == Written(b"second", 0)
     await blob.discard()
@@ -91,9 +92,10 @@ async def test_every_write_renews_both(client: Client, keys: Keys) -> None:
     await blob_of(client, keys, expire_s=20).begin(3 * CHUNK, b"note")
     assert all(0 < left <= 20_000 for left in await left_ms())
     long = blob_of(client, keys, expire_s=60)
-    await long.put(0, payload_of(CHUNK).buffer.data)
+    await long.put(0, payload_of(CHUNK).buffer.data, b"note")
     assert all(20_000 < left <= 60_000 for left in await left_ms())
-    await blob_of(client, keys, expire_s=90).put(1, payload_of(CHUNK).buffer.data, b"changed")
+    longer = blob_of(client, keys, expire_s=90)
+    await longer.put(1, payload_of(CHUNK).buffer.data, b"note", b"changed")
     assert all(60_000 < left <= 90_000 for left in await left_ms())
     assert await long.written() == Written(b"changed", 2)
     await long.mark(b"marked")
@@ -107,15 +109,38 @@ async def test_a_chunk_without_a_beginning_is_not_left(
     await blob.begin(3 * CHUNK, b"note")
     await client.call("UNLINK", keys.update(f"gateway/{NAME}"))
     with pytest.raises(BlobMissing):
-        await blob.put(1, payload_of(CHUNK).buffer.data)
-    assert await blob.written() == Written(None, None)
+        await blob.put(1, payload_of(CHUNK).buffer.data, b"note")
+    assert await blob.written() == Written(b"note", None)
+
+
+async def test_a_chunk_does_not_get_into_another_upload(
+    client: Client, keys: Keys, blob: PartialBlob
+) -> None:
+    """One that began in place of the chunk's own, at another replica: nothing of it changes."""
+    await blob.begin(3 * CHUNK, b"first")
+    await blob.begin(3 * CHUNK, b"second")
+    await blob.put(0, payload_of(CHUNK).buffer.data, b"second")
+    before = await contents(client, keys.update(f"gateway/{NAME}"))
+    for number, changed in ((0, None), (1, None), (2, b"first, complete")):
+        with pytest.raises(BlobMissing):
+            await blob.put(number, memoryview(bytes(CHUNK)), b"first", changed)
+    assert await contents(client, keys.update(f"gateway/{NAME}")) == before
+    assert await blob.written() == Written(b"second", 1)
+
+
+async def test_the_last_chunk_may_come_twice(blob: PartialBlob) -> None:
+    """Its writer had no reply, or two replicas receive the same upload."""
+    await blob.begin(9, b"note")
+    for _ in range(2):
+        await blob.put(0, payload_of(9).buffer.data, b"note", b"complete")
+    assert await blob.written() == Written(b"complete", 1)
 
 
 async def test_nothing_is_written_while_redis_is_full(client: Client, blob: PartialBlob) -> None:
     await blob.begin(2 * CHUNK, b"note")
     async with full(client):
         with pytest.raises(OutOfMemory):
-            await blob.put(0, payload_of(CHUNK).buffer.data)
+            await blob.put(0, payload_of(CHUNK).buffer.data, b"note")
         with pytest.raises(OutOfMemory):
             await blob.begin(2 * CHUNK, b"another")
         with pytest.raises(OutOfMemory):
@@ -135,6 +160,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 @pytest.mark.process
 async def test_a_gateways_user_may_write_its_own_and_read_none(there: Guarded) -> None:
     payload = payload_of(CHUNK + 1)
+    async with there.client("coordinator") as client:
+        await load_all(client)  # gateways may not load scripts
     async with there.client("gateway") as client:
         own = blob_of(client, KEYS)
         await own.begin(payload.buffer.nbytes, b"note")
@@ -150,7 +177,7 @@ async def test_a_gateways_user_may_write_its_own_and_read_none(there: Guarded) -
             with pytest.raises(BrokerError, match="refuses"):
                 await theirs.begin(9, b"note")
             with pytest.raises(BrokerError, match="refuses"):
-                await theirs.put(0, payload_of(9).buffer.data)
+                await theirs.put(0, payload_of(9).buffer.data, b"note")
             with pytest.raises(BrokerError, match="refuses"):
                 await theirs.written()
     async with there.client("trainer-north") as client:

@@ -287,6 +287,7 @@ def test_every_script_belongs_to_a_role_with_its_commands() -> None:
         "renew_all",
         "release",
         "enrol",
+        "put_part",
     }  # trainers' and gateways', whose commands are listed
     there = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
     assert named == there

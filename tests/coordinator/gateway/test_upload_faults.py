@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import tracemalloc
 from typing import Any
 
@@ -13,7 +14,7 @@ from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import GiveUp
-from fedstream.broker.parts import PartialBlob
+from fedstream.broker.parts import PUT, PartialBlob
 from tests.coordinator.gateway.places import ends, serving
 from tests.coordinator.gateway.uploading import (
     DEVICE,
@@ -75,6 +76,26 @@ async def test_two_replicas_may_receive_the_same_upload(make: Any, scene: Scene)
     assert (await queued(hand))[1] == phone.data
     assert (await hand.ledger.look()).reasons("stray") == {}
     await hand.balanced()
+
+
+async def test_replicas_do_not_mix_two_updates(make: Any, scene: Scene) -> None:
+    """A device trained anew after a restart; its old connection hangs at the other replica."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at, scene.replica(name="gw-1") as another:
+        phone = await scene.phone(at)
+        old = await scene.sending(at, phone, 2 * CHUNK + CHUNK // 2)
+        model = phone.data
+        phone.data = bytes(reversed(model))
+        phone.report["digest"] = hashlib.sha256(phone.data).hexdigest()
+        assert (await phone.posts(another, phone.data[:CHUNK], complete=False)).status == 201
+        old.writer.write(model[2 * CHUNK + CHUNK // 2 :])
+        assert await old.status() in (404, 409)
+        old.close()
+        assert (await phone.looks(another)).headers["Upload-Offset"] == str(CHUNK)
+        async with scene.deciding():
+            told = await phone.patches(another, CHUNK)
+            assert told.receipt[0] == 200, told
+    assert (await queued(hand))[1] == phone.data
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -324,7 +345,7 @@ async def test_redis_away_costs_nothing_but_time(
     async with Proxy(redis, hand.keys) as proxy, serving(hand, proxy.settings) as at:
         phone = await scene.phone(at)
         assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
-        proxy.refuse = lambda data: b"HSET" in data
+        proxy.refuse = lambda data: PUT._sha.encode() in data
         assert (await phone.patches(at, CHUNK)).status == 503
         proxy.refuse = None
         await phone.looks(at)
