@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
 import random
@@ -64,6 +65,12 @@ class Context:
         )
         for reason in REFUSED:
             self.refused.labels(reason)
+
+    def until(self, stop: asyncio.Event) -> Context:
+        """The same with another ``stop``: for what goes on while the service drains."""
+        lasting = copy.copy(self)
+        lasting.stop = stop
+        return lasting
 
     def watch(self, client: Client) -> None:
         """Export the client's number of reconnections as a metric."""

@@ -97,15 +97,20 @@ class Gateway:
         return self._app.routes(*self._auth.routes())
 
     async def run(self, context: Context) -> None:
-        """Work until stopped. Tasks in hand stay ours: the replica of our name takes them up."""
+        """Work until stopped, and go on with all of it while uploads in progress end.
+
+        Tasks in hand stay ours: the replica of our name takes them up.
+        """
         context.watch(self._client)
+        drained = asyncio.Event()
+        lasting = context.until(drained)
         metrics = GatewayMetrics(context.registry, self._desk, self._models, self._settings)
         tasks = Tasks(
             self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
             self._keys, self._lease, context, name=self._name,
         )  # fmt: skip
         moves = Moves(
-            self._desk, tasks, self._ledger, context, name=self._name,
+            self._desk, tasks, self._ledger, lasting, name=self._name,
             lease_s=self._settings.lease_s,
         )  # fmt: skip
         if self._settings.tls_cert is None:
@@ -126,16 +131,15 @@ class Gateway:
             within_s = max(30.0, self._lease.seconds)
             async with asyncio.TaskGroup() as group:
                 for name, step in (
-                    ("run", partial(self._look, context)),
+                    ("run", partial(self._look, lasting)),
                     ("tasks", tasks.take),
-                    ("leases", partial(self._renew, context, tasks)),
-                    ("devices", partial(self._sweep, context, tasks)),
-                    ("heartbeat", partial(self._announce, context, tasks, moves)),
+                    ("leases", partial(self._renew, lasting, tasks)),
+                    ("devices", partial(self._sweep, lasting, tasks)),
+                    ("heartbeat", partial(self._announce, lasting, tasks, moves)),
                     ("moves", moves.follow),
                 ):
-                    group.create_task(repeat(context, name, step, within_s=within_s))
-                group.create_task(self._end_waits(context))
-            await uploads.end()  # those in progress; devices go on with the others later
+                    group.create_task(repeat(lasting, name, step, within_s=within_s))
+                group.create_task(self._drain(context, uploads, drained))
         finally:
             await self._leave(context)
             await self._client.close()
@@ -192,9 +196,11 @@ class Gateway:
         await moves.tell()
         await pause(context.stop, max(_CHANGED_S, len(present) / _CHANGED_PER_S))
 
-    async def _end_waits(self, context: Context) -> None:
+    async def _drain(self, context: Context, uploads: Uploads, drained: asyncio.Event) -> None:
         await context.stop.wait()
         self._desk.release_all()
+        await uploads.end()  # those in progress; devices go on with the others later
+        drained.set()
 
     async def _leave(self, context: Context) -> None:
         """Say good-bye if our stream is empty; otherwise devices come back to us for its tasks."""

@@ -74,6 +74,7 @@ async def examine(
         findings.append(not_checked("journal", _elsewhere(role, "the updater")))
     if configured and gateway.is_meant(settings, user):
         findings.append(gateway.site(settings, user))
+        findings.append(gateway.silence(settings, user))
         if role is None or gateway.is_gateways(user):
             findings += gateway.here(settings.gateway, now=now())
     return findings + about_task

@@ -1,4 +1,4 @@
-"""`fedstream doctor`'s checks of a gateway: certificate, open files, clock, and its site."""
+"""`fedstream doctor`'s checks of a gateway: certificate, open files, clock, site, restarts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedstream.settings.config import Settings
 
 SKEW_S = 30.0  # of the 60 s between a device's clock and the gateway's: half of them
+RESTART_S = 60.0  # that a new process, or a pod on another node, may take to serve again
 _DAY = 86_400.0
 _ENDS_S = 14 * _DAY  # warn if a certificate ends sooner
 _OTHER_FILES = 256  # that a gateway opens besides its devices' connections
@@ -99,6 +100,21 @@ def clock(skew_s: float) -> Iterator[Finding]:
             "this one that is wrong, devices whose clocks are right are refused (reason clock)",
             "synchronise it by NTP",
         )
+
+
+def silence(settings: Settings, user: str) -> Finding:
+    """Check that a gateway can restart before the coordinators end its tasks."""
+    about, silence_s = "gateway restarts", settings.coordinator.trainer_silence_s
+    if is_gateways(user):
+        return not_checked(about, "look at trainer_silence_s where a coordinator runs")
+    if silence_s < RESTART_S:
+        return warning(
+            about,
+            f"coordinator.trainer_silence_s = {silence_s:g}: if a gateway takes longer to start "
+            "again, the tasks of all its devices are given up",
+            f"set coordinator.trainer_silence_s = {RESTART_S:g}",
+        )
+    return ok(about, f"may take coordinator.trainer_silence_s = {silence_s:g}")
 
 
 def site(settings: Settings, user: str) -> Finding:

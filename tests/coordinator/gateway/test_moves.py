@@ -11,12 +11,13 @@ from itertools import pairwise
 import pytest
 
 from fedstream.broker import reasons
+from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
 from fedstream.broker.messages import HandOver, Seating
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
-from tests.coordinator.gateway.uploading import trained
-from tests.support import Hand, Proxy, wait_until
+from tests.coordinator.gateway.uploading import SEVERAL, Scene, trained
+from tests.support import Hand, Proxy, layout_of, wait_until
 
 
 @asynccontextmanager
@@ -201,6 +202,36 @@ async def test_nothing_is_lost_while_the_replica_that_had_the_task_is_away(
             assert (await other.beat(3, phone.offer)).json["go_on"]
             assert (await phone.posts(other, phone.data)).receipt == (200, "admitted", None)
             assert (await other.beat(3, phone.offer)).json == {"go_on": False, "why": "given up"}
+
+
+async def test_draining_replica_keeps_its_tasks_and_leaves_them_to_others(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """A drain may last longer than a trainer may be silent."""
+    hand.layout = layout_of(SEVERAL)
+    await hand.create()
+    silence_s = 3.0
+    async with (
+        coordinating(hand, redis, trainer_silence_s=silence_s),
+        serving(hand, redis, "gw-0") as one,
+        serving(hand, redis, "gw-1") as other,
+    ):
+        phones = []
+        for device in (3, 4):
+            await one.check_in(device)
+            await owned_by(hand, device, "gw-0")
+            await hand.open(device=device)
+            phones.append(trained(hand, (await one.check_in(device, wait_s=50)).offer))
+        sends, moves = phones
+        under_way = await Scene(hand, redis).sending(one, sends, CHUNK + 9)
+        one.context.stop.set()
+        await asyncio.sleep(silence_s + 2.0)  # the sweep that would strike it off comes meanwhile
+        assert (await other.beat(4, moves.offer)).json == {"go_on": True, "why": None}
+        under_way.writer.write(sends.data[CHUNK + 9 :])
+        assert await under_way.status() == 200
+        under_way.close()
+        assert (await moves.posts(other, moves.data)).receipt == (200, "admitted", None)
+        await asyncio.wait_for(one.work, 30)
 
 
 async def test_unknown_task_may_be_elsewhere_for_no_longer_than_a_lease(

@@ -131,6 +131,20 @@ def test_its_site_has_to_be_served() -> None:
     assert gateway.site(forgotten, "gateway-clinics").level == "not checked"
 
 
+@pytest.mark.parametrize(
+    ("sets", "user", "level"),
+    [
+        ([], "default", "warning"),
+        (["coordinator.trainer_silence_s=60"], "coordinator", "ok"),
+        ([], "gateway-clinics", "not checked"),
+    ],
+)
+def test_gateway_may_take_a_while_to_start_again(sets: list[str], user: str, level: str) -> None:
+    found = gateway.silence(settings_with(*sets), user)
+    assert found.level == level
+    assert (found.change == "set coordinator.trainer_silence_s = 60") == (level == "warning")
+
+
 async def test_doctor_examines_a_configured_gateway_and_touches_nothing(
     redis: RedisSettings, keys: Keys, client: Client, tmp_path: Path
 ) -> None:
@@ -139,8 +153,8 @@ async def test_doctor_examines_a_configured_gateway_and_touches_nothing(
         f"redis.url={redis.url}", f"run.name={keys.name}", f"journal.dir={tmp_path / 'journal'}",
     ]  # fmt: skip
     more = [
-        SITES, "gateway.connections=10", f"gateway.tls_cert={theirs.tls_cert}",
-        f"gateway.tls_key={theirs.tls_key}",
+        SITES, "coordinator.trainer_silence_s=60", "gateway.connections=10",
+        f"gateway.tls_cert={theirs.tls_cert}", f"gateway.tls_key={theirs.tls_key}",
     ]  # fmt: skip
 
     async def found(*given: str, **how: Any) -> dict[str, Finding]:
@@ -150,7 +164,8 @@ async def test_doctor_examines_a_configured_gateway_and_touches_nothing(
     assert await found() == {}
     healthy = await found(*more)
     assert {about: one.level for about, one in healthy.items()} == {
-        "gateway site": "ok", "gateway certificate": "ok", "gateway open files": "ok"
+        "gateway site": "ok", "gateway restarts": "ok", "gateway certificate": "ok",
+        "gateway open files": "ok",
     }  # fmt: skip
     assert "for 127.0.0.1; ends in" in healthy["gateway certificate"].text
     fast = await found(*more, now=lambda: time.time() + 120)
