@@ -117,7 +117,7 @@ class GatewayApp:
             web.route("*", "/{path:.*}", self._no_route),
         )
         return [
-            web.RouteDef(route.method, route.path, self._answering(route.handler), route.kwargs)
+            web.RouteDef(route.method, route.path, self.answering(route.handler), route.kwargs)
             for route in own
         ]
 
@@ -193,17 +193,16 @@ class GatewayApp:
 
     async def _offer(self, device: int, formats: Sequence[str]) -> bytes | None:
         """The offer of the device's oldest task, giving up those that came to nothing meanwhile."""
-        while (held := self._desk.first(device)) is not None:
-            run, head = self._current.run, self._current.head
-            why = offers.overdue(held.task, head, time.time())
-            if why is None:
-                update = offers.format_for(formats, self._update)
-                held.tau = head.version
-                heartbeat_s = self._settings.heartbeat_s
-                self._running().metrics.offered.inc()
-                return offers.offer(held, run, head, update, heartbeat_s=heartbeat_s).encode()
-            await self._running().tasks.give_up(held, why)
-        return None
+        held = await self._running().tasks.due(device)
+        if held is None:
+            return None
+        run, head = self._current.run, self._current.head
+        update = offers.format_for(formats, self._update)
+        held.tau = head.version
+        self._running().metrics.offered.inc()
+        return offers.offer(
+            held, run, head, update, heartbeat_s=self._settings.heartbeat_s
+        ).encode()
 
     def _offered(self, offer: bytes | None) -> web.Response:
         if offer is not None:
@@ -280,7 +279,7 @@ class GatewayApp:
 
     # limits and errors
 
-    def _answering(self, handler: Handler) -> Handler:
+    def answering(self, handler: Handler) -> Handler:
         """Wrap a handler: whatever goes wrong becomes an answer, counted by its reason."""
 
         async def answer(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""A request's body, of which no more is read than any JSON of ours has, and not for ever."""
+"""A request's body, of which no more is read than it may have, and not for ever."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.protocol.messages import BODY
 
 
-async def body_of(request: web.Request, *, within_s: float) -> bytes:
-    """Read a JSON body, whatever its headers say of its length. Raises Refusal."""
-    if (request.content_length or 0) > BODY:
-        raise _too_large()
+async def body_of(request: web.Request, *, within_s: float, most: int = BODY) -> bytes:
+    """Read a body of at most ``most`` bytes, whatever its headers say. Raises Refusal."""
+    if (request.content_length or 0) > most:
+        raise _too_large(most)
     found = bytearray()
     try:
         async with asyncio.timeout(within_s):
             async for chunk in request.content.iter_any():
                 found += chunk
-                if len(found) > BODY:
-                    raise _too_large()
+                if len(found) > most:
+                    raise _too_large(most)
     except TimeoutError as error:
         raise Refusal(408, "too slow", f"the body did not arrive within {within_s:g} s") from error
     return bytes(found)
 
 
-def _too_large() -> Refusal:
-    return Refusal(413, "too large", f"a JSON body may have {BODY} bytes")
+def _too_large(most: int) -> Refusal:
+    return Refusal(413, "too large", f"a body may have {most} bytes here")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox
@@ -36,6 +36,7 @@ from fedstream.runtime.service import Context, repeat
 
 if TYPE_CHECKING:
     from fedstream.coordinator.gateway.app import DeviceOf
+    from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.runtime.tasks import LeaseSettings
     from fedstream.wire import Format
@@ -87,14 +88,32 @@ class Gateway:
             settings, self._desk, self._current, self._models,
             update=update, device_of=device_of or self._auth.device_of,
         )  # fmt: skip
+        self._fleet = self._flower() if settings.flower_app else None
         self._announced: tuple[int, ...] = ()
         self._announced_at = 0.0
         self._unread = 0  # messages in the inbox, at the last announcement
         self._growing = 0  # announcements in a row at which it held more than at the one before
 
+    def _flower(self) -> FleetRoutes:
+        """What serves Flower's supernodes. Raises ConfigError."""
+        try:
+            from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
+            from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"gateway.flower_app needs the package {error.name}: "
+                "pip install 'fedstream[supernodes]'"
+            ) from error
+        return FleetRoutes(
+            self._settings, self._desk, self._current, self._client, self._keys, self._ledger,
+            FlowerApp.read(str(self._settings.flower_app)),
+            Roster.read(str(self._settings.flower_keys)),
+        )  # fmt: skip
+
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """The routes of the protocol, for devices."""
-        return self._app.routes(*self._auth.routes())
+        """The routes of the protocol, for devices; and those of Flower, if they are on."""
+        fleet = self._fleet.routes(self._app.answering) if self._fleet else ()
+        return [*fleet, *self._app.routes(*self._auth.routes())]
 
     async def run(self, context: Context) -> None:
         """Work until stopped, and go on with all of it while uploads in progress end.
@@ -127,7 +146,10 @@ class Gateway:
                 Receipts(self._ledger.fates), metrics, self._settings,
                 name=self._name, wire=self._update,
             )  # fmt: skip
-            self._app.open(Opened(context, tasks, moves, uploads, metrics))
+            opened = Opened(context, tasks, moves, uploads, metrics)
+            self._app.open(opened)
+            if self._fleet:
+                self._fleet.open(opened)
             within_s = max(30.0, self._lease.seconds)
             async with asyncio.TaskGroup() as group:
                 for name, step in (

@@ -37,6 +37,8 @@ class GatewaySettings(Section):
     proxies: Annotated[int, Field(ge=0)] = 0  # ours, in front, that add to X-Forwarded-For
     tls_cert: str | None = None  # PEM: the certificate and those that signed it
     tls_key: str | None = None  # PEM, without a password
+    flower_app: str | None = None  # FAB that Flower's supernodes run; None: there are none
+    flower_keys: str | None = None  # file: the supernodes' public keys, by device
     drain_s: Positive = 20.0
 
     @model_validator(mode="after")
@@ -60,6 +62,10 @@ class GatewaySettings(Section):
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("gateway.tls_cert and gateway.tls_key go together: set both or none")
+        if (self.flower_app is None) != (self.flower_keys is None):
+            raise ValueError(
+                "gateway.flower_app and gateway.flower_keys go together: set both or none"
+            )
         return self
 
     def tls(self) -> ssl.SSLContext | None:

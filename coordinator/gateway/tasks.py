@@ -10,6 +10,7 @@ from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import OWNED, Assignment, Dead, GiveUp, Upload
 from fedstream.broker.streams import Group
+from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.desk import Held
 from fedstream.coordinator.gateway.receipts import receipt_of
 from fedstream.coordinator.gateway.upload_notes import upload_blob
@@ -177,6 +178,15 @@ class Tasks:
     def _upload(self, held: Held) -> PartialBlob:
         site, task = self._outbox.site, held.task.task
         return upload_blob(self._client, self._keys, site, task, held.attempt)
+
+    async def due(self, device: int) -> Held | None:
+        """The oldest task that a device is to do, giving up those that came to nothing."""
+        while (held := self._desk.first(device)) is not None:
+            why = offers.overdue(held.task, self._current.head, time.time())
+            if why is None:
+                return held
+            await self.give_up(held, why)
+        return None
 
     def answered(self, upload: Upload, *, said: bool) -> None:
         """Let go of a task whose update was handed over; ``said``: now, and not before."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.parts import PartialBlob
     from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.desk import Desk, Held
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.moves import Moves
     from fedstream.coordinator.gateway.receipts import Receipts
@@ -321,6 +321,37 @@ class Uploads:
             raise Refusal(400, "length", "more bytes came than the upload was to have") from None
         if completes and not chunks.is_whole:
             raise Refusal(400, "length", f"the upload ends after {chunks.received} bytes")
+
+    async def deliver(self, held: Held, report: UpdateReport, data: memoryview) -> None:
+        """Answer a task with an update that is here, as if its device had uploaded it.
+
+        Raises Refusal, and BrokerError while Redis is away or full; then it may be tried again.
+        """
+        self._fits(data.nbytes, report)
+        task, attempt = held.task.task, held.attempt
+        source = Source(
+            device=held.task.device, seed=held.task.seed, stream=held.stream, entry=held.entry.id
+        )
+        note = UploadNote(source=source, length=data.nbytes, report=report)
+        done = note.model_copy(update={"complete": True})
+        blob = upload_blob(self._client, self._keys, self._outbox.site, task, attempt)
+        last = chunks_of(data.nbytes) - 1
+        ahead: Sequence[Command] = ()
+        self._metrics.upload_bytes.inc(data.nbytes)
+        try:
+            async with self._turns.taken(f"{task}.{attempt}") as turn:
+                mine = _Mine(task, attempt, source, turn, blob, in_hand=True)
+                if not last:
+                    ahead = blob.whole(data, done.encode(), note_expire_s=_NOTE_S)
+                else:
+                    await self._begin(mine, note)
+                    for number in range(last + 1):
+                        chunk = data[number * CHUNK : (number + 1) * CHUNK]
+                        changed = done.encode() if number == last else None
+                        await blob.put(number, chunk, note.encode(), changed)
+                await self._hand_over(mine, done, ahead)
+        except TakenOver:
+            raise upload_answers.taken_over() from None
 
     # the end
 

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.flower import apps, models, records
+from fedstream.protocol.flower import RATES, loss_of, samples_of
 from fedstream.runtime.plugins import import_attribute
 from fedstream.trainer import torchvision_ops
 from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 Scalar = bool | int | float | str
 
-_RATES = ("lr", "learning-rate", "learning_rate")
 _STATE_BYTES = 256 << 20
 _NODES = 2  # Flower's node 1 is the server
 _SERVER = 1
@@ -124,7 +124,7 @@ class FlowerTask(Task):
             partition, who = int(data[row]), f"device {data[row]}: the Flower client"
             content = self._ask("evaluate", partition, arrays, self._run_config, "")
             numbers = records.numbers_of(content)
-            samples = records.samples_of(numbers, who)
+            samples = samples_of(numbers, who)
             for name, value in records.metrics_of(numbers).items():
                 sums[name] = sums.get(name, 0.0) + samples * value
                 weights[name] = weights.get(name, 0) + samples
@@ -146,9 +146,9 @@ class FlowerTask(Task):
                 "train", work.device, records.arrays_of(model), config, str(work.version + 1)
             )
         numbers = records.numbers_of(content)
-        samples = records.samples_of(numbers, who)
+        samples = samples_of(numbers, who)
         records.load(content, model, who)
-        return Trained(steps=0, samples=samples, loss=records.loss_of(numbers), lr=_rate(config))
+        return Trained(steps=0, samples=samples, loss=loss_of(numbers), lr=_rate(config))
 
     def _ask(
         self, kind: str, device: int, arrays: ArrayRecord, config: Mapping[str, Any], group: str
@@ -257,7 +257,7 @@ def train_config(work: Work, run_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     solver = work.solver
     hints: dict[str, Any] = {
-        "lr": next((run_config[key] for key in _RATES if key in run_config), solver.lr),
+        "lr": next((run_config[key] for key in RATES if key in run_config), solver.lr),
         "server-round": work.version + 1,
     }
     lengths = {"epochs": work.epochs, "steps": work.steps, "seconds": work.seconds}

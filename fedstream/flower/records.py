@@ -6,7 +6,6 @@ A model travels as one ``ArrayRecord`` with the names and the order of ``state_d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 from io import BytesIO
@@ -17,6 +16,7 @@ import torch
 from numpy.lib import format as npy
 
 from fedstream.broker.errors import DataError
+from fedstream.protocol.flower import SAMPLES
 
 if TYPE_CHECKING:
     from flwr.app import Array, ArrayRecord, RecordDict
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # numpy has no bfloat16
 _WIDENED = {torch.bfloat16: torch.float32}
-_SAMPLES = ("num-examples", "num_examples")
-_LOSSES = ("train_loss", "train-loss", "loss")
 _PREFIXES = ("eval_", "eval-")
 _SHORT = {"acc": "accuracy"}
 _LAYOUTS = 4096  # dtypes and shapes of tensors whose headers are kept
@@ -108,28 +106,11 @@ def numbers_of(content: RecordDict) -> dict[str, float]:
     return found
 
 
-def samples_of(numbers: Mapping[str, float], who: str) -> int:
-    """The number of examples. Raises DataError if it is missing or not a positive whole number."""
-    count = next((numbers[key] for key in _SAMPLES if key in numbers), None)
-    if count is None:
-        raise DataError(
-            f"{who} did not say on how many examples: its reply needs the metric 'num-examples'"
-        )
-    if not math.isfinite(count) or count != int(count) or count < 1:
-        raise DataError(f"{who} reported num-examples = {count}: expected a whole number above 0")
-    return int(count)
-
-
-def loss_of(numbers: Mapping[str, float]) -> float | None:
-    """The training loss, if the client reports one under a usual name."""
-    return next((float(numbers[key]) for key in _LOSSES if key in numbers), None)
-
-
 def metrics_of(numbers: Mapping[str, float]) -> dict[str, float]:
     """The metrics under our names: ``eval_acc`` is ``accuracy``, ``eval_loss`` is ``loss``."""
     found: dict[str, float] = {}
     for name, value in numbers.items():
-        if name in _SAMPLES:
+        if name in SAMPLES:
             continue
         plain = next((name[len(p) :] for p in _PREFIXES if name.startswith(p)), name)
         found[_SHORT.get(plain, plain)] = float(value)

@@ -198,8 +198,12 @@ class Settings(Section):
         if redis.tls is not None:
             files = {key: str(Path(path).absolute()) for key, path in redis.tls if path is not None}
             redis = redis.model_copy(update={"tls": redis.tls.model_copy(update=files)})
-        tls = {"tls_cert": self.gateway.tls_cert, "tls_key": self.gateway.tls_key}
-        files = {key: str(Path(path).absolute()) for key, path in tls.items() if path is not None}
+        named = ("tls_cert", "tls_key", "flower_app", "flower_keys")
+        files = {
+            key: str(Path(path).absolute())
+            for key in named
+            if (path := getattr(self.gateway, key)) is not None
+        }
         gateway = self.gateway.model_copy(update=files)
         return self.model_copy(
             update={"run": run, "task": task, "redis": redis, "gateway": gateway}

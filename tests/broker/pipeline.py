@@ -147,7 +147,7 @@ async def reached(client: Client, keys: Keys, version: int) -> None:
     await wait_until(there, what=f"version {version}")
 
 
-async def finished(client: Client, keys: Keys) -> View:
+async def finished(client: Client, keys: Keys, within_s: float = 60.0) -> View:
     """Waits for the run's end, at which the counts add up."""
     ledger = EveryRole(client, keys, "test")
 
@@ -157,7 +157,7 @@ async def finished(client: Client, keys: Keys) -> View:
         view = await ledger.look()
         return view if view.run.state == "finished" else None
 
-    view: View = await wait_until(over, what="the run's end")
+    view: View = await wait_until(over, within_s, "the run's end")
     assert view.issued == sum(view.outcomes.values()) + len(view.open), view.counts
     return view
 

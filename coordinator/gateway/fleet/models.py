@@ -1,0 +1,202 @@
+"""Models as Flower's objects, and what a supernode replies as a model and numbers. Pure."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib import format as npy
+
+from fedstream.broker.errors import DataError
+from fedstream.broker.layout import Model
+from fedstream.coordinator.gateway.fleet import objects, protobuf
+from fedstream.coordinator.gateway.fleet.files import ConfigScalar
+from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
+from fedstream.protocol.flower import loss_of, samples_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fedstream.broker.layout import Layout, Tensor
+
+
+_WIDENED = {"bfloat16": "float32"}  # numpy has none
+_NUMBERS = ("double", "sint64", "uint64")
+_REPLY = 64  # records of a reply
+_ERROR = re.compile(r"<class '(?:[\w.]*\.)?(\w{1,80})'>")
+
+
+# what a supernode is given
+
+
+def is_in_order(layout: Layout) -> bool:
+    """Whether the layout has the order of ``state_dict()``, which clients without names rely on."""
+    return not layout.integers and layout.floats == layout.parameters
+
+
+def arrays_of(model: Model) -> FlowerObject:
+    """A model as an ArrayRecord."""
+    return objects.refers(
+        "ArrayRecord", {tensor.name: _array(tensor, values) for tensor, values in _views(model)}
+    )
+
+
+def _views(model: Model) -> Iterator[tuple[Tensor, npt.NDArray[Any]]]:
+    """Each tensor's values, as views into the model."""
+    at = {True: 0, False: 0}
+    for tensor in model.layout.tensors:
+        is_float = tensor.kind in ("parameter", "buffer", "control")
+        vector: npt.NDArray[Any] = model.floats if is_float else model.integers
+        begin = at[is_float]
+        at[is_float] = begin + tensor.count
+        yield tensor, vector[begin : begin + tensor.count].reshape(tensor.shape)
+
+
+def _array(tensor: Tensor, values: npt.NDArray[Any]) -> FlowerObject:
+    dtype = np.dtype(_WIDENED.get(tensor.dtype, tensor.dtype))
+    file = io.BytesIO()
+    npy.write_array(file, np.asarray(values, dtype), allow_pickle=False)
+    data = file.getvalue()
+    chunks = [
+        objects.packed("ArrayChunk", data[at : at + objects.CHUNK])
+        for at in range(0, len(data), objects.CHUNK)
+    ]
+    places = {one: number for number, one in enumerate(dict.fromkeys(one.id for one in chunks))}
+    about = {
+        "dtype": str(dtype), "shape": list(tensor.shape), "stype": "numpy.ndarray",
+        "arraychunk_ids": [places[one.id] for one in chunks],
+    }  # fmt: skip
+    return objects.packed("Array", json.dumps(about).encode(), chunks)
+
+
+def content_of(
+    arrays: FlowerObject, config: Mapping[str, ConfigScalar], *, unnamed: bool
+) -> FlowerObject:
+    """What a train message has: a RecordDict.
+
+    ``unnamed``: also under the names that a NumPyClient looks for, which gets arrays without
+    names. What is there twice is sent once.
+    """
+    items = [protobuf.message("Item", key=key, value=_value(one)) for key, one in config.items()]
+    settings = objects.packed(
+        "ConfigRecord", protobuf.message("Values", items=items).SerializeToString()
+    )
+    records = {"arrays": arrays, "config": settings}
+    if unnamed:
+        records |= {"fitins.parameters": arrays, "fitins.config": settings}
+    return objects.refers("RecordDict", records)
+
+
+def _value(value: ConfigScalar) -> Any:
+    if isinstance(value, bool):
+        return protobuf.message("Value", bool=value)
+    kinds = {int: "sint64", float: "double", str: "string"}
+    return protobuf.message("Value", **{kinds[type(value)]: value})
+
+
+# what it replies
+
+
+@dataclass(frozen=True)
+class FlowerReply:
+    """A supernode's reply to a train message."""
+
+    model: Model
+    samples: int
+    loss: float | None
+
+
+def reply_of(received: Received, message: str, layout: Layout, who: str) -> FlowerReply:
+    """Read a reply from the objects that arrived; ``message``: the id of the topmost.
+
+    Raises DataError, naming ``who``, if it is not an update of such a model. Values that are not
+    finite are taken: the updater refuses and counts them.
+    """
+    _, contents, _ = received.body(message, "Message")
+    if len(contents) != 1:
+        raise DataError(f"{who} replied without content")
+    records = received.named(contents[0], "RecordDict")
+    if len(records) > _REPLY:
+        raise DataError(f"{who} returned {len(records)} records: expected at most {_REPLY}")
+    arrays: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    for name, id_ in records.items():
+        kind, _, body = received.body(id_, "ArrayRecord", "MetricRecord", "ConfigRecord")
+        if kind == "ArrayRecord":
+            arrays[name] = id_
+        elif not name.endswith("res.status"):
+            numbers |= _numbers(body)
+        elif code := _numbers(body).get("code"):  # a NumPyClient's; 0 is OK
+            raise DataError(f"{who} answered with status {code}")
+    if "arrays" not in arrays and len(arrays) != 1:
+        raise DataError(f"{who} returned {len(arrays)} array records: expected one, named 'arrays'")
+    record = arrays["arrays"] if "arrays" in arrays else next(iter(arrays.values()))
+    model = Model(layout)
+    _fill(model, received, record, who)
+    samples = samples_of(numbers, who)
+    if samples >= 1 << 53:
+        raise DataError(f"{who} reported num-examples = {samples}: that is no number of examples")
+    loss = loss_of(numbers)
+    return FlowerReply(model, samples, loss if loss is not None and math.isfinite(loss) else None)
+
+
+def _numbers(body: memoryview) -> dict[str, float]:
+    """All single numbers of a MetricRecord or a ConfigRecord, by name."""
+    found: dict[str, float] = {}
+    for item in protobuf.parsed("Values", body).items:
+        for kind in _NUMBERS:
+            if item.value.HasField(kind):
+                found[item.key] = getattr(item.value, kind)
+    return found
+
+
+def _fill(model: Model, received: Received, record: str, who: str) -> None:
+    """Copy arrays into a model: by name, or by place if they are only numbered."""
+    given = received.named(record, "ArrayRecord")
+    names = [tensor.name for tensor in model.layout.tensors]
+    if [*given] == [str(n) for n in range(len(given))] and [*given] != names:
+        if len(given) != len(names) or not is_in_order(model.layout):
+            raise DataError(
+                f"{who} returned {len(given)} arrays without names, for a model of {len(names)}"
+            )
+        given = dict(zip(names, given.values(), strict=True))
+    if missing := [name for name in names if name not in given]:
+        raise DataError(f"{who} returned no array {missing[0]!r}, which the model has")
+    if unknown := given.keys() - {*names}:
+        raise DataError(f"{who} returned an array {min(unknown)[:80]!r}, which the model lacks")
+    for tensor, values in _views(model):
+        values[...] = _read(received.array(given[tensor.name]), tensor, who)
+
+
+def _read(data: bytes, tensor: Tensor, who: str) -> npt.NDArray[Any]:
+    """An array as numpy writes it. Its header is checked before anything is made of it."""
+    what = f"{who}: array {tensor.name!r}"
+    file = io.BytesIO(data)
+    try:
+        version = npy.read_magic(file)
+        header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, is_fortran, dtype = header(file)
+    except (ValueError, TypeError, EOFError) as error:
+        raise DataError(f"{what} cannot be read: {error}") from error
+    if shape != tensor.shape:
+        raise DataError(f"{what} has shape {shape}, in the model it has {tensor.shape}")
+    is_float = tensor.kind in ("parameter", "buffer", "control")
+    if dtype.kind not in "fiub" or (dtype.kind == "f") != is_float:
+        raise DataError(f"{what} is of dtype {dtype}, in the model it is of {tensor.dtype}")
+    if len(data) - file.tell() != tensor.count * dtype.itemsize:
+        raise DataError(f"{what} has {len(data)} bytes, which do not fit its shape")
+    flat: npt.NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell())
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def error_of(reason: str) -> str:
+    """The reason of giving up, from that of a reply that is an error."""
+    found = _ERROR.match(reason)
+    return f"raised {found[1] if found else 'ClientAppError'}"

@@ -1,0 +1,397 @@
+"""The routes ``/v1/fleet/*``: what a supernode asks, answered from the desk, as any device is."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from fedstream.broker import reasons
+from fedstream.broker.digest import digest_of
+from fedstream.broker.errors import BlobDamaged, BlobMissing, DataError
+from fedstream.broker.layout import Model
+from fedstream.coordinator.gateway.bodies import body_of
+from fedstream.coordinator.gateway.desk import NotHeld
+from fedstream.coordinator.gateway.fleet import models, protobuf, works
+from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
+from fedstream.coordinator.gateway.fleet.objects import CHUNK, packed
+from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.protocol.flower import RATES
+from fedstream.protocol.messages import UpdateReport
+from fedstream.wire.newest import read_newest
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.ledger.gateway import GatewayLedger
+    from fedstream.coordinator.access import Handler
+    from fedstream.coordinator.gateway.app import Opened
+    from fedstream.coordinator.gateway.current import Current
+    from fedstream.coordinator.gateway.desk import Desk, Held, Woken
+    from fedstream.coordinator.gateway.settings import GatewaySettings
+
+_PATH = "/v1/fleet/"
+_SERVER = 1  # the SuperLink's node
+_FIRST_NODE = 2  # device 0's
+_WAIT_S = 10.0  # for a task; a supernode waits 30 s for an answer, and then 3 s to ask again
+_TTL_S = 86400.0  # of a message, which Flower wants to know; nothing ends by it
+_RETRY_S = 2.0
+_SMALL = 64 << 10
+_TREE = 4 << 20  # bytes of a message's tree of objects
+# What a supernode understands: 401 stops it, after 403 it asks for something else, and after 503
+# the same again. Anything else ends it, with what it works on.
+_UNDERSTOOD = (200, 400, 401, 403, 503)
+
+FleetCall = Callable[[int, Any], Awaitable[Any]]
+
+
+class FleetRoutes:
+    """The routes. Until :meth:`open` they are answered 503."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        desk: Desk,
+        current: Current,
+        client: Client,
+        keys: Keys,
+        ledger: GatewayLedger,
+        app: FlowerApp,
+        roster: Roster,
+    ) -> None:
+        self._settings = settings
+        self._desk = desk
+        self._current = current
+        self._client = client
+        self._keys = keys
+        self._ledger = ledger
+        self._app = app
+        self._roster = roster
+        self._works = NodeWorks(settings.model_bytes)
+        self._reading = asyncio.Lock()
+        self._opened: Opened | None = None
+
+    def open(self, opened: Opened) -> None:
+        """Begin to serve supernodes."""
+        self._opened = opened
+
+    def routes(self, answering: Callable[[Handler], Handler]) -> Sequence[web.RouteDef]:
+        """All routes; ``answering``: turns errors into answers."""
+        calls: tuple[tuple[str, str, FleetCall, int], ...] = (
+            ("register-node", "RegisterNodeRequest", self._activate, _SMALL),
+            ("activate-node", "ActivateNodeRequest", self._activate, _SMALL),
+            ("deactivate-node", "LeaveRequest", self._deactivate, _SMALL),
+            ("unregister-node", "LeaveRequest", self._deactivate, _SMALL),
+            ("send-node-heartbeat", "HeartbeatRequest", self._heartbeat, _SMALL),
+            ("pull-messages", "PullMessagesRequest", self._pull_messages, _SMALL),
+            ("pull-object", "PullObjectRequest", self._pull_object, _SMALL),
+            ("confirm-message-received", "ConfirmMessageReceivedRequest", self._confirm, _SMALL),
+            ("get-run", "GetRunRequest", self._get_run, _SMALL),
+            ("get-fab", "GetFabRequest", self._get_fab, _SMALL),
+            ("push-messages", "PushMessagesRequest", self._push_messages, _TREE),
+            ("push-object", "PushObjectRequest", self._push_object, CHUNK + _TREE),
+        )
+        return [
+            web.post(
+                _PATH + path,
+                self._understood(answering(partial(self._answer, kind, answer, most))),
+            )
+            for path, kind, answer, most in calls
+        ]
+
+    def _understood(self, handler: Handler) -> Handler:
+        """Whatever goes wrong: an answer after which a supernode goes on."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                response = await handler(request)
+            except ConnectionError:
+                raise  # the supernode left amid its request: nobody reads an answer
+            except Exception:
+                if self._opened is not None:
+                    self._opened.context.log.exception("request failed", path=request.path)
+                return web.Response(status=503)
+            if response.status not in _UNDERSTOOD:
+                response.set_status(503)
+            return response
+
+        return answer
+
+    async def _answer(
+        self, kind: str, answer: FleetCall, most: int, request: web.Request
+    ) -> web.StreamResponse:
+        if self._opened is None or self._opened.context.stop.is_set():
+            raise self._later("the gateway is starting or stopping")
+        device, pem = self._roster.device_of(request.headers, time.time())
+        _, is_revoked = await self._ledger.registration(device)
+        if is_revoked:
+            raise Refusal(401, "revoked", f"device {device} is revoked")
+        within_s = self._settings.chunk_s if most > _TREE else self._settings.body_s
+        said = protobuf.parsed(kind, await body_of(request, within_s=within_s, most=most))
+        node = device + _FIRST_NODE
+        match kind:
+            case "RegisterNodeRequest" | "ActivateNodeRequest":
+                is_own = said.public_key == pem
+            case "LeaveRequest":
+                is_own = said.node_id == node
+            case _:
+                is_own = said.node.node_id == node
+        if not is_own:
+            raise Refusal(401, "key", f"the key is device {device}'s, the request another's")
+        self._desk.heard(device, time.monotonic())
+        reply = await answer(device, said)
+        return web.Response(body=reply.SerializeToString(), content_type=protobuf.CONTENT_TYPE)
+
+    # coming and going
+
+    async def _activate(self, device: int, _said: Any) -> Any:
+        return protobuf.message("NodeResponse", node_id=device + _FIRST_NODE)
+
+    async def _deactivate(self, device: int, _said: Any) -> Any:
+        """The supernode ends, and with it what it works on."""
+        self._works.end(device)
+        while (held := self._desk.first(device)) is not None:
+            await self._running.tasks.give_up(held, reasons.DROPPED_OUT)
+        self._desk.leave(device)
+        return protobuf.message("Nothing")
+
+    async def _heartbeat(self, device: int, _said: Any) -> Any:
+        if self._current.has_begun:
+            await self._running.tasks.due(device)
+        return protobuf.message("HeartbeatResponse", success=True)
+
+    # tasks
+
+    async def _pull_messages(self, device: int, _said: Any) -> Any:
+        run, head = self._current.run, self._current.head
+        if device >= run.devices:
+            raise Refusal(
+                403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
+            )
+        self._works.end(device)  # it asks, so it has nothing left to do
+        self._works.keep(self._desk.present())
+        if self._current.is_over or device in head.quarantines.by_device:
+            self._desk.leave(device)
+            return protobuf.message("PullMessagesResponse")
+        self._desk.arrive(device, time.monotonic())
+        held = await self._waited(device)
+        if held is None:
+            return protobuf.message("PullMessagesResponse")
+        return await self._task(device, held)
+
+    async def _waited(self, device: int) -> Held | None:
+        """The device's task, as soon as there is one; None if there is none in time."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(_WAIT_S, self._settings.poll_s)
+        if self._desk.first(device) is not None:
+            await self._current.look()  # the task may have come a while ago
+        while (held := await self._running.tasks.due(device)) is None:
+            if self._current.is_over or self._running.context.stop.is_set():
+                return None
+            poll: asyncio.Future[Woken] = loop.create_future()
+            self._desk.park(device, poll, time.monotonic())
+            try:
+                async with asyncio.timeout_at(until):
+                    if await poll == "replaced":
+                        return None
+            except TimeoutError:
+                return None
+            finally:
+                self._desk.unpark(device, poll)
+                self._desk.heard(device, time.monotonic())
+        return held
+
+    async def _task(self, device: int, held: Held) -> Any:
+        """A task as a train message."""
+        given = await self._given()
+        head, task = given.head, held.task
+        config = self._config(held, head.version)
+        rate = next((config[key] for key in RATES if key in config), 0.0)
+        content = models.content_of(
+            given.arrays, config, unnamed=models.is_in_order(given.model.layout)
+        )
+        about = {
+            "run_id": self._run_id(), "src_node_id": _SERVER, "dst_node_id": device + _FIRST_NODE,
+            "reply_to_message_id": "", "group_id": str(head.version), "ttl": _TTL_S,
+            "message_type": "train", "created_at": time.time(), "message_id": "",
+        }  # fmt: skip
+        message = protobuf.message("Message", metadata=about)
+        whole = packed("Message", message.SerializeToString(), [content])
+        message.metadata.message_id = whole.id
+        message.content.SetInParent()  # Flower wants one, though the objects have it
+        held.tau = head.version
+        self._works.begin(
+            device,
+            NodeWork(
+                task.task,
+                whole.id,
+                given,
+                float(rate) if isinstance(rate, int | float) else 0.0,
+                {one.id: one.content for one in whole.every()},
+            ),
+        )
+        self._running.metrics.offered.inc()
+        return protobuf.message(
+            "PullMessagesResponse", messages_list=[message], message_object_trees=[_tree(whole)]
+        )
+
+    async def _given(self) -> GivenVersion:
+        """The newest version's model, which is read once for all. Raises Refusal."""
+        async with self._reading:
+            run, head = self._current.run, self._current.head
+            found = self._works.given(head.given)
+            if found is not None and found.head == head:
+                return found
+            if found is not None:  # a newer version with the same bits
+                given = GivenVersion(head, found.model, found.arrays)
+                self._works.give(given)
+                return given
+            self._works.check_room(2 * run.layout.nbytes)
+            model = Model(run.layout)
+            try:
+                await read_newest(self._client, self._keys, head, model)
+            except (BlobMissing, BlobDamaged) as error:
+                await self._current.look()
+                raise self._later("the newest version can't be read now") from error
+            arrays = await asyncio.to_thread(models.arrays_of, model)
+            given = GivenVersion(head, model, arrays)
+            self._works.give(given)
+            return given
+
+    def _config(self, held: Held, version: int) -> dict[str, Any]:
+        """The configuration that a client is sent; the app's own takes precedence."""
+        task = held.task
+        hints: dict[str, Any] = {"server-round": version + 1}
+        lengths = {"epochs": task.epochs, "steps": task.steps, "seconds": task.seconds}
+        hints |= {f"local-{unit}": n for unit, n in lengths.items() if n is not None}
+        if rate := [self._app.config[key] for key in RATES if key in self._app.config]:
+            hints["lr"] = rate[0]
+        either = {key.replace("-", "_"): value for key, value in hints.items()}
+        return {**either, **hints, **self._app.config}
+
+    async def _pull_object(self, device: int, said: Any) -> Any:
+        work = self._works.get(device)
+        content = work.objects.get(said.object_id) if work is not None else None
+        if content is None:
+            return protobuf.message("PullObjectResponse", object_found=False)
+        return protobuf.message(
+            "PullObjectResponse", object_found=True, object_available=True, object_content=content
+        )
+
+    async def _confirm(self, device: int, said: Any) -> Any:
+        work = self._works.get(device)
+        if work is not None and said.message_object_id == work.message:
+            work.objects = {}
+        return protobuf.message("Nothing")
+
+    async def _get_run(self, _device: int, _said: Any) -> Any:
+        about = {
+            "run_id": self._run_id(), "series_id": self._run_id(), "fab_id": self._app.name,
+            "fab_version": self._app.version, "fab_hash": self._app.digest,
+            "primary_task_type": "flwr-serverapp", "status": {"status": "running"},
+        }  # fmt: skip
+        return protobuf.message("GetRunResponse", run=about)
+
+    async def _get_fab(self, _device: int, _said: Any) -> Any:
+        about = {"hash_str": self._app.digest, "content": self._app.content}
+        return protobuf.message("GetFabResponse", fab=about)
+
+    def _run_id(self) -> int:
+        """A number for this run, which another run of the same name does not have."""
+        text = f"{self._keys.name} {self._current.run.created!r}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+    # replies
+
+    async def _push_messages(self, device: int, said: Any) -> Any:
+        reply = works.reply(said)
+        message, work = said.messages_list[0], self._works.get(device)
+        if work is None or message.metadata.reply_to_message_id != work.message:
+            # This gateway restarted, or gave the task up: nobody waits for the reply.
+            self._running.context.log.info("reply to no task", device=device)
+            return protobuf.message("PushMessagesResponse")
+        if message.HasField("error"):
+            await self._refuse(device, work, message.error.reason)
+            return protobuf.message("PushMessagesResponse")
+        self._works.check_room(works.most(work.given.model))
+        work.reply = reply
+        return protobuf.message(
+            "PushMessagesResponse", objects_to_push=sorted(reply.wanted), session_id=reply.session
+        )
+
+    async def _refuse(self, device: int, work: NodeWork, why: str) -> None:
+        """Give a task up whose reply is an error, or nothing that can be used."""
+        self._works.end(device)
+        log = self._running.context.log
+        log.warning("supernode failed", device=device, task=work.task, reason=why[:300])
+        try:
+            held = await self._running.moves.find(work.task, device)
+        except NotHeld:
+            return
+        await self._running.tasks.give_up(held, models.error_of(why))
+
+    async def _push_object(self, device: int, said: Any) -> Any:
+        work = self._works.get(device)
+        reply = work.reply if work is not None else None
+        is_stored = False
+        if work is not None and reply is not None and said.session_id == reply.session:
+            is_stored = reply.take(said.object_id, said.object_content)
+            if reply.size > works.most(work.given.model):
+                await self._refuse(device, work, "<class 'DataError'>: the reply is too large")
+            elif is_stored and reply.is_whole:
+                async with reply.turn:
+                    if not reply.is_done:
+                        await self._deliver(device, work, reply)
+                        reply.is_done = True
+                        reply.received.contents.clear()
+        return protobuf.message("PushObjectResponse", stored=is_stored)
+
+    async def _deliver(self, device: int, work: NodeWork, reply: Incoming) -> None:
+        """Answer the task with a whole reply. Raises BrokerError, after which it may come again."""
+        running, layout = self._running, work.given.model.layout
+        try:
+            held = await running.moves.find(work.task, device)
+        except NotHeld:
+            running.context.log.info("reply to no task", device=device, task=work.task)
+            return
+        try:
+            found = await asyncio.to_thread(
+                models.reply_of, reply.received, reply.message, layout, f"device {device}"
+            )
+        except DataError as error:
+            await self._refuse(device, work, f"<class 'DataError'>: {error}")
+            return
+        if self._current.run.sends == "delta":
+            found.model.parameters[:] -= work.given.model.parameters
+        data = found.model.buffer.data
+        await running.uploads.deliver(
+            held,
+            UpdateReport(
+                digest=digest_of(data), samples=found.samples, steps=0, lr=work.lr,
+                loss=found.loss, seconds=reply.seconds, tau=work.given.head.version,
+                base=work.given.head.given, layout=layout.signature,
+            ),
+            data,
+        )  # fmt: skip
+
+    @property
+    def _running(self) -> Opened:
+        if self._opened is None:
+            raise self._later("the gateway is starting")
+        return self._opened
+
+    def _later(self, why: str) -> Refusal:
+        return Refusal(503, "unavailable", f"{why}: try again later", retry_after_s=_RETRY_S)
+
+
+def _tree(whole: Any) -> Any:
+    """An object's tree, as Flower names it."""
+    return protobuf.message(
+        "ObjectTree", object_id=whole.id, children=[_tree(part) for part in whole.parts]
+    )

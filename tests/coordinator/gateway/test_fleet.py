@@ -1,0 +1,406 @@
+"""Flower's Fleet API, spoken to a real gateway by hand; tests/flower has the real supernode."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Upload
+from fedstream.coordinator.gateway.fleet import models, objects, protobuf
+from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
+from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
+from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
+from tests.support import Hand, layout_of, wait_until
+
+DEVICE = 3
+PROJECT = """
+[project]
+name = "some-app"
+version = "1.0.0"
+[tool.flwr.app]
+publisher = "clinic"
+[tool.flwr.app.config]
+learning-rate = 0.5
+deep.er = true
+"""
+
+
+@dataclass
+class Node:
+    """A supernode: its key, and what it asks for."""
+
+    place: Place
+    device: int
+    key: ec.EllipticCurvePrivateKey
+    clock: timedelta = timedelta(0)
+
+    @property
+    def id(self) -> int:
+        """Its number among Flower's nodes, of which the SuperLink is the first."""
+        return self.device + 2
+
+    def headers(self) -> dict[str, str]:
+        """Flower's signature."""
+        said = (datetime.now(UTC) + self.clock).isoformat()
+        return {
+            "flwr-public-key": base64.b64encode(pem(self.key)).decode(),
+            "flwr-timestamp": said,
+            "flwr-signature": base64.b64encode(
+                self.key.sign(said.encode(), ec.ECDSA(hashes.SHA256()))
+            ).decode(),
+        }
+
+    async def status(self, path: str, kind: str, **fields: Any) -> int:
+        """The status of an answer."""
+        body = protobuf.message(kind, **fields).SerializeToString()
+        answer = await self.place.ask("POST", path, data=io.BytesIO(body), headers=self.headers())
+        return answer.status
+
+    async def ask(self, path: str, kind: str, answer: str, **fields: Any) -> Any:
+        """What is answered to a message."""
+        fields = {"node": {"node_id": self.id}, **fields}
+        body = protobuf.message(kind, **fields).SerializeToString()
+        said = await self.place.ask("POST", path, data=io.BytesIO(body), headers=self.headers())
+        assert said.status == 200, (said.status, said.body)
+        return protobuf.parsed(answer, said.body)
+
+    async def pull(self) -> tuple[Any, Received]:
+        """A train message, and its objects."""
+        said = await self.ask(
+            "/v1/fleet/pull-messages", "PullMessagesRequest", "PullMessagesResponse"
+        )
+        [message], [tree] = said.messages_list, said.message_object_trees
+        assert message.metadata.message_id == tree.object_id
+        received, to_see = Received(), [tree]
+        while to_see:
+            one = to_see.pop()
+            to_see += one.children
+            got = await self.ask(
+                "/v1/fleet/pull-object", "PullObjectRequest", "PullObjectResponse",
+                object_id=one.object_id,
+            )  # fmt: skip
+            assert hashlib.sha256(got.object_content).hexdigest() == one.object_id
+            received.contents[one.object_id] = got.object_content
+        return message, received
+
+    async def reply(self, message: Any, content: FlowerObject) -> list[bool]:
+        """Sends a reply; whether each of its objects was stored."""
+        about = {"reply_to_message_id": message.metadata.message_id}
+        reply = protobuf.message("Message", metadata=about)
+        whole = objects.packed("Message", reply.SerializeToString(), [content])
+        said = await self.ask(
+            "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+            messages_list=[reply], message_object_trees=[tree_of(whole)],
+            clientapp_runtime_list=[1.5],
+        )  # fmt: skip
+        every = {one.id: one for one in whole.every()}
+        assert {*said.objects_to_push} in ({*every}, set())
+        return [
+            await self.push(said.session_id, every[id_].content) for id_ in said.objects_to_push
+        ]
+
+    async def push(self, session: str, content: bytes, name: str = "") -> bool:
+        """Sends an object; whether it was stored."""
+        said = await self.ask(
+            "/v1/fleet/push-object", "PushObjectRequest", "PushObjectResponse",
+            session_id=session, object_content=content,
+            object_id=name or hashlib.sha256(content).hexdigest(),
+        )  # fmt: skip
+        return bool(said.stored)
+
+
+def tree_of(one: FlowerObject) -> dict[str, Any]:
+    return {"object_id": one.id, "children": [tree_of(part) for part in one.parts]}
+
+
+def pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def listed(key: Any) -> str:
+    openssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    return str(key.public_key().public_bytes(*openssh).decode())
+
+
+def packed_app(folder: Path) -> Path:
+    """A Flower app as a file."""
+    with zipfile.ZipFile(folder / "app.fab", "w") as file:
+        file.writestr("pyproject.toml", PROJECT)
+    return folder / "app.fab"
+
+
+@asynccontextmanager
+async def fleet(
+    hand: Hand, redis: RedisSettings, folder: Path, **settings: Any
+) -> AsyncIterator[Node]:
+    """A gateway for supernodes, and the one of a device."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    (folder / "keys").write_text(f"# ours\n\n{DEVICE} {listed(key)} clinic 3\n")
+    files: dict[str, Any] = {
+        "flower_app": str(packed_app(folder)),
+        "flower_keys": str(folder / "keys"),
+    }
+    async with (
+        coordinating(hand, redis),
+        serving(hand, redis, poll_s=0.0, **files, **settings) as place,
+    ):
+        yield Node(place, DEVICE, key)
+
+
+async def asked(hand: Hand, node: Node, **task: Any) -> tuple[Any, Received]:
+    """Has the supernode asked to train; returns the message, and its objects."""
+    said = await node.ask("/v1/fleet/pull-messages", "PullMessagesRequest", "PullMessagesResponse")
+    assert not said.messages_list
+    await owned_by(hand, DEVICE, "gw-0")
+    await hand.open(device=DEVICE, **task)
+    await wait_until(lambda: len(node.place.gateway._desk) == 1)
+    return await node.pull()
+
+
+def content(
+    model: Model, numbers: Mapping[str, float], names: tuple[str, ...] | None = None
+) -> FlowerObject:
+    """A reply of a NumPyClient, or of the Message API."""
+    record = models.arrays_of(model)
+    if names is not None:
+        record = objects.refers("ArrayRecord", dict(zip(names, record.parts, strict=True)))
+    items = [{"key": key, "value": {"double": value}} for key, value in numbers.items()]
+    metrics = protobuf.message("Values", items=items).SerializeToString()
+    examples = objects.packed("MetricRecord", metrics)
+    return objects.refers(
+        "RecordDict", {"fitres.parameters": record, "fitres.num_examples": examples}
+    )
+
+
+def changed(hand: Hand, by: float) -> Model:
+    model = Model(hand.layout)
+    model.floats[:] = np.arange(model.floats.size, dtype=np.float32) + by
+    return model
+
+
+@pytest.mark.parametrize("parameters", [4, 2_000_000], ids=["one chunk", "several chunks"])
+async def test_reply_is_an_update_once(
+    redis: RedisSettings, hand: Hand, tmp_path: Path, parameters: int
+) -> None:
+    hand.layout = layout_of(parameters)
+    version = await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, received = await asked(hand, node, epochs=None, steps=7)
+        assert (message.metadata.group_id, message.metadata.dst_node_id) == ("0", node.id)
+        [record] = received.body(message.metadata.message_id, "Message")[1]
+        records = received.named(record, "RecordDict")
+        assert records["arrays"] == records["fitins.parameters"]
+        given = received.named(records["arrays"], "ArrayRecord")
+        assert [*given] == [one.name for one in hand.layout.tensors]
+        was = await hand.model(version)
+        arrays = [np.load(io.BytesIO(received.array(id_))) for id_ in given.values()]
+        assert np.array_equal(np.concatenate([one.ravel() for one in arrays]), was.floats)
+        config = protobuf.parsed("Values", received.body(records["config"], "ConfigRecord")[2])
+        values = {one.key: one.value for one in config.items}
+        assert values["local-steps"].sint64 == 7
+        assert values["lr"].double == values["learning-rate"].double == 0.5
+        assert values["deep.er"].bool is True
+        assert values["server-round"].sint64 == 1
+
+        trained = changed(hand, 0.5)
+        names = tuple(str(n) for n in range(len(hand.layout.tensors)))
+        reply = content(trained, {"num_examples": 12.0, "train_loss": 0.25}, names)
+        stored = await node.reply(message, reply)
+        assert stored
+        assert all(stored)
+
+        async def queued() -> Any:
+            return await hand.queue()
+
+        [(_, upload)] = await wait_until(queued)
+        assert isinstance(upload, Upload)
+        assert (upload.device, upload.site, upload.tau, upload.base) == (
+            DEVICE, SITE, 0, version.digest,
+        )  # fmt: skip
+        assert (upload.samples, upload.loss, upload.lr, upload.steps) == (12, 0.25, 0.5, 0)
+        assert upload.seconds == 1.5
+        arrived = Model(hand.layout)
+        await blobs.read(
+            hand.client, hand.keys.queued(upload.blob), arrived,
+            digest=upload.digest, chunks=upload.chunks,
+        )  # fmt: skip
+        assert np.array_equal(arrived.floats, trained.floats)
+        assert await node.push(_session(message, reply), b"anything"), "the same again"
+        assert await node.reply(message, reply) == [True] * len(stored), "all of it again"
+        assert len(await hand.queue()) == 1
+        await hand.balanced()
+
+
+def _session(message: Any, reply: FlowerObject) -> str:
+    about = {"reply_to_message_id": message.metadata.message_id}
+    body = protobuf.message("Message", metadata=about).SerializeToString()
+    return objects.packed("Message", body, [reply]).id[:16]
+
+
+@pytest.mark.parametrize("spoil", ["no examples", "another shape", "one name less", "integers"])
+async def test_reply_that_is_no_update_gives_the_task_up(
+    redis: RedisSettings, hand: Hand, tmp_path: Path, spoil: str
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, _ = await asked(hand, node)
+        [name, *rest] = [one.name for one in hand.layout.tensors]
+        arrays = dict(zip((name, *rest), models.arrays_of(changed(hand, 0)).parts, strict=True))
+        numbers = {"num-examples": 3.0}
+        match spoil:
+            case "no examples":
+                numbers = {}
+            case "another shape":
+                arrays[name] = array(np.zeros(3, np.float32))
+            case "one name less":
+                del arrays[name]
+            case "integers":
+                arrays[name] = array(np.zeros(hand.layout.tensors[0].shape, np.int32))
+        items = [{"key": key, "value": {"double": value}} for key, value in numbers.items()]
+        metrics = protobuf.message("Values", items=items).SerializeToString()
+        records = {
+            "arrays": objects.refers("ArrayRecord", arrays),
+            "metrics": objects.packed("MetricRecord", metrics),
+        }
+        await node.reply(message, objects.refers("RecordDict", records))
+        await ends(hand, "given_up", "raised DataError")
+        assert await hand.queue() == []
+
+
+def array(values: Any) -> FlowerObject:
+    file = io.BytesIO()
+    np.save(file, values)
+    chunk = objects.packed("ArrayChunk", file.getvalue())
+    return objects.packed("Array", json.dumps({"arraychunk_ids": [0]}).encode(), [chunk])
+
+
+async def test_error_gives_the_task_up(redis: RedisSettings, hand: Hand, tmp_path: Path) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, _ = await asked(hand, node)
+        about = {"reply_to_message_id": message.metadata.message_id}
+        said = await node.ask(
+            "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+            messages_list=[
+                {"metadata": about, "error": {"code": 2, "reason": "<class 'ValueError'>:<'no'>"}}
+            ],
+            message_object_trees=[{"object_id": "0" * 64}],
+        )  # fmt: skip
+        assert not said.objects_to_push
+        await ends(hand, "given_up", "raised ValueError")
+
+
+async def test_object_that_is_not_what_it_says_is_not_stored(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, _ = await asked(hand, node)
+        about = {"reply_to_message_id": message.metadata.message_id}
+        said = await node.ask(
+            "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+            messages_list=[{"metadata": about}], message_object_trees=[{"object_id": "0" * 64}],
+        )  # fmt: skip
+        assert [*said.objects_to_push] == ["0" * 64]
+        assert not await node.push(said.session_id, b"zeros", "0" * 64)
+        assert not await node.push("another", b"zeros")
+        assert await hand.queue() == []
+
+
+async def test_supernode_that_ends_gives_its_task_up(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, _ = await asked(hand, node)
+        assert (
+            await node.status("/v1/fleet/deactivate-node", "LeaveRequest", node_id=node.id) == 200
+        )
+        await ends(hand, "given_up", "dropped out")
+        assert await node.reply(message, content(changed(hand, 1), {"num_examples": 1.0})) == []
+
+
+async def test_who_is_not_listed_is_turned_away(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    """401 stops a supernode: it is answered to nobody who may try again."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        activate = "/v1/fleet/activate-node", "ActivateNodeRequest"
+        own = pem(node.key)
+        assert await node.status(*activate, public_key=own) == 200
+        other = Node(node.place, DEVICE, ec.generate_private_key(ec.SECP384R1()))
+        assert await other.status(*activate, public_key=pem(other.key)) == 401, "unknown key"
+        assert await node.status(*activate, public_key=pem(other.key)) == 401, "another's"
+        late = Node(node.place, DEVICE, node.key, timedelta(seconds=-90))
+        assert await late.status(*activate, public_key=own) == 401, "an old signature"
+        forged = node.headers() | {"flwr-signature": other.headers()["flwr-signature"]}
+        answer = await node.place.ask("POST", activate[0], data=b"", headers=forged)
+        assert answer.status == 401
+        beat = "/v1/fleet/send-node-heartbeat", "HeartbeatRequest"
+        assert await node.status(*beat, node={"node_id": node.id}) == 200
+        assert await node.status(*beat, node={"node_id": node.id + 1}) == 401, "another node"
+        await hand.client.call("HSET", hand.keys.revoked(SITE), DEVICE, "1")
+        assert await node.status(*beat, node={"node_id": node.id}) == 401, "revoked"
+
+
+async def test_nothing_is_answered_that_ends_a_supernode(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path, address_rate=0.01) as node:
+        beat = "/v1/fleet/send-node-heartbeat", "HeartbeatRequest"
+        said = [await node.status(*beat, node={"node_id": node.id}) for _ in range(4)]
+        assert said == [200, 200, 503, 503], "too many requests: 429 to others"
+
+
+async def test_off_unless_it_is_set(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with serving(hand, redis) as place:
+        assert (await place.ask("POST", "/v1/fleet/activate-node", data=b"")).status in (404, 405)
+
+
+def test_keys_are_checked_before_anything_is_served(tmp_path: Path) -> None:
+    one = listed(ec.generate_private_key(ec.SECP256R1()))
+    file = tmp_path / "keys"
+    for text, wanted in (
+        ("", "no keys"),
+        (f"x {one}", "line 1: expected DEVICE"),
+        (f"1 {one}\n\n2 {one}", "line 3.*twice"),
+        ("1 ssh-rsa AAAA", "line 1: expected DEVICE"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=wanted):
+            Roster.read(str(file))
+    with pytest.raises(ConfigError, match=r"gateway\.flower_keys = 'nowhere'"):
+        Roster.read("nowhere")
+
+
+def test_app_is_read_as_flower_builds_it(tmp_path: Path) -> None:
+    app = FlowerApp.read(str(packed_app(tmp_path)))
+    assert (app.name, app.version) == ("clinic/some-app", "1.0.0")
+    assert app.digest == hashlib.sha256(app.content).hexdigest()
+    assert app.config == {"learning-rate": 0.5, "deep.er": True}
+    (tmp_path / "keys").write_text("no app")
+    with pytest.raises(ConfigError, match=r"gateway\.flower_app = .*keys"):
+        FlowerApp.read(str(tmp_path / "keys"))
