@@ -80,6 +80,13 @@ class Gateway:
                 return answer
 
 
+def give_up(gateway, offer, why):
+    """End with the reason; another device can do the task at once."""
+    said = {"attempt": offer["attempt"], "reason": "raised ValueError"}
+    gateway.ask("POST", f"/v1/tasks/{offer['task']['id']}/give-up", json=said)
+    sys.exit(f"task {offer['task']['id']}: given up: {why}")
+
+
 def perform(gateway, offer):
     """One task: the newest model, some steps on the device's data, and the update back."""
     task, model, update = offer["task"], offer["model"], offer["update"]
@@ -88,8 +95,14 @@ def perform(gateway, offer):
         return
     right = hashlib.sha256(found.content).hexdigest() == model["digest"]
     if not right or {model["format"], update["format"]} != {"f32"}:
-        sys.exit("not the model that was offered, or in a format that this program can't read")
+        give_up(gateway, offer, "not the model that was offered, or in another format than f32")
     x_tau = np.frombuffer(found.content, "<f4")
+    if len(x_tau) != CLASSES * (INPUTS + 1):
+        give_up(
+            gateway,
+            offer,
+            f"the run's model is not the one in `train`: it has {len(found.content)} bytes",
+        )
     x = x_tau.copy()
     report = train(x, task["device"], task.get("steps") or task.get("epochs") or 1)
     data = (x if update["sends"] == "model" else x - x_tau).tobytes()
