@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.bounded import BoundedClient
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.gateway import GatewayLedger
@@ -35,6 +35,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
 
 if TYPE_CHECKING:
+    from fedstream.broker.client import RedisSettings
     from fedstream.coordinator.gateway.app import DeviceOf
     from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
     from fedstream.coordinator.gateway.settings import GatewaySettings
@@ -46,6 +47,7 @@ _ANNOUNCE_S = 2.0  # between two announcements of the same devices
 _CHANGED_S = 0.2  # between two announcements if they change
 _CHANGED_PER_S = 20_000  # devices named in announcements, well below coordinator.announce_rate
 _GROWING = 8  # announcements after which nobody seems to read them: 16 s at most
+_LINKS = 64  # connections to Redis, however many devices ask for something at once
 _GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
 
 
@@ -73,7 +75,7 @@ class Gateway:
         self._keys = keys
         self._name = name
         self._update = update
-        self._client = Client(redis, name, loads_scripts=False)
+        self._client = BoundedClient(redis, name, links=_LINKS, loads_scripts=False)
         self._ledger = GatewayLedger(self._client, keys, name, settings.site)
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name))
