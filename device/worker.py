@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 FORMATS = tuple(name + ending for ending in ("", "+zstd") for name in ENCODINGS)
 _CHECK_IN_S = 50.0  # longest that a check-in waits for a task
+_QUIET_S = 60.0  # without a task, until the device says that it waits
 _GOODBYE_S = 5.0  # for giving a task up when told to stop
 _LOOK_S = 0.25  # between looks whether to go on, of a device that pretends to be slow
 _REST_S = 10.0  # longest rest after a task that raised
@@ -103,7 +104,8 @@ class DeviceWorker:
             raise
 
     async def _offered(self) -> Offer:
-        """Check in until there is a task."""
+        """Check in until there is a task. Says once if that takes long."""
+        began, has_said = time.monotonic(), False
         while True:
             self._show("waiting for a task")
             asks = CheckIn(
@@ -111,6 +113,13 @@ class DeviceWorker:
             )
             found = await self._gateway.check_in(asks)
             if isinstance(found, float):
+                waited_s = time.monotonic() - began
+                if waited_s >= _QUIET_S and not has_said:
+                    has_said = True
+                    self._say(
+                        f"no task for {waited_s:.0f} s; still waiting. If it stays so, ask the "
+                        "run's operator whether a coordinator serves the gateway (fedstream doctor)"
+                    )
                 await self._gateway.connection.pause(found)
             elif found.task.device == self._gateway.device:
                 return found

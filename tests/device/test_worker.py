@@ -136,6 +136,22 @@ async def test_refused_update_is_said_with_its_reason(
     assert said[-1].startswith("task task-1: refused (norm too large): ")
 
 
+async def test_device_that_waits_long_says_so_once(
+    gateway: FakeGateway, options: Options, model: Model, said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    now = count(start=0, step=40)  # seconds, one look at the clock to the next
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr("fedstream.device.worker.time", clock)
+    life = asyncio.create_task(live(options(), said.append, nothing))
+    await wait_until(lambda: len(gateway.check_ins) > 4)
+    offer = gateway.offer(model)
+    await life
+    assert gateway.sent[offer.attempt].complete
+    assert [one.startswith("no task for 80 s; still waiting") for one in said].count(True) == 1
+    assert sum("still waiting" in one for one in said) == 1
+
+
 async def test_update_of_a_format_that_changed_is_dropped_and_the_task_done_anew(
     gateway: FakeGateway, options: Options, model: Model, said: list[str]
 ) -> None:
