@@ -7,6 +7,7 @@ the limits allow. Nothing of it ends the service.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import time
@@ -90,7 +91,7 @@ class GatewayApp:
         self._of_address = Quota("address", settings.address_rate)
         self._rng = random.Random()
         self._opened: Opened | None = None
-        self._openapi = openapi.document()
+        self._openapi = json.dumps(openapi.document()).encode()
 
     def open(self, opened: Opened) -> None:
         """Begin to serve devices."""
@@ -261,7 +262,7 @@ class GatewayApp:
         return response
 
     async def _document(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._openapi)
+        return web.Response(body=self._openapi, content_type="application/json", charset="utf-8")
 
     async def _no_route(self, request: web.Request) -> web.StreamResponse:
         path = request.path[:80]
