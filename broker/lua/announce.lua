@@ -30,7 +30,14 @@ redis.call('EXISTS', own) -- as for undeclared keys: fails here while a cluster 
 guard()
 if not take(key.stream, a.group, a.entry) then return 'repeated' end
 -- Charged by cost: each named device is looked up, and all trainers are if there may be too many.
-local is_new, alive = not redis.call('ZSCORE', key.alive, name), redis.call('ZCARD', key.alive)
+local heard, alive = redis.call('ZSCORE', key.alive, name), redis.call('ZCARD', key.alive)
+local is_new = not heard
+local function note_alive()
+  local now = redis.call('TIME')
+  redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
+end
+-- Costs next to nothing, so it is not charged: a site over its limit is not struck off as silent.
+if not a.leaves and tonumber(heard or 0) > 0 then note_alive() end
 local all = is_new and alive >= a.most
 if not within('announced ' .. a.site, a.rate, 1 + #a.owns + (all and math.floor(alive / 5) or 0)) then
   count('stray:' .. reasons.ANNOUNCEMENT_OVER_LIMIT)
@@ -55,8 +62,7 @@ local before, wants, denied = {}, {}, {}
 for _, device in ipairs(devices_of(name)) do before[device] = true end
 for _, device in ipairs(a.owns) do wants[device] = true end
 for _, device in ipairs(a.denied) do denied[device] = true end
-local now = redis.call('TIME')
-redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
+note_alive()
 redis.call('HSET', key.trainers, name, ARGV[2])
 redis.call('HDEL', key.working, name)
 redis.call('PERSIST', own) -- it may have got an expiry while its owner was unknown

@@ -67,6 +67,24 @@ async def test_heartbeat_keeps_a_trainer_alive(owner: Owner, client: Client, key
     assert await owner.hand.ledger.silent(30) == []
 
 
+async def test_list_over_the_limit_still_says_that_its_trainer_is_there(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Its devices stay as they were; who is not registered, or has left, does not come so."""
+    await hand.create()
+    await hand.announce("edge", 3, site=SITE)
+    for score, is_heard in ((1.5, True), (0, False)):
+        await client.call("ZADD", keys.alive, score, "north/edge")
+        for name in ("edge", "new"):
+            await Outbox(client, keys, SITE).announce(name, [3, 4])
+        for entry in await hand.heard(SITE):
+            assert await hand.hear(SITE, entry, rate=1) == "over"
+        noted = float(await client.call("ZSCORE", keys.alive, "north/edge"))
+        assert (noted > 1e9) is is_heard
+    assert await client.call("ZSCORE", keys.alive, "north/new") is None
+    assert await hand.ledger.owners() == {3: "north/edge"}
+
+
 async def test_trainer_whose_heartbeats_nobody_reads_sends_its_list_in_time(
     owner: Owner, client: Client, keys: Keys
 ) -> None:
