@@ -7,6 +7,7 @@ task is held until its answer was sent, or until its device was away for ``lease
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -220,20 +221,21 @@ class Desk:
 
     # time
 
-    def gone(self, now: float) -> list[Held]:
+    def gone(self, now: float, since: float = -math.inf) -> list[Held]:
         """Let devices go that are away, and return the tasks of those that stay away.
 
         These are to be given up, and stay in hand until they are. A device whose check-in waits is
-        not away.
+        not away. ``since``: from when on devices could be heard without a break.
         """
         given_up: list[Held] = []
         least_s = min(self._away_s, self._lease_s)
         for device, seat in tuple(self._idle(now - least_s)):
             if seat.poll is not None:
                 continue
-            if not seat.tasks and now - seat.heard >= self._away_s:
+            away_s = now - max(seat.heard, since)
+            if not seat.tasks and away_s >= self._away_s:
                 self._remove(device)
-            elif now - seat.heard >= self._lease_s:
+            elif away_s >= self._lease_s:
                 given_up += seat.tasks
         return given_up
 

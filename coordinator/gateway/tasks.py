@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedstream.runtime.tasks import LeaseSettings
 
 _AT_ONCE = 256  # tasks taken with one read
+_DEAF_S = 3.0  # without a sweep: devices may have gone unheard
 
 
 class Tasks:
@@ -62,6 +63,7 @@ class Tasks:
         self._unsure = True  # whether there may be tasks of ours that we don't know of
         self._began = False
         self._swept = 0.0
+        self._listened = self._hears_since = 0.0  # when the last sweep ended; and since when
         self.answers = 0
 
     async def take(self) -> None:
@@ -141,12 +143,21 @@ class Tasks:
             await self._discard_ended(lost)
 
     async def sweep(self) -> None:
-        """Give up the tasks of devices that stay away, and all tasks once the run is over."""
-        for held in self._desk.gone(time.monotonic()):
+        """Give up the tasks of devices that stay away, and all tasks once the run is over.
+
+        Silence counts only while devices could be heard: while Redis is away they are told to come
+        again, and a process that stands still hears nobody.
+        """
+        await self._current.look()
+        now = time.monotonic()
+        if now - self._listened > _DEAF_S:
+            self._hears_since = now
+        for held in self._desk.gone(now, self._hears_since):
             await self.give_up(held, reasons.DROPPED_OUT)
         if self._current.is_over:
             for held in self._desk:
                 await self.give_up(held, reasons.RUN_FINISHED)
+        self._listened = time.monotonic()
 
     async def give_up(self, held: Held, reason: str) -> None:
         """Say that a device will not finish a task, and let go of it."""

@@ -173,6 +173,19 @@ async def test_device_that_waits_is_not_away() -> None:
     assert one.present() == ()
 
 
+def test_nobody_is_away_who_could_not_be_heard() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    one.arrive(4, 0.0)
+    held = task("a", 4)
+    one.hold(held, 0.0)
+    back = 10 * LEASE_S
+    assert one.gone(back, back) == []
+    assert set(one.present()) == {3, 4}
+    assert one.gone(back + LEASE_S, back) == [held]
+    assert one.present() == (4,)
+
+
 def test_answer_is_repeated_for_its_nonce_alone() -> None:
     one = desk()
     one.arrive(3, 0.0)

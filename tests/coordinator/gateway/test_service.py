@@ -17,7 +17,7 @@ from fedstream.broker.messages import Trigger, Withdraw
 from fedstream.broker.records import NO_QUARANTINES
 from fedstream.wire import format_of
 from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
-from tests.support import Hand, counted, layout_of, wait_until
+from tests.support import Hand, Proxy, counted, layout_of, wait_until
 
 
 async def test_device_that_waits_gets_its_task(redis: RedisSettings, hand: Hand) -> None:
@@ -107,6 +107,29 @@ async def test_silent_device_loses_its_task_and_then_its_place(
         await hand.open(device=3)
         await ends(hand, "given_up", reasons.DROPPED_OUT)
         await owned_by(hand, 3, None)
+
+
+async def test_silence_does_not_count_while_redis_is_away(redis: RedisSettings, hand: Hand) -> None:
+    """Devices are told to come again then; when Redis is back, their tasks are still theirs."""
+    await hand.create()
+    async with (
+        Proxy(redis) as proxy,
+        coordinating(hand, redis, trainer_silence_s=60.0),
+        serving(hand, proxy.settings, lease_s=3.5) as place,
+    ):
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        opened = place.gateway._app._opened
+        assert opened
+        proxy.refuse = lambda _: True
+        proxy.cut()
+        await asyncio.sleep(4.0)
+        swept, proxy.refuse = opened.tasks._listened, None
+        await wait_until(lambda: opened.tasks._listened > swept)
+        assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
+    assert (await hand.ledger.tally()).reasons("given_up") == {}
 
 
 async def test_ineligible_device_is_asked_no_more(redis: RedisSettings, hand: Hand) -> None:
