@@ -224,9 +224,10 @@ class GatewayApp:
             why: Literal["run over", "given up"]
             why = "run over" if self._current.is_over else "given up"
             return _json(Advice(go_on=False, why=why))
-        run, head, now = self._current.run, self._current.head, time.time()
-        advice = offers.advice(held, said.attempt, run, head, now)
-        if (why_not := offers.overdue(held.task, head, now)) is not None:
+        why_not = await self._running().tasks.overdue(held)
+        run, head = self._current.run, self._current.head
+        advice = offers.advice(held, said.attempt, run, head, time.time())
+        if why_not is not None:
             await self._running().tasks.give_up(held, why_not)
         return _json(advice)
 

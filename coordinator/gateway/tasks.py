@@ -193,11 +193,18 @@ class Tasks:
     async def due(self, device: int) -> Held | None:
         """The oldest task that a device is to do, giving up those that came to nothing."""
         while (held := self._desk.first(device)) is not None:
-            why = offers.overdue(held.task, self._current.head, time.time())
+            why = await self.overdue(held)
             if why is None:
                 return held
             await self.give_up(held, why)
         return None
+
+    async def overdue(self, held: Held) -> str | None:
+        """As :func:`offers.overdue`, by a version that was read after the task came."""
+        version = held.task.version
+        if version is not None and version > self._current.head.version:
+            await self._current.look()  # another replica read it sooner, or Redis has fallen back
+        return offers.overdue(held.task, self._current.head, time.time())
 
     def answered(self, upload: Upload, *, said: bool) -> None:
         """Let go of a task whose update was handed over; ``said``: now, and not before."""

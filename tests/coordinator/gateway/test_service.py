@@ -238,6 +238,27 @@ async def test_task_of_a_round_that_ended_is_not_offered(redis: RedisSettings, h
         assert (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
 
 
+async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """A device may come with it from a replica that has read the newest version sooner."""
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        current = place.gateway._current
+        older = current.head
+        await hand.commit(1)
+        await hand.open(device=3, version=1)
+        await wait_until(lambda: len(place.gateway._desk))
+        current._head = older  # between two looks
+        offer = (await place.check_in(3)).offer
+        assert offer.model.version == 1
+        current._head = older
+        assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
+    assert (await hand.ledger.tally()).reasons("given_up") == {}
+
+
 async def test_heartbeat_ends_a_task_whose_deadline_has_passed(
     redis: RedisSettings, hand: Hand
 ) -> None:
