@@ -78,6 +78,7 @@ class Desk:
         self._most = most
         self._seats: dict[int, _Seat] = {}  # least recently heard first
         self._held: dict[str, Held] = {}  # by task
+        self._declined: set[int] = set()  # whose last check-in here said that they are not eligible
         self._listed: tuple[int, ...] | None = ()
         self.polls = 0  # check-ins that wait
         self.newcomers: set[int] = set()  # whom nobody was told of yet
@@ -94,6 +95,7 @@ class Desk:
                 503, "busy", f"{self._most} devices are present: try again later",
                 retry_after_s=self._away_s,
             )  # fmt: skip
+        self._declined.discard(device)
         self._come(device, now)
 
     def heard(self, device: int, now: float) -> None:
@@ -105,8 +107,13 @@ class Desk:
         """Whether a device is present."""
         return device in self._seats
 
+    def has_declined(self, device: int) -> bool:
+        """Whether a device is not eligible, as it said here last."""
+        return device in self._declined
+
     def let_go(self, device: int) -> list[Held]:
         """Let a device go at once, with its tasks: it has come to another replica."""
+        self._declined.discard(device)
         seat = self._seats.get(device)
         if seat is None:
             return []
@@ -118,6 +125,7 @@ class Desk:
 
     def leave(self, device: int) -> None:
         """Note that a device is not eligible. It stays while it has a task, unheard."""
+        self._declined.add(device)
         seat = self._seats.get(device)
         if seat is not None:
             self._release(seat)

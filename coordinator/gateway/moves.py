@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.streams import Entry
+    from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk, Held
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.runtime.service import Context
@@ -48,6 +49,7 @@ class Moves:
         self,
         desk: Desk,
         tasks: Tasks,
+        current: Current,
         ledger: GatewayLedger,
         context: Context,
         *,
@@ -57,6 +59,7 @@ class Moves:
         """``lease_s``: for how long a task may be at a replica that its device has left."""
         self._desk = desk
         self._tasks = tasks
+        self._current = current
         self._ledger = ledger
         self._context = context
         self._name = name
@@ -163,7 +166,9 @@ class Moves:
         try:
             return self._desk.held(task, device)
         except NotHeld:
-            if task in self._desk or not self._came(device, self._lease_s):
+            if task in self._desk or not self._may_come(device):
+                raise
+            if not self._came(device, self._lease_s):
                 raise
         if self._came(device, _SETTLE_S):
             await self._settled(device)
@@ -174,6 +179,14 @@ class Moves:
             if task in self._desk or not (await self._ledger.fates([task]))[0].is_open:
                 raise
             raise HeldElsewhere(task) from None
+
+    def _may_come(self, device: int) -> bool:
+        """Whether a device may be present, by what is known without a check-in."""
+        return (
+            device < self._current.run.devices
+            and device not in self._current.head.quarantines.by_device
+            and not self._desk.has_declined(device)
+        )
 
     async def _settled(self, device: int) -> None:
         """Have a device come here, and wait a moment for its task."""

@@ -131,8 +131,8 @@ class Gateway:
             self._keys, self._lease, context, name=self._name,
         )  # fmt: skip
         moves = Moves(
-            self._desk, tasks, self._ledger, lasting, name=self._name,
-            lease_s=self._settings.lease_s,
+            self._desk, tasks, self._current, self._ledger, lasting,
+            name=self._name, lease_s=self._settings.lease_s,
         )  # fmt: skip
         if self._settings.tls_cert is None:
             context.log.warning(

@@ -15,6 +15,7 @@ from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
 from fedstream.broker.messages import HandOver, Seating
+from fedstream.broker.records import NO_QUARANTINES
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
 from tests.coordinator.gateway.uploading import SEVERAL, Scene, trained
 from tests.support import Hand, Proxy, layout_of, wait_until
@@ -249,6 +250,27 @@ async def test_unknown_task_may_be_elsewhere_for_no_longer_than_a_lease(
         await wait_until(is_known)
         answer = await place.ask("POST", path, 3, json=body)
         assert answer.json == {"go_on": False, "why": "given up"}
+
+
+async def test_nobody_becomes_present_who_could_not_check_in(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """A request about a task is no check-in: it brings nobody in who said no, or is shut out."""
+    await hand.create()
+    async with serving(hand, redis) as place:
+        barred = NO_QUARANTINES.quarantined([4], "odd", 1.0, 0)
+        await hand.commit(1, quarantines=barred)
+        await place.gateway._current.look()
+        assert (await place.check_in(3, eligible=False)).status == 204
+        path, body = "/v1/tasks/nope/heartbeat", {"attempt": "0123456789ab"}
+        for device in (3, 4, 10, 5000):
+            answer = await place.ask("POST", path, device, json=body)
+            assert answer.json == {"go_on": False, "why": "given up"}
+        assert place.gateway._desk.present() == ()
+        assert place.gateway._desk.newcomers == set()
+        assert (await place.ask("POST", path, 5, json=body)).status == 503
+        assert (await place.check_in(3)).status == 204
+        assert set(place.gateway._desk.present()) == {3, 5}
 
 
 async def test_move_that_is_told_while_another_is_on_its_way_counts(
