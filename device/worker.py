@@ -13,7 +13,7 @@ import re
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from fedstream.broker import reasons
@@ -91,9 +91,21 @@ class DeviceWorker:
         if (left := await asyncio.to_thread(self._folder.update)) is not None:
             await self._deliver_left(left)
         while True:
-            offer = await self._offered()
+            try:
+                offer = await self._offered()
+            except asyncio.CancelledError:
+                await self._say_goodbye()
+                raise
             if await self._perform(offer) and self._once:
+                await self._say_goodbye()
                 return
+
+    async def _say_goodbye(self) -> None:
+        """Tell the gateway to send no more tasks, if it can be told at once."""
+        with suppress(FedstreamError, TimeoutError):  # it will notice
+            async with asyncio.timeout(_GOODBYE_S):
+                asks = CheckIn(nonce=new_nonce(), eligible=False, wait_s=0.0, formats=FORMATS)
+                await self._gateway.check_in(asks)
 
     async def _deliver_left(self, left: FinishedUpdate) -> None:
         """Deliver what an earlier process has trained."""
@@ -329,6 +341,8 @@ class DeviceWorker:
                 f"task {offer.task.id}: could not tell the gateway that it is given up ({why}); "
                 "the gateway will notice"
             )
+        else:
+            await self._say_goodbye()
 
 
 def _outcome(update: FinishedUpdate, receipt: Receipt | None) -> str:

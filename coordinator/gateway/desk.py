@@ -1,7 +1,8 @@
 """Who is present at a gateway, who waits for a task, and whose task is whose. No I/O, no clock.
 
-A device is present from its check-in until it was away for ``away_s``, and while it has a task. A
-task is held until its answer was sent, or until its device was away for ``lease_s``.
+A device is present from its check-in until it was away for ``away_s``, and while it works on a
+task. A task is held until its answer was sent, or until its device was away for ``lease_s``; one
+that it never came for, for ``away_s``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Held:
     entry: Entry
     stream: str
     tau: int | None = None  # the version that it was offered with last; None: not by us
+    is_new: bool = False  # its device has not come for it yet: no work would be lost
 
     @property
     def attempt(self) -> str:
@@ -59,6 +61,7 @@ class _Seat:
 
     heard: float  # when its last request ended, monotonic seconds
     is_here: bool = False  # whether it made one, or only a task waits for it
+    is_listed: bool = True  # among those present: others are sent no tasks
     tasks: list[Held] = field(default_factory=list)  # in the order in which they came
     poll: asyncio.Future[Woken] | None = None  # that waits
     nonce: str = ""  # of the last check-in that was answered
@@ -135,7 +138,7 @@ class Desk:
     def present(self) -> tuple[int, ...]:
         """The devices that are present; the same object while they are the same."""
         if self._listed is None:
-            self._listed = tuple(self._seats)
+            self._listed = tuple(device for device, seat in self._seats.items() if seat.is_listed)
         return self._listed
 
     def answered(self, device: int, nonce: str) -> tuple[bool, bytes | None]:
@@ -204,7 +207,10 @@ class Desk:
         """Take a task in hand, until its device comes for it. A check-in that waits may look."""
         device = held.task.device
         self.ended(held.task.task)  # if it was sent again, in another entry
-        seat = self._seats.get(device) or self._sit(device, now)
+        seat = self._seats.get(device)
+        if seat is None:
+            seat = self._sit(device, now)
+            seat.is_listed = not held.is_new  # it left before the task came
         self._held[held.task.task] = held
         seat.tasks.append(held)
         self._release(seat, "look")
@@ -232,7 +238,8 @@ class Desk:
     def gone(self, now: float, since: float = -math.inf) -> list[Held]:
         """Let devices go that are away, and return the tasks of those that stay away.
 
-        These are to be given up, and stay in hand until they are. A device whose check-in waits is
+        These are to be given up, and stay in hand until they are. A device whose tasks are given up
+        is no longer present, or it would be sent others in their place. One whose check-in waits is
         not away. ``since``: from when on devices could be heard without a break.
         """
         given_up: list[Held] = []
@@ -240,11 +247,18 @@ class Desk:
         for device, seat in tuple(self._idle(now - least_s)):
             if seat.poll is not None:
                 continue
-            away_s = now - max(seat.heard, since)
-            if not seat.tasks and away_s >= self._away_s:
+            silent_s = now - max(seat.heard, since)
+            if not seat.tasks and silent_s >= self._away_s:
                 self._remove(device)
-            elif away_s >= self._lease_s:
-                given_up += seat.tasks
+                continue
+            late = [
+                held
+                for held in seat.tasks
+                if silent_s >= (self._away_s if held.is_new else self._lease_s)
+            ]
+            if late and len(late) == len(seat.tasks) and seat.is_listed:
+                seat.is_listed, self._listed = False, None
+            given_up += late
         return given_up
 
     def _idle(self, since: float) -> Iterable[tuple[int, _Seat]]:
@@ -255,6 +269,8 @@ class Desk:
 
     def _come(self, device: int, now: float) -> None:
         seat = self._sit(device, now)
+        if not seat.is_listed:
+            seat.is_listed, self._listed = True, None
         if not seat.is_here:
             seat.is_here = True
             self.newcomers.add(device)

@@ -69,7 +69,7 @@ class Tasks:
     async def take(self) -> None:
         """Take new tasks, or those that we had before a restart or the loss of a reply."""
         unsure, self._unsure = self._unsure, True  # until proven otherwise
-        head = None
+        head, are_new = None, False
         if unsure:
             # Quiet: it is devices that work on tasks, so our crash does not speak against one.
             await self._group.ensure()
@@ -80,6 +80,7 @@ class Tasks:
         elif entries := await self._lapsed():
             await self._current.look()
         else:
+            are_new = True
             entries, head = await self._ledger.take_some(self._group, count=_AT_ONCE)
             if head is not None and entries:
                 self._current.saw(head)
@@ -87,7 +88,7 @@ class Tasks:
         known = {held.entry.id for held in self._desk} if unsure else set()
         for entry in entries:
             if entry.id not in known:
-                await self._hold(entry, self._group, now)
+                await self._hold(entry, self._group, now, is_new=are_new)
         self._unsure, self._began = False, True
 
     @property
@@ -119,14 +120,14 @@ class Tasks:
         )  # fmt: skip
         return entries
 
-    async def _hold(self, entry: Entry, group: Group, now: float) -> None:
+    async def _hold(self, entry: Entry, group: Group, now: float, *, is_new: bool = False) -> None:
         try:
             task = Assignment.decode(entry.data)
         except BadMessage as error:
             await self._bury(entry, group.stream, str(error))
             return
         self._context.trace("taken", task=task.task, device=task.device)
-        self._desk.hold(Held(task, entry, group.stream), now)
+        self._desk.hold(Held(task, entry, group.stream, is_new=is_new), now)
 
     async def renew(self) -> None:
         """Renew all leases together; tasks whose lease is lost are over for their devices."""
@@ -195,6 +196,7 @@ class Tasks:
         while (held := self._desk.first(device)) is not None:
             why = await self.overdue(held)
             if why is None:
+                held.is_new = False
                 return held
             await self.give_up(held, why)
         return None

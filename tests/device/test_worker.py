@@ -67,7 +67,9 @@ async def test_second_start_needs_no_invite_and_no_second_download(
     assert len(gateway.sent) == 2
     assert gateway.asked.count("POST /v1/devices") == 1
     assert sum(one.startswith("GET /v1/models/") for one in gateway.asked) == 1
-    assert [one.has for one in gateway.check_ins] == [None, model.digest()]
+    asked = [(one.eligible, one.has) for one in gateway.check_ins]
+    # Each time it says that it wants no more tasks when it ends.
+    assert asked == [(True, None), (False, None), (True, model.digest()), (False, None)]
 
 
 async def test_gateway_that_forgot_the_device_takes_a_new_invite(
