@@ -2,9 +2,8 @@
 
     python plain_device.py https://gateway.example:8443 INVITE [CA_FILE]
 
-It enrols with a new key, and trains a softmax regression (PyTorch's `Linear(2, 2)`) on two clouds
-of points until the run is over. Another model or other data goes into `train`; the rest is the
-protocol, which GET /v1/openapi.json describes. The key is forgotten at the end: keep yours.
+It trains PyTorch's `Linear(2, 2)` on two clouds of points until the run is over. Another model or
+other data goes into `train`; the rest is the protocol, which GET /v1/openapi.json describes.
 """
 
 import base64
@@ -23,14 +22,14 @@ INPUTS, CLASSES, SAMPLES, LR = 2, 2, 100, 0.1
 
 
 def train(model, device, steps):
-    """Take full gradient steps on `model`: weights (classes, inputs), then biases."""
+    """Full gradient steps on `model`: weights (classes, inputs), then biases."""
     y = np.arange(SAMPLES) % CLASSES  # the device's data, which never leaves it
     x = np.random.default_rng(device).normal(size=(SAMPLES, INPUTS)) + 3 * y[:, None]
     weight = model[: CLASSES * INPUTS].reshape(CLASSES, INPUTS)
     bias = model[CLASSES * INPUTS :]
     for _ in range(steps):
-        scores = np.exp(x @ weight.T + bias)
-        p = scores / scores.sum(axis=1, keepdims=True)
+        p = np.exp(x @ weight.T + bias)
+        p /= p.sum(axis=1, keepdims=True)
         loss = -np.log(p[np.arange(SAMPLES), y]).mean()
         error = (p - np.eye(CLASSES)[y]) / SAMPLES
         weight -= LR * error.T @ x
@@ -39,37 +38,31 @@ def train(model, device, steps):
 
 
 class Gateway:
-    """The gateway's routes: a signature gets a token, and the token everything else."""
-
     def __init__(self, url, ca=None):
-        self.url, self.http, self.key = url, requests.Session(), Ed25519PrivateKey.generate()
-        self.ca, self.keyid = ca or True, "new"
+        self.url, self.http, self.ca = url, requests.Session(), ca or True
+        self.key, self.keyid = Ed25519PrivateKey.generate(), "new"  # keep the key: it is the device
 
-    def signed(self, path, **fields):
-        """A request that is signed (RFC 9421) in the one form that gateways accept."""
+    def signed(self, path, **fields):  # RFC 9421, in the one form that gateways accept
         body = json.dumps(fields).encode()
         digest = f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
-        about = (
-            f'("@method" "@path" "content-digest");created={int(time.time())};'
-            f'nonce="{secrets.token_urlsafe(16)}";keyid="{self.keyid}";alg="ed25519"'
-        )
+        about = f'("@method" "@path" "content-digest");created={int(time.time())};'
+        about += f'nonce="{secrets.token_urlsafe(16)}";keyid="{self.keyid}";alg="ed25519"'
         base = f'"@method": POST\n"@path": {path}\n"content-digest": {digest}\n'
         signature = self.key.sign(f'{base}"@signature-params": {about}'.encode())
-        answer = self.http.post(self.url + path, data=body, verify=self.ca, headers={
-            "Content-Type": "application/json", "Content-Digest": digest,
-            "Signature-Input": f"fedstream={about}",
-            "Signature": f"fedstream=:{base64.b64encode(signature).decode()}:",
-        })  # fmt: skip
+        headers = {"Content-Type": "application/json", "Content-Digest": digest}
+        headers["Signature"] = f"fedstream=:{base64.b64encode(signature).decode()}:"
+        headers["Signature-Input"] = f"fedstream={about}"
+        answer = self.http.post(self.url + path, data=body, verify=self.ca, headers=headers)
         answer.raise_for_status()
         return answer.json()
 
     def enrol(self, invite):
         pem = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        found = self.signed("/v1/devices", invite=invite, public_key=pem.decode())
-        self.keyid = str(found["device"])
+        enrolled = self.signed("/v1/devices", invite=invite, public_key=pem.decode())
+        self.keyid = str(enrolled["device"])
 
     def ask(self, method, path, **how):
-        """A request with the token, repeated with a new token or when the gateway is busy."""
+        """A request with the token, again with a new token or when the gateway is busy."""
         while True:
             answer = self.http.request(method, self.url + path, verify=self.ca, timeout=90, **how)
             if answer.status_code == 401:
@@ -82,9 +75,9 @@ class Gateway:
 
 def give_up(gateway, offer, why):
     """End with the reason; another device can do the task at once."""
-    said = {"attempt": offer["attempt"], "reason": "raised ValueError"}
-    gateway.ask("POST", f"/v1/tasks/{offer['task']['id']}/give-up", json=said)
-    sys.exit(f"task {offer['task']['id']}: given up: {why}")
+    task, said = offer["task"]["id"], {"attempt": offer["attempt"], "reason": "raised ValueError"}
+    gateway.ask("POST", f"/v1/tasks/{task}/give-up", json=said)
+    sys.exit(f"task {task}: given up: {why}")
 
 
 def perform(gateway, offer):
@@ -96,22 +89,16 @@ def perform(gateway, offer):
     right = hashlib.sha256(found.content).hexdigest() == model["digest"]
     if not right or {model["format"], update["format"]} != {"f32"}:
         give_up(gateway, offer, "not the model that was offered, or in another format than f32")
-    x_tau = np.frombuffer(found.content, "<f4")
-    if len(x_tau) != CLASSES * (INPUTS + 1):
-        give_up(
-            gateway,
-            offer,
-            f"the run's model is not the one in `train`: it has {len(found.content)} bytes",
-        )
-    x = x_tau.copy()
+    if len(found.content) != 4 * CLASSES * (INPUTS + 1):
+        give_up(gateway, offer, f"`train` is for another model than one of {model['size']} bytes")
+    x = np.array(x_tau := np.frombuffer(found.content, "<f4"))
     report = train(x, task["device"], task.get("steps") or task.get("epochs") or 1)
     data = (x if update["sends"] == "model" else x - x_tau).tobytes()
     report |= {"tau": model["version"], "base": model["digest"], "layout": update["layout"]}
     report |= {"digest": hashlib.sha256(data).hexdigest(), "format": "f32"}
-    receipt = gateway.ask("POST", update["url"], data=data, headers={
-        "Content-Type": "application/partial-upload", "Upload-Complete": "?1",
-        "Upload-Length": str(len(data)), "Update-Report": json.dumps(report),
-    })  # fmt: skip
+    headers = {"Content-Type": "application/partial-upload", "Upload-Complete": "?1"}
+    headers |= {"Upload-Length": str(len(data)), "Update-Report": json.dumps(report)}
+    receipt = gateway.ask("POST", update["url"], data=data, headers=headers)
     print(f"task {task['id']}: {receipt.json()}", flush=True)
 
 
@@ -121,12 +108,12 @@ def main(url, invite, ca=None):
     while True:
         asks = {"nonce": secrets.token_urlsafe(16), "wait_s": 50, "formats": ["f32"]}
         answer = gateway.ask("POST", "/v1/check-in", json=asks)
-        if answer.status_code == 410:  # the run is over
-            return
-        if answer.status_code == 204:
-            time.sleep(float(answer.headers.get("Retry-After", 1)))
-        else:
+        if answer.status_code == 410:
+            return  # the run is over
+        if answer.status_code == 200:
             perform(gateway, answer.json())
+        else:
+            time.sleep(float(answer.headers.get("Retry-After", 1)))
 
 
 if __name__ == "__main__":

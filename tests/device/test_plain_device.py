@@ -30,7 +30,5 @@ async def test_a_task_of_another_model_is_given_up_with_a_reason(
     )
     _, err = await process.communicate()
     assert (process.returncode, gateway.given_up) == (1, [("task-1", "raised ValueError")])
-    said = (
-        f"given up: the run's model is not the one in `train`: it has {model.layout.nbytes} bytes"
-    )
+    said = f"given up: `train` is for another model than one of {model.layout.nbytes} bytes"
     assert err.decode().startswith(f"task task-1: {said}")

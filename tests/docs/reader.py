@@ -61,9 +61,11 @@ class Reader:
             self.said[command] = said
         assert not until, f"no command begins with {until!r}"
 
-    def begin(self) -> Beside:
-        """Types the next command in another terminal."""
+    def begin(self, known: Mapping[str, str] | None = None) -> Beside:
+        """Types the next command in another terminal, with what is ``known`` by now filled in."""
         _, command = self._left.pop(0)
+        for text, other in (known or {}).items():
+            command = command.replace(text, other)
         return self.shell.begin(self._typed(command))
 
     def given(self, command: str) -> str:

@@ -361,7 +361,7 @@ url = "{url}"
 dir = "{folder}/made"
 """
 SECRET = "of-a-test"  # noqa: S105
-ROLES = ("coordinator", "scheduler", "updater", "evaluator", "trainer", "operator")
+ROLES = ("coordinator", "scheduler", "updater", "evaluator", "trainer", "gateway", "operator")
 
 
 def test_extending_and_forking(reader: Open) -> None:
@@ -430,6 +430,7 @@ def deployed(reader: Open, page: str, **instead: str) -> Iterator[Reader]:
         stands = {"redis://127.0.0.1:6379": url, "http://127.0.0.1:8080": routes, **instead}
         with reader(page, environ, stands) as opened:
             config = RUN.format(url=url, folder=opened.folder) + f"[http]\nport = {http.number}\n"
+            config += '[coordinator]\nsites = ["pool", "gateway"]\n'
             (opened.folder / "run.toml").write_text(config)
             opened.given("fedstream acl --config run.toml --out users.acl")
             opened.shell.begin(f"redis-server --port {redis.number} --aclfile users.acl")
@@ -486,11 +487,24 @@ def test_gateway(reader: Open) -> None:
 def test_devices_over_http(reader: Open) -> None:
     with reader("docs/how-to/devices-over-http.md") as page:
         page.follow()
-        run = newest(page)
-        assert summary(run)["versions"] == 60
-        assert adds_up(summary(run))
-        said = "".join((run / "logs" / f"device-{n}.log").read_text() for n in range(3))
+        out = newest(page)
+        assert summary(out)["versions"] == 60
+        assert adds_up(summary(out))
+        said = "".join((out / "logs" / f"device-{n}.log").read_text() for n in range(3))
         assert said.count(": admitted: ") >= 57, "all but what was on its way at the end"
+        page.save("my_task.py")
+        run = page.begin()
+        page.wait(run, r"version [1-9]")
+        [url] = re.findall(r"gateway +(https://\S+)", run.log.read_text())
+        page.follow("python examples/plain_device.py")
+        [invited] = [text for command, text in page.said.items() if "devices invite 7" in command]
+        [invite] = re.findall(r"device 7: (\S+)", invited)
+        plain = page.begin(
+            {"examples/": f"{ROOT}/examples/", "https://127.0.0.1:PORT": url, "INVITE": invite}
+        )
+        page.wait(plain, "'state': 'admitted'")
+        page.shell.ended(plain, "TERM")
+        assert page.shell.ended(run, "INT") == 130
 
 
 @needs_redis_7

@@ -143,11 +143,14 @@ async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
 
 
 async def test_replica_cut_off_from_redis_serves_again(redis: RedisSettings, hand: Hand) -> None:
-    """Coordinators strike it off and give its tasks up; nobody has to restart anything."""
+    """Coordinators strike it off and give its tasks up; nobody has to restart anything.
+
+    It says every two seconds that it is there: after less silence it would be struck off again.
+    """
     await hand.create()
     async with (
         Proxy(redis) as proxy,
-        coordinating(hand, redis, trainer_silence_s=1.0),
+        coordinating(hand, redis, trainer_silence_s=4.0),
         serving(hand, proxy.settings, task_lease_s=1.0, device_rate=1e6) as place,
     ):
         await place.check_in(3)
