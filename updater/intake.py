@@ -83,7 +83,6 @@ class Intake:
         return Look(self._command(block_ms), block_ms / 1000, self._begun)
 
     def _begun(self, look: Started) -> None:
-        self._stop_looking()  # a commit that was not accepted is tried again, with another look
         self.looking = look
 
     def _stop_looking(self) -> None:

@@ -189,9 +189,14 @@ class Loop:
                 self.upkeep.heard = time.monotonic()
 
     def _look(self) -> Look | None:
-        """At the queue, behind a commit, if that is the next thing to do."""
+        """At the queue, behind a commit, if that is the next thing to do.
+
+        Not while one is under way: a commit before went well, and the next one failed.
+        """
         busy = self.recorder.is_full or self.state.finished != self.state.sealed
-        return None if busy or self.intake.backlog else self.intake.look(BLOCK_MS)
+        if busy or self.intake.backlog or self.intake.looking is not None:
+            return None
+        return self.intake.look(BLOCK_MS)
 
     # nothing to do
 
