@@ -54,6 +54,7 @@ GIVEN_UP = (
     OWNER_GONE := "owner gone",
     UNSERVED := "nobody serves this device",
     RUN_FINISHED := "run finished",
+    REVOKED_DEVICE := "device revoked",  # by an operator, so its gateway gave up for it
     LOST_WITH_REDIS := "lost with Redis",  # Redis was emptied, or fell back to an older state
 )
 # The task's entry was moved to `dead`.
@@ -89,7 +90,7 @@ _ERRORS = frozenset(
     for one in vars(space).values()
     if isinstance(one, type) and issubclass(one, Exception)
 ) | {"OutOfMemoryError", "AcceleratorError", "LinAlgError"}  # torch's
-_OF_TRAINERS = frozenset({DROPPED_OUT, DEADLINE_PASSED, ROUND_OVER, RUN_FINISHED})
+_OF_TRAINERS = frozenset({DROPPED_OUT, DEADLINE_PASSED, ROUND_OVER, RUN_FINISHED, REVOKED_DEVICE})
 
 
 def sends(what: Literal["model", "delta"]) -> str:

@@ -114,6 +114,11 @@ class GatewayLedger(TakesTasks):
         )
         return (Registration.parsed(packed) if packed else None), bool(revoked)
 
+    async def revoked(self) -> frozenset[int]:
+        """The devices that are revoked."""
+        listed = await self._client.call("HGETALL", self._revoked)
+        return frozenset(int(device) for device in listed[::2])
+
     async def state(self) -> tuple[bytes | None, bytes | None]:
         """What is to be looked at again and again, in one exchange.
 

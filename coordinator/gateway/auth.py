@@ -177,6 +177,10 @@ class Auth:
             raise _untrusted("the device was revoked, or has enrolled with another key")
         return device
 
+    async def revoked(self) -> frozenset[int]:
+        """The devices that an operator has revoked. Raises Unavailable."""
+        return await self._registry.revoked()
+
     def _claimed(self, token: str, secret: bytes) -> tuple[int, object]:
         """The device and key that a token of ours is for. Raises Refusal."""
         try:

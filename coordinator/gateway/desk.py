@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fedstream.broker.messages import Assignment
     from fedstream.broker.streams import Entry
 
-# Why a check-in's wait ends: there is a task; there was none in time; a newer one took its place.
+# Why a check-in's wait ends: there is a task; there was none in time; it does not count any more,
+# as what came later took its place.
 Woken: TypeAlias = Literal["look", "nothing", "replaced"]
 
 _ATTEMPT = 12  # hexadecimal digits
@@ -126,12 +127,27 @@ class Desk:
         self._remove(device)
         return tasks
 
+    def expel(self, devices: Set[int]) -> list[Held]:
+        """Let devices go that may not take part any more, and return their tasks.
+
+        These are to be given up, and stay in hand until they are.
+        """
+        given_up: list[Held] = []
+        for device in devices & self._seats.keys():
+            seat = self._seats[device]
+            self._release(seat, "replaced")
+            self._unlist(seat)
+            given_up += seat.tasks
+            if not seat.tasks:
+                self._remove(device)
+        return given_up
+
     def leave(self, device: int) -> None:
         """Note that a device is not eligible. It stays while it has a task, unheard."""
         self._declined.add(device)
         seat = self._seats.get(device)
         if seat is not None:
-            self._release(seat)
+            self._release(seat, "replaced")
             if not seat.tasks:
                 self._remove(device)
 
@@ -256,8 +272,8 @@ class Desk:
                 for held in seat.tasks
                 if silent_s >= (self._away_s if held.is_new else self._lease_s)
             ]
-            if late and len(late) == len(seat.tasks) and seat.is_listed:
-                seat.is_listed, self._listed = False, None
+            if late and len(late) == len(seat.tasks):
+                self._unlist(seat)
             given_up += late
         return given_up
 
@@ -283,6 +299,10 @@ class Desk:
         seat.heard = now
         self._seats[device] = seat
         return seat
+
+    def _unlist(self, seat: _Seat) -> None:
+        if seat.is_listed:
+            seat.is_listed, self._listed = False, None
 
     def _remove(self, device: int) -> None:
         del self._seats[device]

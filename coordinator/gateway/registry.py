@@ -2,7 +2,8 @@
 
 Every request with a token asks for its device. Redis answers once; after that, a look every other
 second tells whether anything has changed, and if so all is asked anew. So a revocation takes effect
-within about two seconds, and a request costs Redis nothing.
+within about two seconds, and a request costs Redis nothing. The list of those who are revoked is
+read as a whole, for tasks whose devices make no request.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Registry:
         self._most = most
         self._clock = clock
         self._found: dict[int, Registration | None] = {}
+        self._revoked: frozenset[int] = frozenset()
         self._secret = b""
         self._stamp: bytes | None = None
         self._looked: float | None = None  # when the last look began
@@ -69,6 +71,11 @@ class Registry:
             self._found[device] = found
         return found
 
+    async def revoked(self) -> frozenset[int]:
+        """The devices that are revoked. Raises Unavailable."""
+        await self._look()
+        return self._revoked
+
     async def _look(self) -> None:
         """Notice changes, if the last look is a while ago; several requests wait for one look."""
         if self._is_fresh():
@@ -83,6 +90,7 @@ class Registry:
             else:
                 self._secret = secret or await self._ledger.secret(secrets.token_bytes(_SECRET))
             if stamp != self._stamp or now - self._emptied >= _ANEW_S:
+                self._revoked = await self._ledger.revoked()
                 self._found.clear()
                 self._generation += 1
                 self._emptied = now

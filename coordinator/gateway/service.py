@@ -192,6 +192,7 @@ class Gateway:
         await pause(context.stop, self._lease.seconds / 4)
 
     async def _sweep(self, context: Context, tasks: Tasks) -> None:
+        await tasks.turn_away(await self._auth.revoked())
         await tasks.sweep()
         await pause(context.stop, _LOOK_S)
 

@@ -16,7 +16,7 @@ from fedstream.coordinator.gateway.receipts import receipt_of
 from fedstream.coordinator.gateway.upload_notes import upload_blob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
@@ -159,6 +159,11 @@ class Tasks:
             for held in self._desk:
                 await self.give_up(held, reasons.RUN_FINISHED)
         self._listened = time.monotonic()
+
+    async def turn_away(self, devices: Set[int]) -> None:
+        """Let revoked devices go, and give up their tasks."""
+        for held in self._desk.expel(devices):
+            await self.give_up(held, reasons.REVOKED_DEVICE)
 
     async def give_up(self, held: Held, reason: str) -> None:
         """Say that a device will not finish a task, and let go of it."""

@@ -133,6 +133,31 @@ def test_ineligible_device_does_not_prolong_its_task() -> None:
     assert one.gone(LEASE_S) == [held]
 
 
+async def test_older_check_in_of_an_ineligible_device_does_not_bring_it_back() -> None:
+    """Its connection may have been cut unnoticed."""
+    one, waits = desk(), poll()
+    one.park(3, waits, 0.0)
+    one.leave(3)
+    assert waits.result() == "replaced"
+    assert (one.present(), one.polls) == ((), 0)
+
+
+async def test_expelled_device_is_gone_once_its_tasks_are_given_up() -> None:
+    one, waits = desk(), poll()
+    one.arrive(3, 0.0)
+    one.park(4, waits, 0.0)
+    one.arrive(5, 0.0)
+    held = task("a", 3)
+    one.hold(held, 0.0)
+    assert one.expel(frozenset({3, 4, 9})) == [held]
+    assert one.present() == (5,)
+    assert waits.result() == "replaced"
+    assert one.expel(frozenset({3, 4, 9})) == [held], "it is in hand until it was given up"
+    one.ended("a")
+    assert one.expel(frozenset({3, 4, 9})) == []
+    assert not one.is_present(3)
+
+
 def test_ineligible_device_without_a_task_is_gone_at_once() -> None:
     one = desk()
     one.arrive(3, 0.0)
