@@ -110,8 +110,9 @@ class Decider:
             refusal = reasons.DIGEST
         if refusal:
             return _refused(entry, upload, state.progress, refusal, state.besides)
-        into = update if isinstance(update, Model) else self.intake.spare(state.layout)
-        spare, apart = self.intake.spare(state.layout), self._apart(state)
+        spares = self.intake.spares
+        into = update if isinstance(update, Model) else spares.model(state.layout)
+        spare, apart = spares.model(state.layout), self._apart(state)
         return await self._off_loop(
             state, lambda: self._mixed_in(entry, upload, update, into, spare, apart)
         )
@@ -121,7 +122,7 @@ class Decider:
         if state.ahead is None:
             return state
         memory = state.progress.state.memory
-        return state.apart(memory.model and self.intake.spare(state.layout))
+        return state.apart(memory.model and self.intake.spares.model(state.layout))
 
     # arithmetic
 
@@ -135,7 +136,7 @@ class Decider:
         state: RunState,
     ) -> Change:
         """Check an update's content, and mix it in. It is decoded into ``update`` first."""
-        before, timed, unused = state.progress, self.metrics.timed, (update, spare)
+        before, timed, unused = state.progress, self.metrics.timed, (update, spare, sent)
         if sent is not update:
             try:
                 with timed("decode"):
@@ -166,8 +167,8 @@ class Decider:
         )  # fmt: skip
         return Change(
             entry.id, record, (sent,) if self.weights else (), step.after, version,
-            end_of(record), upload.blob, finish, used=(before.state.model, update, spare),
-            given=given,
+            end_of(record), upload.blob, finish, given=given,
+            used=(before.state.model, update, spare, sent),
         )  # fmt: skip
 
     def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
@@ -202,7 +203,7 @@ class Decider:
         number, epoch = step.after.state.version, self.lease.number
         with self.metrics.timed("encode"):
             version, given = version_of(
-                model, self.format, state.strategy.sends,
+                model, self.format, state.strategy.sends, self.intake.spares.room,
                 version=number, time=time.time(), epoch=epoch, parent=number - 1, digest=digest,
                 blob=blob_of(number, epoch, self.lease.nonce), updates=step.made,
             )  # fmt: skip
@@ -232,7 +233,7 @@ def _refused(
     reason: str,
     counts: Mapping[str, int],
     sizes: Counted = (),
-    used: tuple[Model, ...] = (),
+    used: tuple[Payload, ...] = (),
 ) -> Change:
     """An update that never reaches the model."""
     outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"

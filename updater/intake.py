@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -14,11 +13,12 @@ from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing, BrokerError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Layout, Model, Payload
+from fedstream.broker.layout import Layout, Payload
 from fedstream.broker.messages import RoundEnd, SetQuarantine, Upload, decode
 from fedstream.broker.started import Started
 from fedstream.broker.streams import Entry, Look, Reader
 from fedstream.updater.refusals import by_format
+from fedstream.updater.spares import Spares
 from fedstream.updater.state import Ends
 from fedstream.wire import F32
 
@@ -60,7 +60,7 @@ class Intake:
         self.looking: Started | None = None  # a look at the queue that was begun
         self.fetches: dict[str, asyncio.Task[Payload]] = {}  # of large updates, by entry
         self.arrived: dict[str, Fetched] = {}  # small updates, by entry
-        self.free: list[Model] = []  # models to reuse
+        self.spares = Spares()
 
     # entries
 
@@ -105,20 +105,6 @@ class Intake:
 
     # updates
 
-    def spare(self, layout: Layout) -> Model:
-        """A model to write into."""
-        return self.free.pop() if self.free else Model(layout)
-
-    def take_back(self, used: Iterable[Model], in_use: Iterable[Model]) -> None:
-        """Keep for reuse those of the ``used`` models that are not in use any more."""
-        kept = {id(model) for model in in_use}
-        self.free += {id(model): model for model in used if id(model) not in kept}.values()
-
-    def give_back(self, update: Payload) -> None:
-        """Keep for reuse what :meth:`fetched` returned, if it is a model."""
-        if isinstance(update, Model):
-            self.free.append(update)
-
     async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Payload:
         """The update as it was sent: a Model if it is not encoded.
 
@@ -131,7 +117,7 @@ class Intake:
                 await self._fetch_together(Queued(entry, upload), layout, ends)
             arrived = self.arrived.pop(entry.id)
             if arrived.failure is not None:
-                self.give_back(arrived.update)
+                self.spares.give_back(arrived.update)
                 raise arrived.failure
             return arrived.update
         fetch = self.fetches.pop(entry.id, None) or self._fetch(upload, layout)
@@ -154,11 +140,11 @@ class Intake:
         """Free the memory of a fetched update that is not going to be used."""
         arrived = self.arrived.pop(entry.id, None)
         if arrived is not None:
-            self.give_back(arrived.update)
+            self.spares.give_back(arrived.update)
         fetch = self.fetches.pop(entry.id, None)
         if fetch is not None:
             with suppress(BrokerError):
-                self.give_back(await fetch)
+                self.spares.give_back(await fetch)
 
     async def close(self) -> None:
         """Give up the look that was begun, and all prefetches."""
@@ -168,7 +154,7 @@ class Intake:
     async def forget_fetches(self) -> None:
         """Cancel all prefetches, and free the memory of what was fetched."""
         for id_ in [*self.arrived]:
-            self.give_back(self.arrived.pop(id_).update)
+            self.spares.give_back(self.arrived.pop(id_).update)
         for fetch in self.fetches.values():
             fetch.cancel()
         await asyncio.gather(*self.fetches.values(), return_exceptions=True)
@@ -182,7 +168,7 @@ class Intake:
             if isinstance(message, Upload) and _is_fit(message, layout, ends):
                 group.setdefault(queued.entry.id, queued)
         for id_ in self.arrived.keys() - group.keys():  # of entries that Redis has forgotten
-            self.give_back(self.arrived.pop(id_).update)
+            self.spares.give_back(self.arrived.pop(id_).update)
         wanted: dict[str, blobs.Wanted] = {}
         for id_, queued in group.items():
             upload = queued.message
@@ -193,14 +179,15 @@ class Intake:
             failures = await blobs.read_together(self._client, [*wanted.values()])
         except BaseException:
             for one in wanted.values():
-                self.give_back(one.into)
+                self.spares.give_back(one.into)
             raise
         for (id_, one), failure in zip(wanted.items(), failures, strict=True):
             self.arrived[id_] = Fetched(one.into, failure)
 
     def _room(self, upload: Upload, layout: Layout) -> Payload:
         """Where an update of a size that was checked goes."""
-        return self.spare(layout) if upload.format == F32.name else Payload.empty(upload.size)
+        spares = self.spares
+        return spares.model(layout) if upload.format == F32.name else spares.room(upload.size)
 
     def _fetch(self, upload: Upload, layout: Layout) -> asyncio.Task[Payload]:
         into = self._room(upload, layout)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fedstream.broker.errors import OutOfMemory
+from fedstream.broker.layout import Payload
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.records import Head
@@ -180,11 +181,12 @@ class Loop:
             if not changes:
                 return  # the rest depends on them
             look = None
-            in_use = [*self.state.progress.state.models()]
+            in_use: list[Payload] = [*self.state.progress.state.models()]
             waiting = [one.change for one in self.commits.pending]
             for other in (*waiting, *(one.change for one in self.unwritten)):
-                in_use += other.models()
-            self.intake.take_back((model for one in changes for model in one.used), in_use)
+                in_use += other.needs()
+            left = (one for change in changes for one in change.leaves())
+            self.intake.spares.take_back(left, in_use)
             if any(one.version is not None for one in changes):
                 self.upkeep.heard = time.monotonic()
 

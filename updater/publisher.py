@@ -6,7 +6,7 @@ check the fencing token. What no script ever names expires.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedstream.broker import blobs
@@ -32,10 +32,19 @@ def blob_of(version: int, epoch: int, nonce: str) -> str:
 
 
 def version_of(
-    model: Model, how: Format, sends: Sends, *, version: int, **about: Any
+    model: Model,
+    how: Format,
+    sends: Sends,
+    room: Callable[[int], Payload] = Payload.empty,
+    *,
+    version: int,
+    **about: Any,
 ) -> tuple[Version, Payload]:
-    """A version to be published in a format, and its bytes. ``about``: its other fields."""
-    one = given(model, how, version=version, sends=sends)
+    """A version to be published in a format, and its bytes. ``about``: its other fields.
+
+    ``room``: for so many bytes, if the format takes any of its own.
+    """
+    one = given(model, how, room, version=version, sends=sends)
     size, encoded = one.payload.buffer.nbytes, one.encoded
     if encoded is not None:
         about |= {"format": encoded.format, "given": encoded.digest}

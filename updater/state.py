@@ -43,13 +43,19 @@ class Change:
     end: End | None = None
     blob: str | None = None  # of the update
     finish: str | None = None  # why this ends the run, if it does
-    used: tuple[Model, ...] = ()  # models that it read or wrote
+    used: tuple[Payload, ...] = ()  # what it read or wrote: models, and the update as it was sent
     given: Payload | None = None  # the version as it is published
 
-    def models(self) -> Iterator[Model]:
-        """The models whose buffers it needs until it is committed."""
+    def needs(self) -> Iterator[Payload]:
+        """What must not be written to until it is committed."""
         yield from self.after.state.models()
+        yield from self.leaves()
+
+    def leaves(self) -> Iterator[Payload]:
+        """What may be used again once it is committed, unless later ones need it."""
         yield from self.used
+        if self.given is not None:
+            yield self.given
 
     def remakes(self, ahead: Head, published_digest: str | None) -> bool:
         """Whether this can be a change that Redis already has and the journal lost.

@@ -75,19 +75,24 @@ class Format:
                 least, most = sparse.nbytes_between(count, self.share)
         return as_it_is + least, as_it_is + most
 
-    def encoded(self, model: Model, *, seed: int | None = None) -> npt.NDArray[np.uint8]:
+    def encoded(
+        self, model: Model, *, seed: int | None = None, into: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
         """The model's bytes in this format; a view of the model's own if :attr:`is_plain`.
 
         ``seed``: of the numbers to round by (:mod:`fedstream.wire.dither`), in bf16, int8 and int4;
-        None: rounded to nearest.
+        None: rounded to nearest. ``into``: room for exactly these bytes, in bf16, int8 and int4
+        without Zstandard; None: new memory.
 
         Values that are not finite stay so, or make their block's scale so: their receiver refuses
         them.
         """
-        data = self._encoded(model, None if seed is None else Dither(seed))
+        data = self._encoded(model, None if seed is None else Dither(seed), into)
         return compressed.encode(data) if self.zstd else data
 
-    def _encoded(self, model: Model, dither: Dither | None) -> npt.NDArray[np.uint8]:
+    def _encoded(
+        self, model: Model, dither: Dither | None, data: npt.NDArray[np.uint8] | None
+    ) -> npt.NDArray[np.uint8]:
         if self.kind == "f32":
             return model.buffer
         layout, values = model.layout, model.parameters
@@ -96,7 +101,8 @@ class Format:
             data = np.empty(_as_it_is(layout) + kept.size, np.uint8)
             data[_as_it_is(layout) :] = kept
         else:
-            data = np.empty(self._sizes(layout)[1], np.uint8)
+            if data is None:
+                data = np.empty(self._sizes(layout)[1], np.uint8)
             into = data[_as_it_is(layout) :]
             if self.kind == "bf16":
                 bf16.encode(values, into, dither)

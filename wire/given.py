@@ -25,6 +25,8 @@ from fedstream.wire.formats import format_of
 from fedstream.wire.refused import Undecodable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fedstream.broker.messages import Sends
     from fedstream.wire.formats import Format
 
@@ -42,19 +44,31 @@ class GivenModel:
         return self.encoded.digest if self.encoded else self.payload.digest()
 
 
-def given(model: Model, how: Format, *, version: int, sends: Sends) -> GivenModel:
+def given(
+    model: Model,
+    how: Format,
+    room: Callable[[int], Payload] = Payload.empty,
+    *,
+    version: int,
+    sends: Sends,
+) -> GivenModel:
     """The model of a version in a format; shares its memory if the format is its own bytes.
 
-    ``sends``: what the run's strategy takes.
+    ``room``: for so many bytes, if they are the payload's. ``sends``: what the run's strategy
+    takes.
     """
     if how.is_plain:
         return GivenModel(model, None)
     seed = version if sends == "model" else None
-    data = replace(how, zstd=False).encoded(model, seed=seed)
-    digest = digest_of(data.data)
+    bare = replace(how, zstd=False)
     if how.zstd:
-        data = compressed.encode(data)
-    return GivenModel(Payload(data), Encoded(how.name, data.nbytes, digest))
+        data = bare.encoded(model, seed=seed)
+        payload, digest = Payload(compressed.encode(data)), digest_of(data.data)
+    else:
+        payload = room(bare.sizes(model.layout)[1])
+        bare.encoded(model, seed=seed, into=payload.buffer)
+        digest = payload.digest()
+    return GivenModel(payload, Encoded(how.name, payload.buffer.nbytes, digest))
 
 
 def room_for(encoded: Encoded, layout: Layout) -> Payload:

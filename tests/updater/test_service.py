@@ -137,7 +137,7 @@ async def test_long_queue_is_applied_in_order(make: Any, hand: Hand) -> None:
         assert [version.digest for version in versions] == digests
         for version in versions:
             await hand.model(version)  # checks the digest
-        assert len(updater._intake.free) <= 4 * BATCH
+        assert len(updater._intake.spares.models) <= 4 * BATCH
 
 
 async def test_large_models_are_mixed_off_the_event_loop(make: Any, hand: Hand) -> None:
