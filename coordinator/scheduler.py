@@ -28,7 +28,7 @@ from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.messages import CloseRound, Trigger, Withdraw
 from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, Tally
-from fedstream.broker.streams import BLOCK_MS
+from fedstream.broker.streams import BLOCK_MS, Reader
 from fedstream.coordinator.gathering import Gathering
 from fedstream.coordinator.metrics import SchedulerMetrics
 from fedstream.coordinator.mirror import Mirror
@@ -92,6 +92,7 @@ class Scheduler:
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = SchedulerLedger(self._client, keys, name)
+        self._models = Reader(self._client, {keys.models: "0"})
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
         self._budget = settings.memory_budget
         self._budget_until = 0.0
@@ -140,7 +141,7 @@ class Scheduler:
                 await self._gathering.more(seen.tasks, seen.trainers, done)
                 self._seen = await self._decide(seen)
         except NoRun:
-            await pause(self._context.stop, 0.2)
+            await self._models.read(count=1000)  # its first version comes with it
 
     async def _look_at_all(self) -> Tally:
         """Look at all open tasks and owned devices."""

@@ -484,6 +484,15 @@ def counted(context: Context, name: str, **labels: str) -> float:
     return context.registry.get_sample_value(name, labels) or 0.0
 
 
+async def awaits_news(client: Client, name: str) -> bool:
+    """Whether the client of this name is blocked in Redis, reading a stream."""
+    listing = (await client.call("CLIENT", "LIST")).decode()
+    found = (dict(word.split("=", 1) for word in line.split()) for line in listing.splitlines())
+    return any(
+        (one["name"], one["cmd"]) == (name, "xread") and "b" in one["flags"] for one in found
+    )
+
+
 async def at_rest(hand: Hand) -> int:
     """Bytes that Redis uses once it has taken back what large requests grew of its connections.
 

@@ -119,7 +119,7 @@ class Evaluator:
         try:
             run = await self._ledger.run()
         except NoRun:
-            await pause(self._context.stop, 0.2)
+            await self._models.read(count=1000)  # its first version comes with it
             return
         if run.state == "finished":  # since that head was read, perhaps: now it is the last one
             head = await self._ledger.head()

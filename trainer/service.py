@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fedstream.wire import Format
 
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
+_ASKS_S = 0.05  # between looks for the run; trainers may not read the stream that tells of it
 _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
 _REST_S = 10.0  # longest rest after a task that raised
@@ -169,7 +170,7 @@ class Trainer:
             with self._patience.asking():
                 run = await self._ledger.run()
         except NoRun:
-            await pause(context.stop, 0.2)
+            await pause(context.stop, _ASKS_S)
             return False
         ours, theirs = learner.layout, run.layout.without_controls()
         if theirs != ours:

@@ -31,6 +31,7 @@ from tests.support import (
     Hand,
     Pauses,
     Proxy,
+    awaits_news,
     context,
     counted,
     layout_of,
@@ -217,7 +218,7 @@ async def test_it_follows_the_live_trainers(make: Any, run: Hand) -> None:
 
 async def test_it_waits_for_a_run_and_rests_after_it(make: Any, hand: Hand) -> None:
     async with running(make(InFlight(n=2)), context()) as scheduler:
-        await asyncio.sleep(0)
+        await wait_until(lambda: awaits_news(hand.client, "scheduler-0"))
         assert not scheduler.done()
         hand.scheduler.number = 1  # not by hand here
         await hand.create()
@@ -329,14 +330,8 @@ def test_impossible_step_counts_are_rejected(steps: str, key: str) -> None:
 async def test_no_triggers_under_the_anarchic_policy(make: Any, run: Hand) -> None:
     async with running(make(Anarchic()), context()):
         await run.announce("ann")  # an event, which it looks at
-        await wait_until(lambda: watched(run))
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
         assert (await run.ledger.look()).issued == 0
-
-
-async def watched(hand: Hand) -> bool:
-    """A second look was taken: the scheduler blocks on its streams."""
-    listed = await hand.client.call("CLIENT", "LIST")
-    return b"cmd=xread" in listed
 
 
 async def test_full_queue_holds_the_scheduler_back(make: Any, run: Hand, client: Client) -> None:
@@ -454,7 +449,7 @@ async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, cloc
         assert await run.dispatch() == ["withdrawn"]
         # The updater is slow: what is in the queue is counted before anything is decided.
         await run.announce("ann")
-        await wait_until(lambda: watched(run))
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
         assert (await run.ledger.look()).issued == 3
         buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
         commit = Commit(held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered])
@@ -464,7 +459,7 @@ async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, cloc
         [(_, queued), (_, end)] = await run.queue()
         assert (queued, end) == (upload, RoundEnd(version=0, why="round over"))
         await run.announce("cat")
-        await wait_until(lambda: watched(run))
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
         assert (await run.ledger.look()).issued == 3, "nor until the end of the round is seen"
         entries = [id_ for id_, _ in await run.queue()]
         assert await run.commit(1, entries=entries, updates=[upload.blob]) == "done"
@@ -532,7 +527,7 @@ async def test_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock: 
         assert await run.admit(await run.trained(other)) == [("admitted", "")]
         clock.ahead_s = 899.0
         await run.announce("ann")  # an event, which it looks at
-        await wait_until(lambda: watched(run))
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
         assert not await asked(run)
         clock.ahead_s = 901.0
         await run.announce("bob")
@@ -545,7 +540,7 @@ async def test_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock: 
         assert (await run.ledger.look()).reasons("given_up") == {"timed out": 1}
         for name in ("cat", "dan"):
             await run.announce(name)
-        await wait_until(lambda: watched(run))
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
         assert "withdrawn" not in await run.dispatch(), "said once"
         await run.balanced()
 
@@ -638,7 +633,7 @@ async def test_closing_a_round_is_requested_once(make: Any, run: Hand, client: C
         for _ in range(3):  # events, at which it looks again
             await run.announce("ann")
             await run.ledger.leave(b"ann")
-        await wait_until(lambda: watched(run))
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
         assert await asked_to_close(run, 1)
 
 

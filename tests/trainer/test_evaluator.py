@@ -10,7 +10,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.fairness import PerDevice
 from fedstream.trainer.vector import layout_of
-from tests.support import Hand, context, running, wait_until
+from tests.support import Hand, awaits_news, context, running, wait_until
 from tests.trainer.adding import Adds, Point
 
 
@@ -49,6 +49,20 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
         {"accuracy": pytest.approx(0.2)},
         {"accuracy": pytest.approx(0.4)},
     ]
+
+
+async def test_it_measures_a_run_as_soon_as_there_is_one(
+    hand: Hand, redis: RedisSettings, task: Adds
+) -> None:
+    hand.layout = layout_of(Point())
+    evaluator = Evaluator(
+        EvaluatorSettings(), keys=hand.keys, redis=redis, name="evaluator", load=lambda: task,
+        target=None,
+    )  # fmt: skip
+    async with running(evaluator, context()):
+        await wait_until(lambda: awaits_news(hand.client, "evaluator"))
+        await hand.create()
+        await wait_until(lambda: hand.events("evaluation"))
 
 
 @pytest.mark.parametrize(
