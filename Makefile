@@ -111,9 +111,15 @@ TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 	touch $@
 
 # Flower wants older releases of what .venv has. Little of it is ever imported, so nothing is compiled ahead.
+# Beside it lies Flower alone in other releases, whose supernodes are tested too.
+SUPERNODES := $(patsubst requirements/supernode-%.txt,%,$(wildcard requirements/supernode-*.txt))
 .venv-flower/installed: INSTALL += --no-compile
-.venv-flower/installed: pyproject.toml $(TORCH) requirements/flower.txt
+.venv-flower/installed: pyproject.toml $(TORCH) requirements/flower.txt $(SUPERNODES:%=requirements/supernode-%.txt)
 	$(call locked,.venv-flower,flower)
+	for release in $(SUPERNODES); do \
+	    .venv-flower/bin/$(INSTALL) --upgrade --target .venv-flower/supernodes/$$release \
+	        --requirement requirements/supernode-$$release.txt || exit 1; \
+	done
 	.venv-flower/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	.venv-flower/bin/pip check
 	touch $@

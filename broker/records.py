@@ -58,6 +58,7 @@ class Run:
     created: float  # seconds since 1970
     max_staleness: int | None = None
     sends: Sends = "model"  # the content of updates
+    by_steps: bool = False  # whether updates are divided by their local steps and learning rate
     lineage: str = ""  # the journal's id for this line of versions
     state: RunStatus = "running"
     why: str | None = None  # reason for finishing
@@ -97,6 +98,7 @@ class Run:
             created=float(record["created"]),
             max_staleness=None if number is None else int(number),
             sends="delta" if record.get("sends") == b"delta" else "model",
+            by_steps=record.get("by_steps") == b"True",
             lineage=record["lineage"].decode(),
             state="finished" if record["state"] == b"finished" else "running",
             why=record["why"].decode() if "why" in record else None,

@@ -9,10 +9,13 @@ because not everybody installs all of them:
   names over files in a folder, so a list that allowed both builds would never get the smaller one.
 - ``torch-cuda.txt``: torch and torchvision from the package index, with their dependencies on
   Linux: several gigabytes. On macOS this is a CPU build too.
-- ``runtime.txt``: fedstream's other dependencies, with those of a gateway: the image has them.
+- ``runtime.txt``: fedstream's other dependencies, with those of a gateway, also for Flower's
+  supernodes: the image has them.
 - ``dev.txt``: additional dependencies of the tests.
 - ``flower.txt``: fedstream's other dependencies beside Flower, which wants older releases of some,
   and what its tests need. Together with torch, a separate environment.
+- ``supernode-1.40.txt`` and others like it: Flower alone in another release, whose supernodes are
+  tested with what ``flower.txt`` lists beside it.
 - ``fedlab.txt``: FedLab, which `make bench` compares with. Together with torch, a separate
   environment.
 - ``tools.txt``, ``docs.txt`` and ``checkov.txt``: separate environments.
@@ -29,8 +32,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
+SUPERNODES = ("supernode-1.40", "supernode-1.42")  # flower.txt has the one between
 LISTS = (
-    "torch-cpu", "torch-cuda", "runtime", "dev", "flower", "fedlab", "tools", "docs", "checkov",
+    "torch-cpu", "torch-cuda", "runtime", "dev", "flower", *SUPERNODES, "fedlab", "tools", "docs",
+    "checkov",
 )  # fmt: skip
 
 _TORCH = ("torch", "torchvision")
@@ -117,7 +122,7 @@ def _write(name: str, packages: Mapping[str, str]) -> None:
 def _write_project() -> None:
     known = read("torch-cuda") | read("runtime") | read("dev")
     project, pins = ROOT / "pyproject.toml", ("--constraint", ROOT / "constraints.txt")
-    runtime = _compiled(known, project, "--extra", "gateway", *pins)
+    runtime = _compiled(known, project, "--extra", "supernodes", *pins)
     every = _compiled(known | runtime, project, "--extra", "dev", *pins)
     if differing := [name for name in runtime if _pin(runtime[name]) != _pin(every[name])]:
         raise SystemExit(f"the tests need other versions of {', '.join(differing)}")
@@ -139,6 +144,14 @@ def _write_flower() -> None:
     _write("flower", {name: lines for name, lines in every.items() if name not in torch})
 
 
+def _write_supernodes() -> None:
+    for name in SUPERNODES:
+        with tempfile.NamedTemporaryFile("w", suffix=".in") as asked:
+            asked.write(f"flwr=={name.removeprefix('supernode-')}.*\n")
+            asked.flush()
+            _write(name, _compiled(read(name), asked.name, "--no-deps"))
+
+
 def _write_fedlab() -> None:
     """With our torch, so that both are measured on the same."""
     torch = read("torch-cuda")
@@ -150,6 +163,7 @@ def main() -> None:
     """Rewrite all lists."""
     _write_project()
     _write_flower()
+    _write_supernodes()
     _write_fedlab()
     for name in ("tools", "docs"):
         _write(name, _compiled(read(name), FOLDER / f"{name}.in"))

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import fedstream
+from fedstream.coordinator.gateway.fleet.protobuf import TESTED
 from requirements import lock, sbom
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +79,15 @@ def test_flower_has_our_pins_but_for_what_it_caps() -> None:
     shared = LISTS["flower"].keys() & ours.keys()
     assert {one.name for one in ASKED} - LISTS["torch-cpu"].keys() <= shared
     other = {name for name in shared if version(LISTS["flower"][name]) != version(ours[name])}
-    assert other == {"packaging", "rich", "typer"}
+    assert other == {"packaging", "protobuf", "rich", "typer"}
+
+
+def test_supernodes_are_of_the_releases_that_are_named() -> None:
+    installed = [version(LISTS[name]["flwr"]) for name in ("flower", *lock.SUPERNODES)]
+    assert {one.rpartition(".")[0] for one in installed} == {*TESTED}
+    page = (ROOT / "docs" / "how-to" / "flower.md").read_text()
+    [tested] = re.findall(r"\*\*Tested\*\* with `flower-supernode` ([^:]*), as", page)
+    assert re.findall(r"[\d.]+\d", tested) == sorted(installed)
 
 
 def test_lists_use_the_versions_in_constraints_txt() -> None:

@@ -377,7 +377,8 @@ class Recovery:
         return Run(
             layout=Layout.decode(head.layout), strategy=self.rule.name, task=head.task,
             devices=head.devices, versions=versions, seed=head.seed, created=head.created,
-            max_staleness=strategy.max_staleness, sends=strategy.sends, lineage=head.lineage,
+            max_staleness=strategy.max_staleness, sends=strategy.sends,
+            by_steps=strategy.by_steps, lineage=head.lineage,
             state="finished" if over else "running", why=over,
             finished=found.time if over else None, start=head.start,
         )  # fmt: skip

@@ -20,10 +20,14 @@ _WAIT_S = 2.0  # for a run that is being made
 class Current:
     """The run and its newest version. Nothing is known before the run was read once."""
 
-    def __init__(self, ledger: GatewayLedger, update: Format) -> None:
-        """``update``: the format that devices send updates in, if they can."""
+    def __init__(self, ledger: GatewayLedger, update: Format, *, supernodes: bool = False) -> None:
+        """``update``: the format that devices send updates in, if they can.
+
+        ``supernodes``: whether Flower's take part, which report no steps.
+        """
         self._ledger = ledger
         self._update = update
+        self._supernodes = supernodes
         self._known: dict[str, Head] = {}  # by digest as given, the newest last
         self._turn = asyncio.Lock()
         self._begun = self._done = 0  # reads of both
@@ -121,6 +125,12 @@ class Current:
             raise ConfigError(
                 f"run {name!r} was made with strategy {run.strategy!r}, whose control variates a "
                 "gateway does not give to devices: use another strategy for devices over HTTPS"
+            )
+        if run.by_steps and self._supernodes:
+            raise ConfigError(
+                f"gateway.flower_app: run {name!r} was made with strategy {run.strategy!r}, which "
+                "divides by local steps and learning rate, and supernodes report neither: use "
+                "fedasync, fedbuff or fedavg, or a gateway without gateway.flower_app"
             )
         if run.sends == "model" and self._update.of_changes:
             raise ConfigError(

@@ -69,6 +69,7 @@ class Moves:
         # Of devices that nobody was told of yet: where others told of them.
         self._meanwhile: dict[int, tuple[tuple[int, int], str]] = {}
         self._after: str | None = None  # what others told until there is known
+        self.has_others = False  # whether other replicas have told of devices, lately or long ago
         self._settling: dict[int, asyncio.Event] = {}  # devices whose task may come after them
 
     async def tell(self) -> None:
@@ -95,6 +96,7 @@ class Moves:
         for entry in await self._ledger.moves_after(self._after):
             match self._message(entry):
                 case Seating(gateway=other, devices=devices) if other != self._name:
+                    self.has_others = True
                     await self._leave(other, self._lost(devices, other, _place(entry.id)))
                 case HandOver(gateway=self._name, stream=stream, entries=entries):
                     await self._tasks.take_over(stream, entries)
@@ -114,6 +116,7 @@ class Moves:
             message = self._message(entry)
             if isinstance(message, Seating):
                 last.update(dict.fromkeys(message.devices, message.gateway))
+                self.has_others |= message.gateway != self._name
         for device in {*self._desk.present()} - self._desk.newcomers:
             if (other := last.get(device, self._name)) != self._name:
                 await self._leave(other, (device,))

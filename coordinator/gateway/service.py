@@ -83,7 +83,9 @@ class Gateway:
         self._desk = Desk(
             away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices
         )  # fmt: skip
-        self._current = Current(self._ledger, update)
+        self._current = Current(
+            self._ledger, update, supernodes=settings.flower_app is not None
+        )  # fmt: skip
         self._models = ModelCopies(self._client, keys, self._current, settings)
         self._auth = Auth(self._ledger, settings)
         self._app = GatewayApp(

@@ -169,6 +169,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         created=time.time(),
         max_staleness=rule.max_staleness,
         sends=rule.sends,
+        by_steps=rule.by_steps,
         start=start,
     )
     return run, model

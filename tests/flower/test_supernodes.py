@@ -1,4 +1,8 @@
-"""A stock `flower-supernode` as a device of a gateway: real processes, TLS, and Redis."""
+"""Stock `flower-supernode`s as devices of a gateway: real processes, TLS, and Redis.
+
+Each is of another release of Flower. `make flower` installs one in its environment, and the others
+beside it, in `supernodes/RELEASE`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import structlog
 import trustme
+from aiohttp.web import Request
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
+from fedstream.coordinator.gateway.fleet.protobuf import TESTED
 from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.journal import Taken
@@ -32,7 +39,8 @@ pytest.importorskip("flwr", reason="Flower has an environment of its own: make f
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]  # each update starts a process
 VERSIONS = 20
-DEVICES = (1, 4)
+DEVICES = dict(zip((1, 3, 4), TESTED, strict=True))  # device -> release of its supernode
+RELEASE = version("flwr").rpartition(".")[0]  # of this environment
 APP = """
 import numpy as np
 from flwr.client import NumPyClient
@@ -52,7 +60,7 @@ PROJECT = """
 [project]
 name = "numpy-app"
 version = "1.2.0"
-dependencies = ["flwr>=1.41"]
+dependencies = ["flwr>=1.40"]
 [tool.flwr.app]
 publisher = "fedstream"
 [tool.flwr.app.components]
@@ -85,11 +93,22 @@ def app(tmp_path: Path) -> Path:
     return found
 
 
-def environment(folder: Path) -> dict[str, str]:
+def commands(release: str) -> Path:
+    """The folder with the commands of a release."""
+    here = Path(sys.executable).parent
+    found = here if release == RELEASE else here.parent / "supernodes" / release / "bin"
+    assert (found / "flower-supernode").exists(), f"no Flower {release}: make flower installs it"
+    return found
+
+
+def environment(folder: Path, release: str = RELEASE) -> dict[str, str]:
     """Without telemetry, and with a home of its own for apps."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("FEDSTREAM_")}
-    path = f"{Path(sys.executable).parent}:{found['PATH']}"
-    return found | {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_HOME": str(folder / "home"), "PATH": path}
+    path = f"{commands(release)}:{Path(sys.executable).parent}:{found['PATH']}"
+    more = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_HOME": str(folder / f"home-{release}")}
+    if release != RELEASE:
+        more["PYTHONPATH"] = str(commands(release).parent)
+    return found | more | {"PATH": path}
 
 
 def key(folder: Path, device: int) -> str:
@@ -108,8 +127,10 @@ def key(folder: Path, device: int) -> str:
 
 
 @asynccontextmanager
-async def gateway(keys: Keys, redis: RedisSettings, folder: Path, app: Path) -> AsyncIterator[int]:
-    """A gateway with TLS; its port."""
+async def gateway(
+    keys: Keys, redis: RedisSettings, folder: Path, app: Path
+) -> AsyncIterator[tuple[int, set[str]]]:
+    """A gateway with TLS: its port, and the releases of the supernodes that come."""
     authority = trustme.CA()
     issued = authority.issue_cert("localhost", "127.0.0.1")
     authority.cert_pem.write_to_path(folder / "ca.pem")
@@ -122,13 +143,19 @@ async def gateway(keys: Keys, redis: RedisSettings, folder: Path, app: Path) -> 
     one = Gateway(settings, LeaseSettings(), keys=keys, redis=redis, name="gw-0", update=F32)
     its = context()
     web = application(one.routes(), its.stop.is_set, its.refused)
+    came: set[str] = set()
+
+    async def note(request: Request, _response: object) -> None:
+        came.add(request.headers.get("flwr-package-version", "").rpartition(".")[0])
+
+    web.on_response_prepare.append(note)
     async with AsyncExitStack() as stack:
         http = HttpSettings()
         log = structlog.get_logger()
         at = listening(web, http, 0, 100, log, settings.tls(), its.refused)
         port = await stack.enter_async_context(at)
         await stack.enter_async_context(running(one, its))
-        yield port
+        yield port, came
 
 
 def free_port() -> int:
@@ -146,13 +173,13 @@ def supernode(folder: Path, port: int, device: int) -> Iterator[Path]:
     with log.open("w") as output:
         process = subprocess.Popen(
             [
-                Path(sys.executable).with_name("flower-supernode"),
+                commands(DEVICES[device]) / "flower-supernode",
                 "--superlink", f"localhost:{port}", "--root-certificates", folder / "ca.pem",
                 "--auth-supernode-private-key", folder / f"key-{device}",
                 "--node-config", f"partition-id={device} num-partitions=6",
                 "--host", "127.0.0.1", "--port", str(free_port()),
             ],
-            stdout=output, stderr=output, env=environment(folder), cwd=folder,
+            stdout=output, stderr=output, env=environment(folder, DEVICES[device]), cwd=folder,
         )  # fmt: skip
     try:
         yield log
@@ -166,18 +193,21 @@ def supernode(folder: Path, port: int, device: int) -> Iterator[Path]:
 async def test_stock_supernodes_train_a_run(
     client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path, app: Path
 ) -> None:
-    """Twenty versions from two supernodes with a NumPyClient; counts add up, replay is equal."""
+    """Twenty versions by a NumPyClient, with a supernode of each release that the docs name."""
     (tmp_path / "keys").write_text("# clinics\n" + "".join(key(tmp_path, n) for n in DEVICES))
     sets = (
         f"run.versions={VERSIONS}", 'coordinator.sites=["pool","gateway"]',
-        "scheduler.policy={kind='in_flight', n=2}",
+        "scheduler.policy={kind='in_flight', n=3}",
     )  # fmt: skip
     async with (
         pipeline(keys, lambda _role: redis, tmp_path, *sets),
-        gateway(keys, redis, tmp_path, app) as port,
+        gateway(keys, redis, tmp_path, app) as (port, came),
     ):
-        with supernode(tmp_path, port, 1), supernode(tmp_path, port, 4):
+        with ExitStack() as stack:
+            for device in DEVICES:
+                stack.enter_context(supernode(tmp_path, port, device))
             view = await finished(client, keys, within_s=500)
+    assert came == {*TESTED}
     assert view.outcomes["applied"] == VERSIONS
     with Replayer(tmp_path / "journal") as replayer:
         moments = [(moment.message, moment.identical) for moment in replayer]

@@ -40,13 +40,15 @@ def environment(service: str) -> dict[str, str]:
 
 
 def in_the_image() -> set[str]:
-    """The packages: what we depend on, gateways too, what that does, and so on."""
+    """The packages: what we depend on, gateways too, for supernodes too, and so on."""
     python = re.search(r"^ARG PYTHON=([\d.]+)-", DOCKERFILE, re.MULTILINE)
     assert python
     target = {"python_full_version": python[1], "extra": ""}
     found: set[str] = set()
     project = PACKAGE["project"]
-    todo = [*project["dependencies"], *project["optional-dependencies"]["gateway"]]
+    extras = project["optional-dependencies"]
+    more = [*extras["gateway"], *extras["supernodes"]]
+    todo = [*project["dependencies"], *(one for one in more if "fedstream[" not in one)]
     while todo:
         wanted = Requirement(todo.pop())
         name = canonicalize_name(wanted.name)

@@ -1,8 +1,8 @@
 """Flower's protobuf messages, as far as a supernode and a gateway need them.
 
-Names and numbers are those of the Fleet API in Flower 1.41 (package ``flwr.proto``); protobuf skips
-fields that are not described here. All fields are optional in the sense of proto2: a zero that was
-set is sent, which Flower wants in a ``oneof``, and which is the same bytes elsewhere.
+Names and numbers are those of the Fleet API in Flower 1.40 to 1.42 (package ``flwr.proto``);
+protobuf skips fields that are not described here. All fields are optional in the sense of proto2: a
+zero that was set is sent, which Flower wants in a ``oneof``, and which is the same bytes elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from google.protobuf.message import DecodeError
 
 from fedstream.coordinator.gateway.refusals import Refusal
 
+# Releases whose supernodes tests/flower runs against a gateway.
+TESTED: Final = ("1.40", "1.41", "1.42")
 CONTENT_TYPE: Final = "application/protobuf"
 
 _PACKAGE = "fedstream.flower"

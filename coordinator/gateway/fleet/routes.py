@@ -42,6 +42,9 @@ _FIRST_NODE = 2  # device 0's
 _WAIT_S = 10.0  # for a task; a supernode waits 30 s for an answer, and then 3 s to ask again
 _TTL_S = 86400.0  # of a message, which Flower wants to know; nothing ends by it
 _RETRY_S = 2.0
+# In which a supernode may find the replica that has its work: it tries again every 20 s or sooner.
+_ELSEWHERE_S = 120.0
+_VERSION = "flwr-package-version"  # header with the supernode's release of Flower
 _SMALL = 64 << 10
 _TREE = 4 << 20  # bytes of a message's tree of objects
 # What a supernode understands: 401 stops it, after 403 it asks for something else, and after 503
@@ -75,6 +78,7 @@ class FleetRoutes:
         self._roster = roster
         self._works = NodeWorks(settings.model_bytes)
         self._reading = asyncio.Lock()
+        self._missed: dict[int, tuple[str, float]] = {}  # by device: what is not here, since when
         self._opened: Opened | None = None
 
     def open(self, opened: Opened) -> None:
@@ -116,9 +120,11 @@ class FleetRoutes:
             except Exception:
                 if self._opened is not None:
                     self._opened.context.log.exception("request failed", path=request.path)
-                return web.Response(status=503)
+                response = web.Response(status=503)
             if response.status not in _UNDERSTOOD:
                 response.set_status(503)
+            if response.status == 503:
+                response.force_close()  # the next connection may reach another replica
             return response
 
         return answer
@@ -138,6 +144,7 @@ class FleetRoutes:
         match kind:
             case "RegisterNodeRequest" | "ActivateNodeRequest":
                 is_own = said.public_key == pem
+                self._greet(device, request.headers.get(_VERSION, ""))
             case "LeaveRequest":
                 is_own = said.node_id == node
             case _:
@@ -149,6 +156,13 @@ class FleetRoutes:
         return web.Response(body=reply.SerializeToString(), content_type=protobuf.CONTENT_TYPE)
 
     # coming and going
+
+    def _greet(self, device: int, version: str) -> None:
+        """Say in the log who has come, and whether with a release that was tested."""
+        log = self._running.context.log.bind(device=device, flower=version[:40])
+        log.info("supernode came")
+        if not f"{version}.".startswith(tuple(f"{one}." for one in protobuf.TESTED)):
+            log.warning("supernode of a Flower that was not tested", tested=protobuf.TESTED)
 
     async def _activate(self, device: int, _said: Any) -> Any:
         return protobuf.message("NodeResponse", node_id=device + _FIRST_NODE)
@@ -175,6 +189,7 @@ class FleetRoutes:
                 403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
             )
         self._works.end(device)  # it asks, so it has nothing left to do
+        self._missed.pop(device, None)
         self._works.keep(self._desk.present())
         if self._current.is_over or device in head.quarantines.by_device:
             self._desk.leave(device)
@@ -279,6 +294,7 @@ class FleetRoutes:
         work = self._works.get(device)
         content = work.objects.get(said.object_id) if work is not None else None
         if content is None:
+            self._miss(device, said.object_id)
             return protobuf.message("PullObjectResponse", object_found=False)
         return protobuf.message(
             "PullObjectResponse", object_found=True, object_available=True, object_content=content
@@ -313,6 +329,7 @@ class FleetRoutes:
         reply = works.reply(said)
         message, work = said.messages_list[0], self._works.get(device)
         if work is None or message.metadata.reply_to_message_id != work.message:
+            self._miss(device, message.metadata.reply_to_message_id)
             # This gateway restarted, or gave the task up: nobody waits for the reply.
             self._running.context.log.info("reply to no task", device=device)
             return protobuf.message("PushMessagesResponse")
@@ -340,7 +357,9 @@ class FleetRoutes:
         work = self._works.get(device)
         reply = work.reply if work is not None else None
         is_stored = False
-        if work is not None and reply is not None and said.session_id == reply.session:
+        if work is None or reply is None or said.session_id != reply.session:
+            self._miss(device, said.session_id)
+        else:
             is_stored = reply.take(said.object_id, said.object_content)
             if reply.size > works.most(work.given.model):
                 await self._refuse(device, work, "<class 'DataError'>: the reply is too large")
@@ -379,6 +398,15 @@ class FleetRoutes:
             ),
             data,
         )  # fmt: skip
+
+    def _miss(self, device: int, what: str) -> None:
+        """Have a supernode try again whose work another replica may have. Raises Refusal (503)."""
+        now = time.monotonic()
+        known, since = self._missed.get(device, ("", now))
+        if not self._running.moves.has_others or (known == what and now - since > _ELSEWHERE_S):
+            return
+        self._missed[device] = what, since if known == what else now
+        raise self._later("another replica may have what this supernode works on")
 
     @property
     def _running(self) -> Opened:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import json
-import zipfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstream.broker import blobs
@@ -26,176 +20,21 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
 from fedstream.coordinator.gateway.fleet import models, objects, protobuf
 from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
-from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
-from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
+from fedstream.coordinator.gateway.fleet.objects import FlowerObject
+from tests.coordinator.gateway.places import SITE, ends, serving
+from tests.coordinator.gateway.supernodes import (
+    DEVICE,
+    Node,
+    asked,
+    changed,
+    content,
+    fleet,
+    listed,
+    packed_app,
+    pem,
+    replied,
+)
 from tests.support import Hand, layout_of, wait_until
-
-DEVICE = 3
-PROJECT = """
-[project]
-name = "some-app"
-version = "1.0.0"
-[tool.flwr.app]
-publisher = "clinic"
-[tool.flwr.app.config]
-learning-rate = 0.5
-deep.er = true
-"""
-
-
-@dataclass
-class Node:
-    """A supernode: its key, and what it asks for."""
-
-    place: Place
-    device: int
-    key: ec.EllipticCurvePrivateKey
-    clock: timedelta = timedelta(0)
-
-    @property
-    def id(self) -> int:
-        """Its number among Flower's nodes, of which the SuperLink is the first."""
-        return self.device + 2
-
-    def headers(self) -> dict[str, str]:
-        """Flower's signature."""
-        said = (datetime.now(UTC) + self.clock).isoformat()
-        return {
-            "flwr-public-key": base64.b64encode(pem(self.key)).decode(),
-            "flwr-timestamp": said,
-            "flwr-signature": base64.b64encode(
-                self.key.sign(said.encode(), ec.ECDSA(hashes.SHA256()))
-            ).decode(),
-        }
-
-    async def status(self, path: str, kind: str, **fields: Any) -> int:
-        """The status of an answer."""
-        body = protobuf.message(kind, **fields).SerializeToString()
-        answer = await self.place.ask("POST", path, data=io.BytesIO(body), headers=self.headers())
-        return answer.status
-
-    async def ask(self, path: str, kind: str, answer: str, **fields: Any) -> Any:
-        """What is answered to a message."""
-        fields = {"node": {"node_id": self.id}, **fields}
-        body = protobuf.message(kind, **fields).SerializeToString()
-        said = await self.place.ask("POST", path, data=io.BytesIO(body), headers=self.headers())
-        assert said.status == 200, (said.status, said.body)
-        return protobuf.parsed(answer, said.body)
-
-    async def pull(self) -> tuple[Any, Received]:
-        """A train message, and its objects."""
-        said = await self.ask(
-            "/v1/fleet/pull-messages", "PullMessagesRequest", "PullMessagesResponse"
-        )
-        [message], [tree] = said.messages_list, said.message_object_trees
-        assert message.metadata.message_id == tree.object_id
-        received, to_see = Received(), [tree]
-        while to_see:
-            one = to_see.pop()
-            to_see += one.children
-            got = await self.ask(
-                "/v1/fleet/pull-object", "PullObjectRequest", "PullObjectResponse",
-                object_id=one.object_id,
-            )  # fmt: skip
-            assert hashlib.sha256(got.object_content).hexdigest() == one.object_id
-            received.contents[one.object_id] = got.object_content
-        return message, received
-
-    async def reply(self, message: Any, content: FlowerObject) -> list[bool]:
-        """Sends a reply; whether each of its objects was stored."""
-        about = {"reply_to_message_id": message.metadata.message_id}
-        reply = protobuf.message("Message", metadata=about)
-        whole = objects.packed("Message", reply.SerializeToString(), [content])
-        said = await self.ask(
-            "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
-            messages_list=[reply], message_object_trees=[tree_of(whole)],
-            clientapp_runtime_list=[1.5],
-        )  # fmt: skip
-        every = {one.id: one for one in whole.every()}
-        assert {*said.objects_to_push} in ({*every}, set())
-        return [
-            await self.push(said.session_id, every[id_].content) for id_ in said.objects_to_push
-        ]
-
-    async def push(self, session: str, content: bytes, name: str = "") -> bool:
-        """Sends an object; whether it was stored."""
-        said = await self.ask(
-            "/v1/fleet/push-object", "PushObjectRequest", "PushObjectResponse",
-            session_id=session, object_content=content,
-            object_id=name or hashlib.sha256(content).hexdigest(),
-        )  # fmt: skip
-        return bool(said.stored)
-
-
-def tree_of(one: FlowerObject) -> dict[str, Any]:
-    return {"object_id": one.id, "children": [tree_of(part) for part in one.parts]}
-
-
-def pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-
-
-def listed(key: Any) -> str:
-    openssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    return str(key.public_key().public_bytes(*openssh).decode())
-
-
-def packed_app(folder: Path) -> Path:
-    """A Flower app as a file."""
-    with zipfile.ZipFile(folder / "app.fab", "w") as file:
-        file.writestr("pyproject.toml", PROJECT)
-    return folder / "app.fab"
-
-
-@asynccontextmanager
-async def fleet(
-    hand: Hand, redis: RedisSettings, folder: Path, **settings: Any
-) -> AsyncIterator[Node]:
-    """A gateway for supernodes, and the one of a device."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    (folder / "keys").write_text(f"# ours\n\n{DEVICE} {listed(key)} clinic 3\n")
-    files: dict[str, Any] = {
-        "flower_app": str(packed_app(folder)),
-        "flower_keys": str(folder / "keys"),
-    }
-    async with (
-        coordinating(hand, redis),
-        serving(hand, redis, poll_s=0.0, **files, **settings) as place,
-    ):
-        yield Node(place, DEVICE, key)
-
-
-async def asked(hand: Hand, node: Node, **task: Any) -> tuple[Any, Received]:
-    """Has the supernode asked to train; returns the message, and its objects."""
-    said = await node.ask("/v1/fleet/pull-messages", "PullMessagesRequest", "PullMessagesResponse")
-    assert not said.messages_list
-    await owned_by(hand, DEVICE, "gw-0")
-    await hand.open(device=DEVICE, **task)
-    await wait_until(lambda: len(node.place.gateway._desk) == 1)
-    return await node.pull()
-
-
-def content(
-    model: Model, numbers: Mapping[str, float], names: tuple[str, ...] | None = None
-) -> FlowerObject:
-    """A reply of a NumPyClient, or of the Message API."""
-    record = models.arrays_of(model)
-    if names is not None:
-        record = objects.refers("ArrayRecord", dict(zip(names, record.parts, strict=True)))
-    items = [{"key": key, "value": {"double": value}} for key, value in numbers.items()]
-    metrics = protobuf.message("Values", items=items).SerializeToString()
-    examples = objects.packed("MetricRecord", metrics)
-    return objects.refers(
-        "RecordDict", {"fitres.parameters": record, "fitres.num_examples": examples}
-    )
-
-
-def changed(hand: Hand, by: float) -> Model:
-    model = Model(hand.layout)
-    model.floats[:] = np.arange(model.floats.size, dtype=np.float32) + by
-    return model
 
 
 @pytest.mark.parametrize("parameters", [4, 2_000_000], ids=["one chunk", "several chunks"])
@@ -245,16 +84,11 @@ async def test_reply_is_an_update_once(
             digest=upload.digest, chunks=upload.chunks,
         )  # fmt: skip
         assert np.array_equal(arrived.floats, trained.floats)
-        assert await node.push(_session(message, reply), b"anything"), "the same again"
+        session = replied(message, reply).id[:16]
+        assert await node.push(session, b"anything"), "the same again"
         assert await node.reply(message, reply) == [True] * len(stored), "all of it again"
         assert len(await hand.queue()) == 1
         await hand.balanced()
-
-
-def _session(message: Any, reply: FlowerObject) -> str:
-    about = {"reply_to_message_id": message.metadata.message_id}
-    body = protobuf.message("Message", metadata=about).SerializeToString()
-    return objects.packed("Message", body, [reply]).id[:16]
 
 
 @pytest.mark.parametrize("spoil", ["no examples", "another shape", "one name less", "integers"])
@@ -362,16 +196,6 @@ async def test_who_is_not_listed_is_turned_away(
         assert await node.status(*beat, node={"node_id": node.id + 1}) == 401, "another node"
         await hand.client.call("HSET", hand.keys.revoked(SITE), DEVICE, "1")
         assert await node.status(*beat, node={"node_id": node.id}) == 401, "revoked"
-
-
-async def test_nothing_is_answered_that_ends_a_supernode(
-    redis: RedisSettings, hand: Hand, tmp_path: Path
-) -> None:
-    await hand.create()
-    async with fleet(hand, redis, tmp_path, address_rate=0.01) as node:
-        beat = "/v1/fleet/send-node-heartbeat", "HeartbeatRequest"
-        said = [await node.status(*beat, node={"node_id": node.id}) for _ in range(4)]
-        assert said == [200, 200, 503, 503], "too many requests: 429 to others"
 
 
 async def test_off_unless_it_is_set(redis: RedisSettings, hand: Hand) -> None:

@@ -194,3 +194,9 @@ def test_simulated_run_records_where_it_came_from(tmp_path: Path) -> None:
         assert chain[0].standing.digest == digest
     run, model = create_run(settings)
     assert (run.start, model.digest()) == (made.start, digest)
+
+
+@pytest.mark.parametrize(("name", "divides"), [("fedbuff", False), ("afa-cd", True)])
+def test_run_says_whether_updates_are_divided_by_their_steps(name: str, divides: bool) -> None:
+    run, _ = create_run(read(None, [f"strategy.name={name}"]))
+    assert run.by_steps is divides

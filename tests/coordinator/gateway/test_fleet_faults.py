@@ -1,0 +1,183 @@
+"""Supernodes when something is wrong: Redis, a replica, a request. Only 401 may end them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from structlog.testing import capture_logs
+
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.gateway.fleet import protobuf, routes
+from tests.coordinator.gateway.places import serving
+from tests.coordinator.gateway.supernodes import (
+    DEVICE,
+    Node,
+    asked,
+    changed,
+    content,
+    files,
+    fleet,
+    pem,
+    pushed,
+)
+from tests.support import Hand, Proxy, counted, full, wait_until
+
+
+async def test_nothing_is_answered_that_ends_a_supernode(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path, address_rate=0.01) as node:
+        beat = "/v1/fleet/send-node-heartbeat", "HeartbeatRequest"
+        said = [await node.status(*beat, node={"node_id": node.id}) for _ in range(4)]
+        assert said == [200, 200, 503, 503], "too many requests: 429 to others"
+
+
+ROUTES = {
+    "register-node": "RegisterNodeRequest",
+    "activate-node": "ActivateNodeRequest",
+    "deactivate-node": "LeaveRequest",
+    "unregister-node": "LeaveRequest",
+    "send-node-heartbeat": "HeartbeatRequest",
+    "pull-messages": "PullMessagesRequest",
+    "pull-object": "PullObjectRequest",
+    "confirm-message-received": "ConfirmMessageReceivedRequest",
+    "get-run": "GetRunRequest",
+    "get-fab": "GetFabRequest",
+    "push-messages": "PushMessagesRequest",
+    "push-object": "PushObjectRequest",
+}
+
+
+def own(node: Node, kind: str) -> Any:
+    """A request of this kind that says whose it is, and nothing else."""
+    match kind:
+        case "RegisterNodeRequest" | "ActivateNodeRequest":
+            return protobuf.message(kind, public_key=pem(node.key))
+        case "LeaveRequest":
+            return protobuf.message(kind, node_id=node.id)
+    return protobuf.message(kind, node={"node_id": node.id})
+
+
+async def statuses(node: Node, body: Callable[[str], bytes]) -> dict[str, int]:
+    """What each route answers."""
+    return {
+        path: (
+            await node.place.ask(
+                "POST", f"/v1/fleet/{path}", data=io.BytesIO(body(kind)), headers=node.headers()
+            )
+        ).status
+        for path, kind in ROUTES.items()
+    }  # fmt: skip
+
+
+async def test_no_route_answers_what_ends_a_supernode_while_redis_is_away_or_full(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with Proxy(redis, hand.keys) as proxy:
+        way = proxy.settings.model_copy(update={"timeout_s": 0.2})
+        async with fleet(hand, redis, tmp_path, gateways=way) as node:
+            served = await statuses(node, lambda kind: own(node, kind).SerializeToString())
+            assert served == dict.fromkeys(ROUTES, 200) | {"push-messages": 400}, "no message"
+            proxy.refuse = lambda _said: True
+            proxy.cut()
+            said = await statuses(node, lambda kind: own(node, kind).SerializeToString())
+            assert said == dict.fromkeys(ROUTES, 503), "away"
+            proxy.refuse = None
+
+            async def is_back() -> bool:
+                said = await statuses(node, lambda kind: own(node, kind).SerializeToString())
+                return said == served
+
+            await wait_until(is_back)
+            async with full(hand.client):
+                said = await statuses(node, lambda kind: own(node, kind).SerializeToString())
+            assert {*said.values()} <= {200, 400, 503}, said
+
+
+async def test_what_is_no_request_of_a_supernode_is_no_fault_of_ours(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        for body in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 300, b"\x0a\x02\x08"):
+            said = await statuses(node, {}.fromkeys(ROUTES.values(), body).__getitem__)
+            assert said == dict.fromkeys(ROUTES, 400), body
+        other = Node(node.place, DEVICE + 1, node.key)
+        told = await statuses(other, lambda kind: own(other, kind).SerializeToString())
+        keyed = {"register-node": 200, "activate-node": 200}  # they name a key and no node
+        assert told == dict.fromkeys(ROUTES, 401) | keyed
+        assert (
+            counted(node.place.context, "fedstream_gateway_refused_total", reason="internal") == 0
+        )
+
+
+async def test_supernode_finds_the_replica_that_has_its_work(
+    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request may reach any of them; 503 has the supernode try again, elsewhere."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        about: dict[str, Any] = files(tmp_path, node.key)
+        async with serving(hand, redis, "gw-1", poll_s=0.0, **about) as there:
+            message, _ = await asked(hand, node)
+            moves = there.gateway._fleet._running.moves  # type: ignore[union-attr]
+            await wait_until(lambda: moves.has_others)
+            stranger = Node(there, DEVICE, node.key)
+            reply = content(changed(hand, 0.5), {"num-examples": 3.0})
+            for path, kind, said in (
+                ("pull-object", "PullObjectRequest", {"object_id": message.metadata.message_id}),
+                ("push-object", "PushObjectRequest", {"session_id": "s", "object_content": b"x"}),
+                ("push-messages", "PushMessagesRequest", pushed(message, reply)),
+            ):
+                body = protobuf.message(kind, node={"node_id": node.id}, **said)
+                answer = await there.ask(
+                    "POST", f"/v1/fleet/{path}", data=io.BytesIO(body.SerializeToString()),
+                    headers=stranger.headers(),
+                )  # fmt: skip
+                assert answer.status == 503, path
+                assert answer.headers["Connection"] == "close", path
+            assert all(await node.reply(message, reply)), "here it is known"
+
+            async def queued() -> Any:
+                return await hand.queue()
+
+            assert len(await wait_until(queued)) == 1
+            monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
+            assert await stranger.reply(message, reply) == [], "nobody has it: dropped in the end"
+
+
+async def test_supernodes_are_asked_only_for_what_they_report(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create(strategy="afa-cd", sends="delta", by_steps=True)
+    assert (await hand.ledger.run()).by_steps
+    async with serving(hand, redis):
+        pass  # other devices report their steps
+    about: dict[str, Any] = files(tmp_path, ec.generate_private_key(ec.SECP256R1()))
+    with pytest.raises(ConfigError, match="'afa-cd', which divides by local steps"):
+        async with serving(hand, redis, is_open=False, **about) as place:
+            await place.work
+
+
+async def test_releases_that_were_not_tested_are_named_in_the_log(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        with capture_logs() as logs:
+            for release in ("1.40.0", "1.4.0", "2.0.0"):
+                node.release = release
+                activate = "/v1/fleet/activate-node", "ActivateNodeRequest"
+                assert await node.status(*activate, public_key=pem(node.key)) == 200
+    came = [one["flower"] for one in logs if one["event"] == "supernode came"]
+    assert came == ["1.40.0", "1.4.0", "2.0.0"]
+    warned = [one["flower"] for one in logs if one["log_level"] == "warning"]
+    assert warned == ["1.4.0", "2.0.0"]
