@@ -38,7 +38,8 @@ _STEP = 1000  # keys per scan step, or tasks: there may be any number
 
 _MENDED = {
     "triggers": "stream", "tasks": "stream", "events": "stream", "changes": "stream",
-    "alive": "zset", "trainers": "hash", "working": "hash", "owners": "hash", "rates": "hash",
+    "alive": "zset", "trainers": "hash", "working": "hash", "concurrent": "hash",
+    "owners": "hash", "rates": "hash",
     "sites": "set", "pool": "set", "letters": "zset",
 }  # fmt: skip
 _NAMED = {

@@ -61,6 +61,7 @@ class Keys:
         self.alive = prefix + "alive"  # trainer -> when it was last heard from, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
         self.pool = prefix + "pool"  # trainers that own nothing: they serve the unowned devices
+        self.concurrent = prefix + "concurrent"  # gateway's replica -> how many devices it owns
         self.working = prefix + "working"  # trainer -> what its newest heartbeat says of its work
         self.rates = prefix + "rates"  # each site's activity in the second under ''
         self.letters = prefix + "letters"  # site|id of each letter in `dead`

@@ -200,6 +200,7 @@ class Presence(Message):
     answers: Count = 0  # given so far
     # Of what it owns, if the trainer would rather send heartbeats than a long list.
     digest: Name | None = None
+    concurrent: bool = False  # whether the devices work at the same time, as a gateway's do
 
 
 class Heartbeat(Message):

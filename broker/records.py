@@ -220,6 +220,7 @@ class Tally:
     triggers: int
     inbox: int | None  # entries in all sites' inboxes; None: not counted
     trainers: int  # alive
+    workers: int  # at the same time: trainers alive, and for each gateway's replica its devices
     kept: int  # versions whose model can be read
     dead: int
     owners: int  # fields of the register of owners: the owned devices, and foreign ones

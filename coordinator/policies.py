@@ -52,6 +52,9 @@ class Traffic:
     """of recent updates: a moving average, in versions"""
     last: float
     """when the last task began (see :attr:`Policy.catches_up`); at first, when scheduling began"""
+    workers: int
+    """on tasks at the same time: trainers alive, and in place of a gateway the devices that are
+    present at it; 0 in a simulation"""
 
 
 class Policy(Chosen):
@@ -99,7 +102,10 @@ class Policy(Chosen):
 
 
 class InFlight(Policy):
-    """N tasks in flight; without n, one per live trainer. Delays are exponential."""
+    """N tasks in flight; without n, one for each live trainer and each device at a gateway.
+
+    Delays are exponential.
+    """
 
     kind: Literal["in_flight"] = "in_flight"
     n: Annotated[int, Field(ge=1)] | None = None
@@ -107,7 +113,7 @@ class InFlight(Policy):
 
     def in_flight(self, traffic: Traffic) -> int:
         """N."""
-        return self.n if self.n is not None else max(1, traffic.trainers)
+        return self.n if self.n is not None else max(1, traffic.workers)
 
     def due(self, traffic: Traffic, draw: random.Random) -> float:
         """After the delay, which counts from the last trigger."""

@@ -272,6 +272,7 @@ class Scheduler:
             round_ending=self._asked[0] == version and view.backlog > view.admitted,
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
+            workers=view.workers,
             model_bytes=view.run.layout.nbytes,
             devices=mirror.devices,
             last=self._last,

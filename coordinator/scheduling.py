@@ -49,6 +49,7 @@ class Situation:
     round_ending: bool  # this round's end is in the queue
     mean_staleness: float
     trainers: int  # alive
+    workers: int  # of tasks at the same time: trainers, and the devices of gateways
     model_bytes: int
     devices: Sequence[int]  # that a trainer serves, and that are not in quarantine; ascending
     last: float  # when it last triggered (if it catches up: when that was due), or began to lead
@@ -93,7 +94,7 @@ class Situation:
         """What the policy sees once these tasks are open, the last of them since ``last``."""
         return Traffic(
             self.now, self.began, issued, self.version, at_work,
-            self.devices, self.trainers, self.mean_staleness, last,
+            self.devices, self.trainers, self.mean_staleness, last, self.workers,
         )  # fmt: skip
 
 

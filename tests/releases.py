@@ -13,7 +13,14 @@ _USERS = "metrics"  # a map of the user's own names
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "trigger": {"why": "", "origin": "scheduler"},
     "upload": {"seconds": 0.0, "sends": "model", "site": "pool", "format": "f32"},
-    "presence": {"owns": (), "leaves": False, "host": "", "pid": 0, "answers": 0},
+    "presence": {
+        "owns": (),
+        "leaves": False,
+        "host": "",
+        "pid": 0,
+        "answers": 0,
+        "concurrent": False,
+    },
     "heartbeat": {"answers": 0},
     "round_end": {"why": ""},
     "set_quarantine": {"release": False, "why": ""},

@@ -284,14 +284,14 @@ class Hand:
         return await self.ledger.hear(site, entry, said, most=most, rate=rate)
 
     async def announce(
-        self, name: str, *owns: int, site: str = POOL, most: int = 1000
+        self, name: str, *owns: int, site: str = POOL, most: int = 1000, concurrent: bool = False
     ) -> list[str]:
         """A trainer says that it is there, and a coordinator hears it: what came of that.
 
         Where one is running, it may be that one.
         """
         before = await self.client.call("ZSCORE", self.keys.alive, member(site, name))
-        await Outbox(self.client, self.keys, site).announce(name, owns)
+        await Outbox(self.client, self.keys, site).announce(name, owns, concurrent=concurrent)
         if entries := await self.heard(site):
             return [await self.hear(site, entry, most=most) for entry in entries]
 

@@ -42,8 +42,9 @@ _OWNERS = 1000  # of the devices' owners, read at once
 RIGHTS = Rights(
     both=(
         "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-        "events", "changes", "trainers", "alive", "owners", "owned:*", "pool", "working", "rates",
-        "letters", "sites", "update:*", "queued:*", "control:*", "quarantine:*",
+        "events", "changes", "trainers", "alive", "owners", "owned:*", "pool", "working",
+        "concurrent", "rates", "letters", "sites", "update:*", "queued:*", "control:*",
+        "quarantine:*",
     ),
     reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
     writes=("queue", "dead"),
@@ -219,7 +220,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         about = {
             "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
             "owns": said.owns, "denied": denied, "leaves": said.leaves, "most": most, "rate": rate,
-            "pool": TRAINERS, "digest": said.digest,
+            "pool": TRAINERS, "digest": said.digest, "concurrent": said.concurrent,
         }  # fmt: skip
         if said.digest is None:
             del about["digest"]

@@ -21,7 +21,7 @@ LOOK = Script("look")
 LOOKED_AT = (
     "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
     "kept", "dead", "owners", "pool", "events", "models",
-    "changes",
+    "changes", "concurrent",
 )  # fmt: skip
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # foreign fields may be there too
@@ -50,7 +50,9 @@ class Overview(Ledger):
 
     def _tally(self, reply: Any) -> Tally:
         run, head, counts, *numbers, event, version, now, _, _, _ = reply
-        tasks, admitted, queue, triggers, inbox, trainers, kept, dead, owners, pool = numbers
+        tasks, admitted, queue, triggers, inbox, trainers, workers, kept, dead, owners, pool = (
+            numbers
+        )
         if not run:
             raise self._no_run()
         return Tally(
@@ -63,6 +65,7 @@ class Overview(Ledger):
             triggers=triggers,
             inbox=inbox,
             trainers=trainers,
+            workers=workers,
             kept=kept,
             dead=dead,
             owners=owners,

@@ -158,12 +158,13 @@ class Outbox:
         *,
         device: int | None = None,
         answers: int = 0,
+        concurrent: bool = False,
     ) -> bool:
         """Announce that a trainer is alive and owns exactly these devices.
 
         A long list is sent only until a coordinator has noted its digest, and when that note is
         gone. Returns False and sends nothing while the inbox isn't being read, so that
-        announcements don't pile up.
+        announcements don't pile up. ``concurrent``: whether the devices work at the same time.
         """
         digest = self._digest_of(owns) if len(owns) > _SHORT else None
         note = self._keys.owned(member(self.site, trainer))
@@ -180,7 +181,7 @@ class Outbox:
         await self.say(
             Presence(
                 trainer=trainer, owns=tuple(owns), host=socket.gethostname(), pid=os.getpid(),
-                device=device, answers=answers, digest=digest,
+                device=device, answers=answers, digest=digest, concurrent=concurrent,
             )
         )  # fmt: skip
         return True

@@ -1,4 +1,4 @@
--- keys: stream trainers alive owners pool tasks open counts rates changes working owned
+-- keys: stream trainers alive owners pool tasks open counts rates changes working owned concurrent
 -- undeclared: run head events
 -- Registers a trainer and the devices that it claims, except devices that the run doesn't have,
 -- that its site may not own, or that another live trainer owns (the first one keeps them). If the
@@ -45,6 +45,7 @@ if not within('announced ' .. a.site, a.rate, 1 + #a.owns + (all and math.floor(
 end
 if a.leaves then
   redis.call('ZADD', key.alive, 'XX', 0, name)
+  redis.call('HDEL', key.concurrent, name)
   return 'leaves'
 end
 if is_new then
@@ -77,7 +78,7 @@ for device in pairs(before) do
 end
 
 local devices = tonumber(redis.call('HGET', key.run, 'devices') or math.huge)
-local got, any, waits, owners = {}, false, false, {}
+local got, any, waits, owners, has = {}, false, false, {}, 0
 for i, device in ipairs(a.owns) do
   local at = (i - 1) % AT_ONCE + 1
   if at == 1 then
@@ -85,6 +86,7 @@ for i, device in ipairs(a.owns) do
   end
   local owner = owners[at]
   local why
+  has = has + 1
   if device >= devices or denied[device] then
     if owner == name then let_go(device) end
     why = denied[device] and 'site ' .. a.site .. ' may not own it'
@@ -95,6 +97,7 @@ for i, device in ipairs(a.owns) do
     redis.call('HSET', key.owners, device, name)
     got[device], any, changed[#changed + 1] = true, true, device
   end
+  if why then has = has - 1 end
   if why and not before[device] then -- told once, not with every announcement
     local event = cmsgpack.unpack(ARGV[4])
     event.device, event.text = device, name .. ' does not get device ' .. device .. ': ' .. why
@@ -103,6 +106,11 @@ for i, device in ipairs(a.owns) do
 end
 
 note_devices(changed)
+if a.concurrent then
+  redis.call('HSET', key.concurrent, name, has)
+else
+  redis.call('HDEL', key.concurrent, name)
+end
 if a.digest and not waits then
   note_list(a.digest, now_ms() + LIST_HOLDS_MS)
 else

@@ -1,5 +1,5 @@
 -- keys:
--- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models changes
+-- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models changes concurrent
 -- Everything countable, and the ids of the newest event and version: the view includes all up to
 -- them. ARGV[1]: 1 to count the inboxes as well. There is one per site, and the scheduler looks at
 -- every version, so it leaves them out. ARGV[2]: which open tasks and owned devices are wanted:
@@ -61,12 +61,18 @@ if ARGV[2] == 'none' then tasks, devices = {'none'}, {'none'} end
 if tasks[1] == 'all' then tasks[2] = redis.call('HVALS', key.open) end
 if devices[1] == 'all' then devices[2] = redis.call('HKEYS', key.owners) end
 
+local trainers = redis.call('ZCOUNT', key.alive, '(0', '+inf')
+local workers = trainers
+for _, devices in ipairs(redis.call('HVALS', key.concurrent)) do
+  workers = workers - 1 + (tonumber(devices) or 1)
+end
+
 local owned = redis.call('HLEN', key.owners)
 local now = redis.call('TIME')
 return {
   redis.call('HGETALL', key.run), redis.call('HGETALL', key.head), redis.call('HGETALL', key.counts),
   redis.call('HLEN', key.open), redis.call('HLEN', key.admitted), redis.call('XLEN', key.queue),
-  redis.call('XLEN', key.triggers), said, redis.call('ZCOUNT', key.alive, '(0', '+inf'),
+  redis.call('XLEN', key.triggers), said, trainers, workers,
   redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), owned,
   owned > 0 and pool_serves() and 1 or 0,
   newest(key.events), newest(key.models), now[1] .. '.' .. string.format('%06d', now[2]),

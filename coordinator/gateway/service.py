@@ -208,7 +208,9 @@ class Gateway:
             present = self._announced[:1] if len(self._announced) > 1 else self._announced
         if present is not self._announced or now - self._announced_at >= _ANNOUNCE_S:
             if present:
-                await self._outbox.announce(self._name, present, answers=tasks.answers)
+                await self._outbox.announce(
+                    self._name, present, answers=tasks.answers, concurrent=True
+                )
                 self._growing = self._growing + 1 if self._outbox.unread > self._unread else 0
                 self._unread = self._outbox.unread
                 if self._growing == _GROWING:

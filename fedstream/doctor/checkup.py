@@ -286,7 +286,7 @@ class _Look:
         devices = self.run.devices if self.run is not None else self._loaded.devices
         wants = server.need(
             self._settings.policy, layout, devices=devices or DEVICES,
-            trainers=view.trainers if view is not None else 0,
+            workers=view.workers if view is not None else 0,
             queue=view.queue if view is not None else 0,
             keep=(keep.keep_versions, keep.keep_bytes),
         )  # fmt: skip

@@ -165,7 +165,7 @@ def need(
     layout: Layout,
     *,
     devices: int,
-    trainers: int,
+    workers: int,
     queue: int,
     keep: tuple[int, int],
 ) -> Need:
@@ -173,7 +173,7 @@ def need(
 
     ``keep``: the number and bytes of versions that the updater keeps.
     """
-    most = max(1, trainers)
+    most = max(1, workers)
     match policy:
         case Rounds(size=k):
             wanted = k

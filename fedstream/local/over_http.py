@@ -15,7 +15,6 @@ from shutil import rmtree
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.rounds import Rounds
 from fedstream.local.supervisor import Program
 from fedstream.operate.enrolment import invite
@@ -122,8 +121,4 @@ def configured(settings: Settings, count: int, out: Path) -> Settings:
     if gateway.site not in (one.partition(":")[0] for one in coordinator.sites):
         sites = (*coordinator.sites, gateway.site)
         update["coordinator"] = coordinator.model_copy(update={"sites": sites})
-    if isinstance(policy, InFlight) and policy.n is None:
-        # By default as many as there are trainers, of which the gateway is only one.
-        policy = policy.model_copy(update={"n": count})
-        update["scheduler"] = settings.scheduler.model_copy(update={"policy": policy})
     return settings.model_copy(update=update)

@@ -306,7 +306,7 @@ class _Clock:
         """What a policy sees."""
         return Traffic(
             self._now, 0.0, self._issued, self._version, self._open.keys(), self._devices,
-            0, self._mean_staleness, last,
+            0, self._mean_staleness, last, 0,
         )  # fmt: skip
 
     def _rounds(self, policy: Rounds) -> Iterator[PlannedEvent]:

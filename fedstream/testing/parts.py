@@ -83,13 +83,15 @@ def _situation(rng: random.Random) -> Situation:
     devices = tuple(range(rng.randint(1, 20)))
     began, last = rng.uniform(0, 1e9), rng.uniform(0, 100)
     open_ = rng.sample(devices, rng.randint(0, len(devices)))
+    trainers = rng.randint(0, 20)
     return Situation(
         now=began + last + rng.expovariate(1.0), issued=rng.randint(0, 10_000),
         version=rng.randint(0, 1000),
         open=tuple(Trigger(task=task_id(1), device=device, seed=0) for device in open_),
         queue=0, backlog=0, kept=1, held=(), round_ending=False,
-        mean_staleness=rng.choice([0.0, rng.expovariate(0.3)]), trainers=rng.randint(0, 20),
-        model_bytes=1000, devices=devices, last=began + last, round_since=0.0, began=began,
+        mean_staleness=rng.choice([0.0, rng.expovariate(0.3)]), trainers=trainers,
+        workers=trainers + rng.randint(0, 20), model_bytes=1000, devices=devices,
+        last=began + last, round_since=0.0, began=began,
     )  # fmt: skip
 
 

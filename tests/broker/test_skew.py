@@ -119,9 +119,18 @@ FORMATS = {  # with wire formats
     "upload": MORE["upload"].model_copy(update={"format": "topk:0.1+zstd"}),
     "version": MORE["version"].model_copy(update={"format": "int8+zstd", "given": DIGEST}),
 }
+GATEWAYS = {  # by a gateway
+    "presence": MORE["presence"].model_copy(update={"concurrent": True}),
+}
 GOLDEN = {
     f"{kind}-{what}-{messages.SCHEMA}": message
-    for what, some in (("least", LEAST), ("most", MOST), ("more", MORE), ("formats", FORMATS))
+    for what, some in (
+        ("least", LEAST),
+        ("most", MOST),
+        ("more", MORE),
+        ("formats", FORMATS),
+        ("gateways", GATEWAYS),
+    )
     for kind, message in some.items()
 }
 
@@ -149,7 +158,7 @@ def test_every_kind_has_recorded_bytes() -> None:
 
 @pytest.mark.parametrize("kind", MOST)
 def test_the_fullest_message_has_every_field(kind: str) -> None:
-    fullest = (MOST | MORE | FORMATS)[kind]
+    fullest = (MOST | MORE | FORMATS | GATEWAYS)[kind]
 
     def empty(message: BaseModel) -> list[str]:
         return [name for name, value in message if value is None]

@@ -32,7 +32,7 @@ FIVE = FixedSteps(n=5)
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 CALM = Situation(
     now=NOW, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-    round_ending=False, mean_staleness=0.0, trainers=4, model_bytes=1000,
+    round_ending=False, mean_staleness=0.0, trainers=4, workers=4, model_bytes=1000,
     devices=tuple(range(10)), last=NOW, round_since=NOW,
 )  # fmt: skip
 
@@ -93,9 +93,9 @@ def test_n_tasks_stay_in_flight() -> None:
     assert planned(InFlight(n=3), replace(CALM, open=opened(9))).triggers == ()
 
 
-@pytest.mark.parametrize(("trainers", "wanted"), [(0, 1), (1, 1), (4, 4), (50, 10)])
-def test_without_n_it_follows_the_live_trainers(trainers: int, wanted: int) -> None:
-    seen = replace(CALM, trainers=trainers)  # and never more than there are devices
+@pytest.mark.parametrize(("workers", "wanted"), [(0, 1), (1, 1), (4, 4), (50, 10)])
+def test_without_n_it_follows_those_who_work(workers: int, wanted: int) -> None:
+    seen = replace(CALM, trainers=1, workers=workers)  # and never more than there are devices
     assert len(planned(InFlight(), seen).triggers) == wanted
     assert planned(InFlight(), seen).limit == wanted
 

@@ -41,6 +41,25 @@ async def test_a_trainer_leaves_once(hand: Hand) -> None:
     assert [e.text for e in await hand.events("trainer")][-1] == "ann left"
 
 
+async def test_devices_of_a_gateway_work_at_the_same_time(hand: Hand) -> None:
+    """A hospital's trainer has as many, and works on one task."""
+    await hand.create()  # ten devices
+
+    async def workers() -> int:
+        return (await hand.ledger.tally()).workers
+
+    assert await workers() == 0
+    await hand.announce("ann")
+    await hand.announce("hospital", 0, 1, 2, site="north")
+    await hand.announce("gw-0", 2, 3, 4, 5, 77, site="gateway", concurrent=True)
+    assert await workers() == 1 + 1 + 3, "2 is another's, and there is no 77"
+    await hand.announce("gw-0", 4, site="gateway", concurrent=True)
+    assert await workers() == 1 + 1 + 1
+    assert await hand.ledger.leave(b"gateway/gw-0") == 0
+    assert await workers() == 2
+    assert (await hand.ledger.tally()).trainers == 2
+
+
 async def test_departed_trainer_is_removed_unless_it_is_back(hand: Hand) -> None:
     await hand.create()
     await hand.goodbye("nobody")  # who never joined

@@ -15,9 +15,11 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import member
 from fedstream.broker.messages import Trigger, Withdraw
 from fedstream.broker.records import NO_QUARANTINES
+from fedstream.coordinator.policies import InFlight
+from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
 from fedstream.wire import format_of
 from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
-from tests.support import Hand, Proxy, counted, layout_of, wait_until
+from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
 
 
 async def test_device_that_waits_gets_its_task(redis: RedisSettings, hand: Hand) -> None:
@@ -424,3 +426,20 @@ async def test_gateway_says_that_nobody_serves_its_site(
         async with coordinating(hand, redis, sites=("pool",)), serving(hand, redis) as place:
             await place.check_in(3)
             await wait_until(is_said)
+
+
+async def test_each_device_that_is_present_gets_a_task(redis: RedisSettings, hand: Hand) -> None:
+    """By default; a gateway's replica is one trainer, but not one worker."""
+    await hand.create()
+    await hand.scheduler.release()
+    scheduler = Scheduler(
+        SchedulerSettings(), InFlight(), keys=hand.keys, redis=redis, name="s-0", seed=0
+    )
+    async with (
+        coordinating(hand, redis),
+        serving(hand, redis) as place,
+        running(scheduler, context()),
+    ):
+        devices = (3, 4, 5)
+        answers = await asyncio.gather(*(place.check_in(one, wait_s=50) for one in devices))
+        assert {answer.offer.task.device for answer in answers} == {*devices}

@@ -515,12 +515,12 @@ def test_memory_a_run_needs() -> None:
     layout = layout_of(1000)  # 4,000 bytes
 
     def models(policy: Any, **more: Any) -> tuple[int, int]:
-        about: dict[str, Any] = {"devices": 10, "trainers": 3, "queue": 0, "keep": (16, 1 << 30)}
+        about: dict[str, Any] = {"devices": 10, "workers": 3, "queue": 0, "keep": (16, 1 << 30)}
         need = server.need(policy, more.pop("layout", layout), **about | more)
         return need.open, need.kept
 
     assert models(InFlight()) == (3, 16)
-    assert models(InFlight(), trainers=0) == (1, 16)
+    assert models(InFlight(), workers=0) == (1, 16)
     assert models(InFlight(n=100)) == (10, 16)  # a device trains one task at a time
     assert models(Poisson(n=5)) == (5, 16)
     assert models(Rounds(k=7), keep=(16, 20_000)) == (7, 5)

@@ -19,14 +19,11 @@ from fedstream.settings.config import Settings, read
 from tests.trainer.adding import Adds, Point
 
 
-def test_gateway_gets_a_site_a_certificate_and_a_task_for_each_device(tmp_path: Path) -> None:
+def test_gateway_gets_a_site_and_a_certificate(tmp_path: Path) -> None:
     settings = configured(Settings(), 3, tmp_path)
     assert settings.coordinator.sites == ("pool", "gateway")
     assert settings.gateway.tls_cert == settings.gateway.tls_key
     assert settings.gateway.tls_cert == str(tmp_path / "devices" / "gateway.pem")
-    policy = settings.scheduler.policy
-    assert isinstance(policy, InFlight)
-    assert policy.n == 3
     assert (settings.gateway.device_rate, settings.gateway.address_rate) == (10_000, 10_000)
     again = configured(settings, 3, tmp_path)
     assert again == settings, "such as when it is resumed"

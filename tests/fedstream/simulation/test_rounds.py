@@ -155,7 +155,8 @@ def live(given: Settings, devices: int, count: int) -> History:
         what = plan(policy, parts, FREE, given.run.seed, Situation(
             now=now, issued=issued, version=version, open=tuple(at_work.values()), queue=0,
             backlog=0, kept=1, held=tuple(held), round_ending=False, mean_staleness=0.0,
-            trainers=1, model_bytes=1, devices=tuple(range(devices)), last=0.0, round_since=since,
+            trainers=1, workers=1, model_bytes=1, devices=tuple(range(devices)),
+            last=0.0, round_since=since,
         ))  # fmt: skip
         if what.again:
             since = now
@@ -237,7 +238,7 @@ def test_tasks_one_at_a_time_are_the_same_live_and_simulated(policy: str) -> Non
     parts = Participation(given.scheduler.steps, given.participation)
     seen = Situation(
         now=0.0, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-        round_ending=False, mean_staleness=0.0, trainers=1, model_bytes=1,
+        round_ending=False, mean_staleness=0.0, trainers=1, workers=1, model_bytes=1,
         devices=tuple(range(10)), last=-1e9, round_since=0.0,
     )  # fmt: skip
     triggered = [
