@@ -32,7 +32,7 @@ from fedstream.journal import (
 from fedstream.journal.ended import NAME
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.recorder import Recorder
-from fedstream.strategies import FedAvgSettings
+from fedstream.strategies import AfaCdSettings, FedAvgSettings
 from tests.support import Hand, Proxy, context, counted, running, wait_until
 from tests.updater.journalled import backed_up, fails, go_back, held, makes, reasons, records
 
@@ -112,6 +112,18 @@ async def test_updater_continues_from_the_journal_after_an_emptied_redis(
         await hand.reaches(3)
         await hand.balanced()
     assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.5] * 4
+
+
+async def test_emptied_redis_hears_again_that_updates_are_divided_by_their_steps(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    rule = AfaCdSettings(buffer_size=1)
+    async with running(make(rule), context()):
+        await hand.reaches(0)
+    await client.call("FLUSHALL")
+    async with running(make(rule), context()):
+        await hand.reaches(0)
+        assert (await hand.ledger.run()).by_steps
 
 
 async def test_open_tasks_of_an_emptied_redis_are_counted(
