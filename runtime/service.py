@@ -47,6 +47,7 @@ class Context:
     log: FilteringBoundLogger
     traces: bool = False  # whether to log each step of each task
     spans: Spans | None = None  # to which each step is reported
+    tls: ssl.SSLContext | None = None  # that the service's own routes are served with
     retries: Counter = field(init=False)
     refused: Counter = field(init=False)  # requests, before any route
 
@@ -247,7 +248,7 @@ async def _live(
     tls: ssl.SSLContext | None,
 ) -> None:
     stop = asyncio.Event()
-    context = Context(stop, Health(), CollectorRegistry(), log, traces, spans)
+    context = Context(stop, Health(), CollectorRegistry(), log, traces, spans, tls)
     context.health.ready_when("running", lambda: not stop.is_set())
     loop = asyncio.get_running_loop()
 

@@ -1,12 +1,27 @@
-"""A gateway's certificate: whose names it is for, and until when. Nothing here trusts it."""
+"""A gateway's certificate: whose names it is for, until when, and how it is renewed while it runs.
+
+Nothing here trusts a certificate.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from cryptography import x509
 
 from fedstream.broker.errors import ConfigError
+from fedstream.runtime.logging import stamp
+
+if TYPE_CHECKING:
+    import ssl
+
+    from structlog.typing import FilteringBoundLogger
+
+    from fedstream.coordinator.gateway.settings import GatewaySettings
+
+_Stamp: TypeAlias = "tuple[tuple[int, ...], ...] | None"
 
 
 @dataclass(frozen=True)
@@ -39,3 +54,66 @@ def _names(found: x509.Certificate) -> tuple[str, ...]:
         return ()
     hosts = said.get_values_for_type(x509.DNSName)
     return (*hosts, *(str(one) for one in said.get_values_for_type(x509.IPAddress)))
+
+
+class ServedCertificate:
+    """The certificate of new connections, kept as its files are.
+
+    Files are compared by what the system says of them. That notices a Secret of Kubernetes, which
+    changes when a symbolic link is swapped, where watching the files would not.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, context: ssl.SSLContext, log: FilteringBoundLogger
+    ) -> None:
+        """``context``: which ``settings.tls()`` made, and connections begin with."""
+        self._settings = settings
+        self._context = context
+        self._newest = context
+        self._log = log
+        self._seen = self._stamp()
+        self.ends = self._read().ends
+
+    def look(self) -> None:
+        """Serve what is in the files from the next handshake on, if they have changed.
+
+        Files that can't be used are reported once, and the certificate before stays.
+        """
+        found = self._stamp()
+        if found == self._seen:
+            return
+        try:
+            newest, read = self._settings.tls(), self._read()
+        except ConfigError as error:
+            self._log.error(
+                "the new certificate can't be used: the one before stays", reason=str(error)
+            )
+        else:
+            # A context of its own: files that don't fit would spoil the one in use.
+            if newest is not None:
+                self._newest, self.ends = newest, read.ends
+                self._context.sni_callback = self._choose
+            self._log.info("certificate renewed", ends=stamp(read.ends))
+        # Files that changed meanwhile are looked at again.
+        self._seen = found if found == self._stamp() else None
+
+    def _choose(self, connection: ssl.SSLObject, _name: str | None, _of: ssl.SSLContext) -> None:
+        """In a handshake, whether or not its client names a server."""
+        connection.context = self._newest
+
+    def _read(self) -> Certificate:
+        try:
+            return certificate_in(self._files()[0].read_bytes())
+        except OSError as error:
+            raise ConfigError(f"gateway.tls_cert: {error}") from error
+
+    def _files(self) -> tuple[Path, Path]:
+        return Path(str(self._settings.tls_cert)), Path(str(self._settings.tls_key))
+
+    def _stamp(self) -> _Stamp:
+        """What differs once a file was replaced or written; None while one is missing."""
+        try:
+            found = [file.stat() for file in self._files()]
+        except OSError:
+            return None
+        return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)

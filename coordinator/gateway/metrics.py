@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from fedstream.coordinator.gateway.certificate import certificate_in
 from fedstream.coordinator.gateway.refusals import REFUSALS
 
 if TYPE_CHECKING:
+    from fedstream.coordinator.gateway.certificate import ServedCertificate
     from fedstream.coordinator.gateway.desk import Desk
     from fedstream.coordinator.gateway.models import ModelCopies
     from fedstream.coordinator.gateway.settings import GatewaySettings
@@ -25,7 +24,9 @@ class GatewayMetrics:
         desk: Desk,
         models: ModelCopies,
         settings: GatewaySettings,
+        served: ServedCertificate | None,
     ) -> None:
+        """``served``: None for plain HTTP."""
         gauges = {
             "devices": ("Devices present.", lambda: len(desk.present())),
             "polls": ("Check-ins that wait for a task.", lambda: desk.polls),
@@ -42,8 +43,8 @@ class GatewayMetrics:
             "When the certificate ends that devices are shown; 0: there is none.",
             registry=registry,
         )
-        if settings.tls_cert is not None:
-            ends.set(certificate_in(Path(settings.tls_cert).read_bytes()).ends)
+        if served is not None:
+            ends.set_function(lambda: served.ends)
         self.offered = Counter(
             "fedstream_gateway_offered", "Offers of tasks to devices.", registry=registry
         )

@@ -23,6 +23,7 @@ from fedstream.broker.messages import OWNED
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.app import GatewayApp, Opened
 from fedstream.coordinator.gateway.auth import Auth
+from fedstream.coordinator.gateway.certificate import ServedCertificate
 from fedstream.coordinator.gateway.current import Current
 from fedstream.coordinator.gateway.desk import Desk
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
@@ -127,7 +128,12 @@ class Gateway:
         context.watch(self._client)
         drained = asyncio.Event()
         lasting = context.until(drained)
-        metrics = GatewayMetrics(context.registry, self._desk, self._models, self._settings)
+        served = None
+        if context.tls is not None:
+            served = ServedCertificate(self._settings, context.tls, context.log)
+        metrics = GatewayMetrics(
+            context.registry, self._desk, self._models, self._settings, served
+        )  # fmt: skip
         tasks = Tasks(
             self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
             self._keys, self._lease, context, name=self._name,
@@ -136,7 +142,7 @@ class Gateway:
             self._desk, tasks, self._current, self._ledger, lasting,
             name=self._name, lease_s=self._settings.lease_s,
         )  # fmt: skip
-        if self._settings.tls_cert is None:
+        if served is None:
             context.log.warning(
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
                 "ends TLS"
@@ -160,7 +166,7 @@ class Gateway:
                     ("run", partial(self._look, lasting)),
                     ("tasks", tasks.take),
                     ("leases", partial(self._renew, lasting, tasks)),
-                    ("devices", partial(self._sweep, lasting, tasks)),
+                    ("devices", partial(self._sweep, lasting, tasks, served)),
                     ("heartbeat", partial(self._announce, lasting, tasks, moves)),
                     ("moves", moves.follow),
                 ):
@@ -193,7 +199,11 @@ class Gateway:
         await tasks.renew()
         await pause(context.stop, self._lease.seconds / 4)
 
-    async def _sweep(self, context: Context, tasks: Tasks) -> None:
+    async def _sweep(
+        self, context: Context, tasks: Tasks, served: ServedCertificate | None
+    ) -> None:
+        if served is not None:
+            served.look()
         await tasks.turn_away(await self._auth.revoked())
         await tasks.sweep()
         await pause(context.stop, _LOOK_S)

@@ -121,11 +121,12 @@ async def serving(
         update=update, device_of=device_of,
     )  # fmt: skip
     its = context()
+    its.tls = one.tls()
     http = HttpSettings(connections=one.connections, idle_s=idle_s)
     app = application(gateway.routes(), its.stop.is_set, its.refused)
     async with AsyncExitStack() as stack:
         log = structlog.get_logger()
-        at = listening(app, http, 0, http.connections, log, one.tls(), its.refused)
+        at = listening(app, http, 0, http.connections, log, its.tls, its.refused)
         port = await stack.enter_async_context(at)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
