@@ -1,7 +1,7 @@
 """What a device remembers, in a folder of its own: its number, its model, its unfinished work.
 
     device.json   its number, and for which run, gateway and key
-    models/       the newest model that was downloaded, as it came, by its digest
+    models/       the newest model that was downloaded, not compressed, by its digest
     work          the workspace of a task whose training was interrupted
     update        an update on its way to the gateway, with what it left unsent
     unsent        what the last update that arrived left unsent

@@ -1,20 +1,28 @@
-"""Downloading the model of an offer: into a file, from where it was cut, checked by its digest."""
+"""Downloading the model of an offer, or what changed in it since the one that is there.
+
+Into a file, from where it was cut, and checked by the model's digest.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from fedstream.broker.digest import digest_of
 from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BlobDamaged, FedstreamError
-from fedstream.broker.layout import Layout, Model
+from fedstream.broker.errors import BlobDamaged, FedstreamError, Unavailable
+from fedstream.broker.layout import Layout, Model, Payload
 from fedstream.device.connection import Reply, replied
 from fedstream.device.errors import NotNow
 from fedstream.device.gateway import TOKEN
 from fedstream.protocol.headers import as_bearer
-from fedstream.wire import format_of
-from fedstream.wire.given import decode, room_for
+from fedstream.wire import Undecodable, changes, format_of
+from fedstream.wire.given import decode, inside, room_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +33,12 @@ if TYPE_CHECKING:
     from fedstream.device.gateway import OwnGateway
     from fedstream.protocol.messages import OfferedModel
 
+ModelBytes: TypeAlias = npt.NDArray[np.uint8]
+
 SUPERSEDED = "superseded"  # reason of a refusal
 _PIECE = 1 << 18  # bytes
 _PART = ".part"  # ending of a file that isn't complete
+_MOST_BAD = 3  # downloads of changes that were in vain, until whole models are preferred
 _RANGE = re.compile(r"bytes ([0-9]{1,15})-[0-9]{1,15}/([0-9]{1,15})")
 
 
@@ -35,14 +46,26 @@ class Superseded(FedstreamError):
     """The offered model is gone, because there is a newer one: check in again."""
 
 
+class _NoChanges(FedstreamError):
+    """The gateway has no changes that are smaller than the model."""
+
+
 class ModelStore:
     """The newest model that was downloaded, in a folder, by its digest."""
 
-    def __init__(self, gateway: OwnGateway, folder: Path, show: Callable[[str], None]) -> None:
-        """``show`` gets what is going on, in a few words."""
+    def __init__(
+        self,
+        gateway: OwnGateway,
+        folder: Path,
+        say: Callable[[str], None],
+        show: Callable[[str], None],
+    ) -> None:
+        """``say`` gets a line about what went wrong, ``show`` a few words about what goes on."""
         self._gateway = gateway
         self._folder = folder
+        self._say = say
         self._show = show
+        self.bad_changes = 0  # downloads of changes that did not give the offered model
 
     @property
     def has(self) -> str | None:
@@ -57,20 +80,71 @@ class ModelStore:
         """
         encoded = Encoded(offered.format, offered.size, offered.digest)
         room_for(encoded, layout)
-        file = self._folder / offered.digest
-        if (found := await asyncio.to_thread(_kept, file, encoded, layout)) is not None:
-            return found
-        part = _Part(file.with_suffix(_PART), offered.size)
-        self._clear(but=part.path)
-        while part.have < offered.size:
-            await self._ask(offered, part)
+        plain = _uncompressed(encoded, layout)
+        data = await asyncio.to_thread(self._kept, plain, layout)
+        if data is None:
+            data = await self._changed(offered, plain, layout)
+        if data is None:
+            data = await self._whole(offered, encoded, layout)
+        return await asyncio.to_thread(_model, data, plain, layout)
+
+    def _kept(self, plain: Encoded, layout: Layout) -> ModelBytes | None:
+        """A model's bytes from its file; None: there is none, or it was damaged since."""
+        file = self._folder / plain.digest
         try:
-            found = await asyncio.to_thread(_load, part.path, encoded, layout)
+            return _read(file, plain, layout)
+        except FileNotFoundError:
+            return None
         except BlobDamaged:
+            file.unlink()
+            return None
+
+    async def _changed(
+        self, offered: OfferedModel, plain: Encoded, layout: Layout
+    ) -> ModelBytes | None:
+        """The offered model, made of the one that is there and what changed; None: not possible."""
+        old = self.has
+        if offered.changes is None or old is None or self.bad_changes >= _MOST_BAD:
+            return None
+        part = _Part(self._folder / f"{offered.digest}.changes{_PART}")
+        try:
+            while not part.is_whole:
+                await self._ask(offered.changes, part, most=offered.size)
+            data = await asyncio.to_thread(_applied, self._folder / old, part.path, plain)
+        except _NoChanges:
+            return None
+        except (BlobDamaged, Undecodable) as error:
+            self.bad_changes += 1
+            self._say(f"what changed in the model can't be used: {error}; downloading all of it")
+            return None
+        finally:
+            part.drop()
+        await asyncio.to_thread(self._keep, data, plain)
+        return data
+
+    async def _whole(self, offered: OfferedModel, encoded: Encoded, layout: Layout) -> ModelBytes:
+        """The offered model, downloaded from where it was cut."""
+        part = _Part(self._folder / f"{offered.digest}{_PART}", f'"{offered.digest}"', offered.size)
+        self._clear(but=part.path)
+        while not part.is_whole:
+            await self._ask(offered.url, part, most=offered.size)
+        try:
+            data = await asyncio.to_thread(_read, part.path, encoded, layout)
+        except (BlobDamaged, Unavailable):
             part.drop()
             raise
-        part.path.replace(file)
-        return found
+        if format_of(encoded.format).zstd:
+            await asyncio.to_thread(self._keep, data, encoded)
+        else:
+            part.path.replace(self._folder / offered.digest)
+        return data
+
+    def _keep(self, data: ModelBytes, encoded: Encoded) -> None:
+        """Write a model's bytes into its file, in place of all others."""
+        aside = self._folder / f".{encoded.digest}{_PART}"
+        aside.write_bytes(data.data)
+        self._clear(but=aside)
+        aside.replace(self._folder / encoded.digest)
 
     def _clear(self, but: Path) -> None:
         """Delete all models, also parts of them, except this file."""
@@ -78,26 +152,34 @@ class ModelStore:
             if one != but:
                 one.unlink()
 
-    async def _ask(self, offered: OfferedModel, part: _Part) -> None:
-        """Make one request for what is missing in a file, and write what comes."""
+    async def _ask(self, path: str, part: _Part, *, most: int) -> None:
+        """Make one request for what is missing in a file, and write what comes: ``most`` bytes."""
         connection = self._gateway.connection
         try:
             headers = {"Authorization": as_bearer(await self._gateway.token())}
             if part.have:
-                headers |= {"Range": f"bytes={part.have}-", "If-Range": f'"{offered.digest}"'}
-            async with connection.opened("GET", offered.url, headers=headers) as response:
+                headers |= {"Range": f"bytes={part.have}-", "If-Range": part.tag}
+            async with connection.opened("GET", path, headers=headers) as response:
                 if response.status in (200, 206):
-                    await self._write(response, part)
+                    await self._write(response, part, most)
                     connection.settled()
                 else:
                     await self._refused(await replied(response, "the model"), part)
         except NotNow as error:
             await connection.wait(error)
 
-    async def _write(self, response: aiohttp.ClientResponse, part: _Part) -> None:
-        """Append an answer's bytes to the file, or replace it. Raises NotNow if they don't fit."""
+    async def _write(self, response: aiohttp.ClientResponse, part: _Part, most: int) -> None:
+        """Append an answer's bytes to the file, or replace it.
+
+        Raises NotNow if they don't fit, BlobDamaged if all are more than ``most``.
+        """
         if response.status == 200:
             part.drop()
+            if not part.is_model:
+                length = response.content_length
+                if length is None or not 0 < length <= most:
+                    raise BlobDamaged(f"{length} bytes of changes in a model of {most}")
+                part.size, part.tag = length, response.headers.get("ETag", "")
         elif _bounds(response) != (part.have, part.size):
             part.drop()
             raise NotNow("the gateway sent another range of the model than was asked for")
@@ -112,6 +194,8 @@ class ModelStore:
         refusal = reply.refusal("the model")
         if reply.status == 404 and refusal.reason == SUPERSEDED:
             raise Superseded(str(refusal))
+        if reply.status == 404 and not part.is_model:  # whatever the reason: there is the model
+            raise _NoChanges(str(refusal))
         if reply.status == 401 and refusal.reason == TOKEN:
             await self._gateway.token(fresh=True)
         elif reply.status == 416:  # the file is not a part of it
@@ -122,15 +206,22 @@ class ModelStore:
 
 
 class _Part:
-    """A file to which a model's bytes are appended as they come."""
+    """A file to which bytes are appended as they come."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        """``size``: bytes of the whole model."""
+    def __init__(self, path: Path, tag: str = "", size: int = 0) -> None:
+        """``tag`` and ``size`` of a whole model; of changes, the first answer says them."""
         self.path = path
-        self.size = size
+        self.is_model = size > 0
+        self.tag = tag  # ETag of the whole
+        self.size = size  # bytes of the whole; 0: not known yet
         self.have = path.stat().st_size if path.exists() else 0
         if self.have > size:
             self.drop()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes are there."""
+        return 0 < self.size == self.have
 
     def append(self, piece: bytes) -> None:
         """Add bytes at the end."""
@@ -150,29 +241,48 @@ def _bounds(response: aiohttp.ClientResponse) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def _kept(file: Path, encoded: Encoded, layout: Layout) -> Model | None:
-    """The model in a file that was complete; None: there is none, or it was damaged since."""
-    try:
-        return _load(file, encoded, layout)
-    except FileNotFoundError:
-        return None
-    except BlobDamaged:
-        file.unlink()
-        return None
+def _uncompressed(encoded: Encoded, layout: Layout) -> Encoded:
+    """What is in a compressed model's frame, which its digest is of."""
+    how = format_of(encoded.format)
+    if not how.zstd:
+        return encoded
+    how = replace(how, zstd=False)
+    return Encoded(how.name, how.sizes(layout)[1], encoded.digest)
 
 
-def _load(file: Path, encoded: Encoded, layout: Layout) -> Model:
-    """The model in a file. Raises BlobDamaged, and Unavailable for an unknown format."""
+def _read(file: Path, encoded: Encoded, layout: Layout) -> ModelBytes:
+    """The bytes that a model's digest is of. Raises BlobDamaged, Unavailable, FileNotFoundError."""
     payload = room_for(encoded, layout)
     with file.open("rb") as source:
         got = source.readinto(payload.buffer.data)
         if got != encoded.size or source.read(1):
             raise BlobDamaged(f"a model of another size than {encoded.size} bytes")
-    how = format_of(encoded.format)
-    if not how.zstd and (own := payload.digest()) != encoded.digest:  # else decode() looks inside
+    if format_of(encoded.format).zstd:
+        try:
+            return inside(payload, encoded, layout)
+        except Undecodable as error:
+            raise Unavailable(f"the published model can't be decoded: {error}") from error
+    if (own := payload.digest()) != encoded.digest:
         raise BlobDamaged(f"a model with digest {own}, expected {encoded.digest}")
-    if how.is_plain:
-        return Model(layout, payload.buffer)
+    return payload.buffer
+
+
+def _applied(old: Path, frame: Path, plain: Encoded) -> ModelBytes:
+    """The newer model's bytes. Raises BlobDamaged, Undecodable if the files don't give them."""
+    before = np.frombuffer(old.read_bytes(), np.uint8)
+    if before.size != plain.size:
+        raise BlobDamaged(f"the model that is there has {before.size} bytes, not {plain.size}")
+    sent = np.frombuffer(frame.read_bytes(), np.uint8)
+    data = changes.decode(before, sent, changes.width_of(format_of(plain.format).kind))
+    if (own := digest_of(data.data)) != plain.digest:
+        raise BlobDamaged(f"they give a model with digest {own}, expected {plain.digest}")
+    return data
+
+
+def _model(data: ModelBytes, plain: Encoded, layout: Layout) -> Model:
+    """The model that the bytes are. Raises Unavailable."""
+    if format_of(plain.format).is_plain and data.flags.writeable:
+        return Model(layout, data)
     model = Model(layout)
-    decode(payload, encoded, model)
+    decode(Payload(data), plain, model)
     return model

@@ -77,7 +77,7 @@ class DeviceWorker:
         self._say = say
         self._show = show
         self._once = once
-        self._models = ModelStore(gateway, folder.models, show)
+        self._models = ModelStore(gateway, folder.models, say, show)
         self._rests = Backoff(0.5, _REST_S, rng=random.Random())
         self._seen: set[str] = set()  # places that raised before
         self._raised_in_a_row = 0  # tasks

@@ -102,7 +102,7 @@ class CheckIn(Body):
     wait_s: Annotated[float, Field(ge=0, le=WAIT_S, allow_inf_nan=False)] = WAIT_S
     # Formats of models that it can read, the best first.
     formats: Annotated[tuple[FormatName, ...], Field(max_length=16)] = ("f32",)
-    has: Sha256 | None = None  # the model that it has: not used yet
+    has: Sha256 | None = None  # the model that it has
 
 
 class OfferedTask(Body):
@@ -125,6 +125,8 @@ class OfferedModel(Body):
     size: Whole  # bytes
     format: FormatName
     url: UrlPath
+    # What changed since the model that the device has: usually fewer bytes.
+    changes: UrlPath | None = None
 
 
 class ExpectedUpdate(Body):

@@ -27,6 +27,9 @@ from fedstream.wire.refused import Undecodable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    import numpy.typing as npt
+
     from fedstream.broker.messages import Sends
     from fedstream.wire.formats import Format
 
@@ -96,13 +99,22 @@ def decode(payload: Payload, encoded: Encoded, into: Model) -> None:
     :func:`fedstream.broker.blobs.read` has checked it. Raises BlobDamaged if it differs, and
     Unavailable if nobody can decode the model.
     """
-    how, data = format_of(encoded.format), payload.buffer
     try:
-        if how.zstd:
-            how = replace(how, zstd=False)
-            data = compressed.decode(data, how.sizes(into.layout)[1])
-            if (own := digest_of(data.data)) != encoded.digest:
-                raise BlobDamaged(f"a model in a frame has digest {own}, expected {encoded.digest}")
-        how.decode(data, into)
+        data = inside(payload, encoded, into.layout)
+        replace(format_of(encoded.format), zstd=False).decode(data, into)
     except Undecodable as error:  # such as a scale that is infinite; the next version may be sound
         raise Unavailable(f"the published model can't be decoded: {error}") from error
+
+
+def inside(payload: Payload, encoded: Encoded, layout: Layout) -> npt.NDArray[np.uint8]:
+    """The bytes that an encoded model's digest is of: in the frame, if it is compressed.
+
+    Raises BlobDamaged if the digest of what is in a frame differs, and Undecodable for a bad frame.
+    """
+    how = format_of(encoded.format)
+    if not how.zstd:
+        return payload.buffer
+    data = compressed.decode(payload.buffer, replace(how, zstd=False).sizes(layout)[1])
+    if (own := digest_of(data.data)) != encoded.digest:
+        raise BlobDamaged(f"a model in a frame has digest {own}, expected {encoded.digest}")
+    return data

@@ -102,6 +102,7 @@ class GatewayApp:
         own = (
             web.post("/v1/check-in", self._check_in),
             web.get("/v1/models/{digest}", self._model),
+            web.get("/v1/models/{digest}/changes/{has}", self._changes),
             web.post("/v1/tasks/{task}/heartbeat", self._heartbeat),
             web.post("/v1/tasks/{task}/give-up", self._give_up),
             *(
@@ -174,7 +175,7 @@ class GatewayApp:
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + min(said.wait_s, self._settings.poll_s)
-        while (offer := await self._offer(device, said.formats)) is None:
+        while (offer := await self._offer(device, said)) is None:
             left_s = until - loop.time()
             if left_s <= 0 or self._is_stopping():
                 break
@@ -193,17 +194,22 @@ class GatewayApp:
             self._check_run()
         return True, offer
 
-    async def _offer(self, device: int, formats: Sequence[str]) -> bytes | None:
+    async def _offer(self, device: int, said: CheckIn) -> bytes | None:
         """The offer of the device's oldest task, giving up those that came to nothing meanwhile."""
         held = await self._running().tasks.due(device)
         if held is None:
             return None
         run, head = self._current.run, self._current.head
-        update = offers.format_for(formats, self._update)
+        update = offers.format_for(said.formats, self._update)
         held.tau = head.version
         self._running().metrics.offered.inc()
         return offers.offer(
-            held, run, head, update, heartbeat_s=self._settings.heartbeat_s
+            held,
+            run,
+            head,
+            update,
+            changes=self._models.changes_url(head, said.has),
+            heartbeat_s=self._settings.heartbeat_s,
         ).encode()
 
     def _offered(self, offer: bytes | None) -> web.Response:
@@ -261,6 +267,14 @@ class GatewayApp:
         self._desk.heard(device, time.monotonic())
         response = await self._models.get(request, device)
         self._desk.heard(device, time.monotonic())
+        return response
+
+    async def _changes(self, request: web.Request) -> web.StreamResponse:
+        device = await self.device_of(request)
+        self._desk.heard(device, time.monotonic())
+        response, saved = await self._models.get_changes(request, device)
+        self._desk.heard(device, time.monotonic())
+        self._running().metrics.saved_bytes.inc(saved)
         return response
 
     async def _document(self, _request: web.Request) -> web.StreamResponse:

@@ -32,6 +32,10 @@ class GatewayMetrics:
             "polls": ("Check-ins that wait for a task.", lambda: desk.polls),
             "tasks": ("Tasks in hand.", lambda: len(desk)),
             "downloads": ("Model downloads in progress.", lambda: models.downloads),
+            "changes_bytes": (
+                "Bytes of changes between models in memory.",
+                lambda: models.changes_bytes,
+            ),
         }
         for name, (about, value) in gauges.items():
             Gauge(f"fedstream_gateway_{name}", about, registry=registry).set_function(value)
@@ -53,6 +57,11 @@ class GatewayMetrics:
         )
         self.upload_bytes = Counter(
             "fedstream_gateway_upload_bytes", "Bytes of updates that devices sent.",
+            registry=registry,
+        )  # fmt: skip
+        self.saved_bytes = Counter(
+            "fedstream_gateway_saved_bytes",
+            "Bytes of models that devices did not download, because changes were enough.",
             registry=registry,
         )  # fmt: skip
         self._refused = Counter(

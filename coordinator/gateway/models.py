@@ -1,10 +1,11 @@
-"""Published models for devices: one copy in memory, however many read it, in whole or in part."""
+"""Published models for devices, and what changed between them, in whole or in part."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,10 @@ from fedstream.broker import blobs
 from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Payload
 from fedstream.coordinator.downloads import send
+from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.protocol import headers
 from fedstream.wire import format_of
 
@@ -32,18 +35,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 
 
-class _Copy:
-    """A model's bytes as published, and how many read them now."""
-
-    __slots__ = ("data", "readers")
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-        self.readers = 0
-
-
 class ModelCopies:
-    """The newest models that were asked for, up to a budget of bytes."""
+    """The newest models that were asked for, and what changed between them, within two budgets."""
 
     def __init__(
         self, client: Client, keys: Keys, current: Current, settings: GatewaySettings
@@ -52,55 +45,77 @@ class ModelCopies:
         self._keys = keys
         self._current = current
         self._most = settings.downloads
-        self._budget = settings.model_bytes
-        self._copies: dict[str, _Copy] = {}  # by digest, least recently asked for first
-        self._making: dict[str, asyncio.Task[_Copy]] = {}
-        self._reserved = 0  # bytes of those that are being made
+        self._copies = Shelf(settings.model_bytes)
+        self._changes = ModelChanges(settings.changes_bytes)
         self.downloads = 0  # now
         self._downloading: Counter[int] = Counter()  # downloads of each device, now
 
+    @property
+    def changes_bytes(self) -> int:
+        """Bytes of changes in memory."""
+        return self._changes.nbytes
+
+    def changes_url(self, head: Head, has: str | None) -> str | None:
+        """Where a device that has the model ``has`` gets what changed; None: nowhere.
+
+        It costs nothing to say so: changes are made when they are first asked for.
+        """
+        old = self._copies.there(has) if has is not None and has != head.given else None
+        if old is None or old.format != model_format(head):
+            return None
+        if not self._changes.may_help(old.digest, head.given):
+            return None
+        return f"/v1/models/{head.given}/changes/{has}"
+
     async def get(self, request: web.Request, device: int) -> web.StreamResponse:
-        """Answer GET and HEAD of a device. Raises Refusal."""
+        """Answer GET and HEAD of a model. Raises Refusal."""
+        head = await self._asked(request)
+        about = _About(request, head.given, self._size(head), model_format(head))
+        if about.status == 304 or request.method == "HEAD":
+            return await about.answer(memoryview(b""))
+        with self._place(device):
+            volume = await self._copy(head)
+            with volume.read() as data:
+                return await about.answer(data)
+
+    async def get_changes(
+        self, request: web.Request, device: int
+    ) -> tuple[web.StreamResponse, int]:
+        """Answer GET and HEAD of what changed since a model that the device has.
+
+        Second, how many bytes fewer than the model it was sent, once it has all of them. Raises
+        Refusal.
+        """
+        head = await self._asked(request)
+        has = request.match_info["has"]
+        if self.changes_url(head, has) is None:
+            raise _no_changes()
+        with self._place(device):
+            new = await self._copy(head)
+            if (old := self._copies.there(has)) is None:
+                raise _no_changes()
+            try:
+                with old.read(), new.read():
+                    volume = await self._changes.get(old, new, self._current.run.layout)
+            except NotWorthIt as error:
+                raise _no_changes() from error
+            with volume.read() as data:
+                about = _About(request, volume.digest, data.nbytes, volume.format)
+                response = await about.answer(data)
+        is_all = about.is_last and request.method == "GET"
+        return response, self._size(head) - data.nbytes if is_all else 0
+
+    async def _asked(self, request: web.Request) -> Head:
+        """The version whose model is asked for. Raises Refusal."""
         digest = request.match_info["digest"]
         head = await self._current.version_of(digest) if _DIGEST.fullmatch(digest) else None
         if head is None:
             raise _superseded(digest)
-        tag = f'"{digest}"'
-        about = {
-            hdrs.ETAG: tag,
-            hdrs.CACHE_CONTROL: "private, max-age=31536000, immutable",
-            hdrs.ACCEPT_RANGES: "bytes",
-            headers.FORMAT: model_format(head),
-        }
-        known = request.headers.get(hdrs.IF_NONE_MATCH)
-        if known is not None and (known.strip() == "*" or tag in known):
-            return web.Response(status=304, headers=about)
-        size = self._size(head)
-        part: tuple[int, int] | None = None
-        asked = request.headers.get(hdrs.RANGE)
-        if asked is not None and request.headers.get(hdrs.IF_RANGE, tag) == tag:
-            part = byte_range(asked, size) if request.method == "GET" else None
-        begin, end = part or (0, size)
-        if part is not None:
-            about[hdrs.CONTENT_RANGE] = f"bytes {begin}-{end - 1}/{size}"
-        if request.method == "HEAD":
-            response = web.StreamResponse(headers=about)
-            response.content_type, response.content_length = "application/octet-stream", size
-            await response.prepare(request)
-            await response.write_eof()
-            return response
-        status = 200 if part is None else 206
-        return await self._send(request, device, head, (begin, end), about, status)
+        return head
 
-    async def _send(
-        self,
-        request: web.Request,
-        device: int,
-        head: Head,
-        part: tuple[int, int],
-        about: dict[str, str],
-        status: int,
-    ) -> web.StreamResponse:
+    @contextmanager
+    def _place(self, device: int) -> Iterator[None]:
+        """One of the downloads at a time. Raises Refusal."""
         if self.downloads >= self._most:
             raise _busy(f"{self._most} downloads are in progress")
         if self._downloading[device] >= _OF_A_DEVICE:
@@ -108,36 +123,22 @@ class ModelCopies:
         self.downloads += 1
         self._downloading[device] += 1
         try:
-            copy = await self._copy(head)
-            copy.readers += 1
-            try:
-                return await send(request, copy.data[slice(*part)], about, status)
-            finally:
-                copy.readers -= 1
-                self._make_room(0)
+            yield
         finally:
             self.downloads -= 1
             self._downloading[device] -= 1
             if not self._downloading[device]:
                 del self._downloading[device]
+            self._copies.tidy()
+            self._changes.tidy()
 
-    async def _copy(self, head: Head) -> _Copy:
-        """The copy of a version's model; read from Redis by whoever asks first."""
-        digest = head.given
-        if (copy := self._copies.pop(digest, None)) is not None:
-            self._copies[digest] = copy
-            return copy
-        making = self._making.get(digest)
-        if making is None:
-            size = self._size(head)
-            if not self._make_room(size) and (self._making or self._copies):
-                raise _busy("other models are being read, and there is no room for one more")
-            self._reserved += size
-            making = asyncio.create_task(self._read(head, size), name="read model")
-            making.add_done_callback(partial(self._made, digest, size))
-            self._making[digest] = making
+    async def _copy(self, head: Head) -> Volume:
+        """The copy of a version's model; read from Redis by whoever asks first. Raises Refusal."""
+        digest, size = head.given, self._size(head)
         try:
-            return await asyncio.shield(making)
+            return await self._copies.get(digest, size, partial(self._read, head, size))
+        except NoRoom as error:
+            raise _busy("other models are being read, and there is no room for one more") from error
         except BlobMissing as error:
             self._current.forget(digest)
             raise _superseded(digest) from error
@@ -147,14 +148,7 @@ class ModelCopies:
                 retry_after_s=_RETRY_S,
             ) from error  # fmt: skip
 
-    def _made(self, digest: str, size: int, making: asyncio.Task[_Copy]) -> None:
-        """Keep what was read; retrieve an exception, which asyncio would log if all had gone."""
-        del self._making[digest]
-        self._reserved -= size
-        if not making.cancelled() and making.exception() is None:
-            self._copies[digest] = making.result()
-
-    async def _read(self, head: Head, size: int) -> _Copy:
+    async def _read(self, head: Head, size: int) -> Volume:
         """Read a published blob as it is, and check it as far as its digest is that of its bytes.
 
         The digest of a compressed model is that of what is inside: devices check it.
@@ -165,21 +159,54 @@ class ModelCopies:
             self._client, self._keys.model(head.blob), payload,
             digest=None if compressed else head.given, chunks=head.chunks, encoded=head.encoded,
         )  # fmt: skip
-        return _Copy(payload.buffer.data.toreadonly())
-
-    def _make_room(self, size: int) -> bool:
-        """Drop the oldest copies that nobody reads, until ``size`` more fit: whether they do."""
-        used = self._reserved + sum(copy.data.nbytes for copy in self._copies.values())
-        for digest, copy in tuple(self._copies.items()):
-            if used + size <= self._budget:
-                return True
-            if not copy.readers:
-                del self._copies[digest]
-                used -= copy.data.nbytes
-        return used + size <= self._budget
+        return Volume(payload.buffer.data.toreadonly(), head.given, model_format(head))
 
     def _size(self, head: Head) -> int:
         return head.encoded.size if head.encoded else self._current.run.layout.nbytes
+
+
+class _About:
+    """What a request asks for of some bytes, and how it is answered."""
+
+    def __init__(self, request: web.Request, digest: str, size: int, format_: str) -> None:
+        """Raises Refusal if there are no such bytes."""
+        self._request = request
+        tag = f'"{digest}"'
+        self._headers = {
+            hdrs.ETAG: tag,
+            hdrs.CACHE_CONTROL: "private, max-age=31536000, immutable",
+            hdrs.ACCEPT_RANGES: "bytes",
+            headers.FORMAT: format_,
+        }
+        self.status, self._begin, self._end, self._size = 200, 0, size, size
+        known = request.headers.get(hdrs.IF_NONE_MATCH)
+        if known is not None and (known.strip() == "*" or tag in known):
+            self.status = 304
+            return
+        asked = request.headers.get(hdrs.RANGE) if request.method == "GET" else None
+        if asked is None or request.headers.get(hdrs.IF_RANGE, tag) != tag:
+            return
+        if (part := byte_range(asked, size)) is not None:
+            self.status, (self._begin, self._end) = 206, part
+            self._headers[hdrs.CONTENT_RANGE] = f"bytes {part[0]}-{part[1] - 1}/{size}"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the answer has the last byte."""
+        return self.status != 304 and self._end == self._size
+
+    async def answer(self, data: memoryview) -> web.StreamResponse:
+        """Send what was asked for; ``data``: all of the bytes, if any of them are."""
+        if self.status == 304:
+            return web.Response(status=304, headers=self._headers)
+        if self._request.method != "HEAD":
+            part = data[self._begin : self._end]
+            return await send(self._request, part, self._headers, self.status)
+        response = web.StreamResponse(headers=self._headers)
+        response.content_type, response.content_length = "application/octet-stream", self._size
+        await response.prepare(self._request)
+        await response.write_eof()
+        return response
 
 
 def byte_range(asked: str, size: int) -> tuple[int, int] | None:
@@ -209,6 +236,10 @@ def _superseded(digest: str) -> Refusal:
     return Refusal(
         404, "superseded", f"model {digest[:64]!r} is not among the newest: check in again"
     )
+
+
+def _no_changes() -> Refusal:
+    return Refusal(404, "no changes", "there are none that are smaller: download the model")
 
 
 def _busy(why: str) -> Refusal:

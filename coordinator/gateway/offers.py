@@ -18,8 +18,19 @@ if TYPE_CHECKING:
 GO_ON = Advice(go_on=True)
 
 
-def offer(held: Held, run: Run, head: Head, update: Format, *, heartbeat_s: float) -> Offer:
-    """The offer of a task, to be trained from the newest version; ``update``: format to send."""
+def offer(
+    held: Held,
+    run: Run,
+    head: Head,
+    update: Format,
+    *,
+    changes: str | None = None,
+    heartbeat_s: float,
+) -> Offer:
+    """The offer of a task, to be trained from the newest version.
+
+    ``update``: format to send. ``changes``: where the device gets what changed in the model.
+    """
     task, encoded = held.task, head.encoded
     return Offer(
         task=OfferedTask(
@@ -30,6 +41,7 @@ def offer(held: Held, run: Run, head: Head, update: Format, *, heartbeat_s: floa
         model=OfferedModel(
             version=head.version, digest=head.given, format=model_format(head),
             size=encoded.size if encoded else run.layout.nbytes, url=f"/v1/models/{head.given}",
+            changes=changes,
         ),
         update=ExpectedUpdate(
             url=f"/v1/tasks/{task.task}/updates/{held.attempt}", sends=run.sends,

@@ -19,6 +19,7 @@ _DIGEST: Final = {
     "name": "digest", "in": "path", "required": True,
     "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
 }  # fmt: skip
+_HAS: Final = {**_DIGEST, "name": "has"}
 
 
 def _body(schema: str) -> dict[str, Any]:
@@ -72,6 +73,17 @@ _MODEL: Final[dict[str, Any]] = {
         **_PROBLEMS,
     },
 }  # fmt: skip
+_CHANGES: Final[dict[str, Any]] = {
+    "parameters": [_HAS, *_MODEL["parameters"]],
+    "responses": {
+        **_MODEL["responses"],
+        "200": {
+            **_says("a Zstandard frame with what changed", None, "ETag", "Fedstream-Format"),
+            **_BYTES,
+        },
+        "404": _says("`no changes` that are smaller, or the model is `superseded`", "Problem"),
+    },
+}  # fmt: skip
 _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "/v1/devices": {
         "post": {
@@ -108,6 +120,10 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "/v1/models/{digest}": {
         "get": {"summary": "Download a model, or a part of it", **_MODEL},
         "head": {"summary": "Ask how large a model is", **_MODEL},
+    },
+    "/v1/models/{digest}/changes/{has}": {
+        "get": {"summary": "Download what changed since the model `has`", **_CHANGES},
+        "head": {"summary": "Ask how large the changes are", **_CHANGES},
     },
     "/v1/tasks/{task}/heartbeat": {
         "post": {

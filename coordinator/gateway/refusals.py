@@ -24,6 +24,7 @@ RefusalReason: TypeAlias = Literal[
     "method",  # not allowed on this route
     "unknown task",  # not this device's, or over
     "superseded",  # the model is not kept any more
+    "no changes",  # that are smaller than the model
     "range",  # beyond the model's end
     "no upload",  # it has not begun, or it expired
     "offset",  # of an upload: not where the last part ended

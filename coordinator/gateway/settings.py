@@ -27,6 +27,8 @@ class GatewaySettings(Section):
     connections: Annotated[int, Field(ge=1)] = 25_000  # simultaneous; each waiting device has one
     downloads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of models
     model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of models kept in memory
+    # Of changes between models kept in memory; 0: devices get whole models.
+    changes_bytes: Annotated[int, Field(ge=0)] = 64 << 20
     uploads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of updates; each takes 2 MiB
     chunk_s: Positive = 60.0  # in which 1 MiB of an update, or its end, must arrive
     # What tokens are signed with; None: the replicas agree on one in Redis.

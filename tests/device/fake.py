@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from fedstream.broker.digest import digest_of
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Sends
 from fedstream.protocol import headers as names
@@ -38,7 +40,7 @@ from fedstream.protocol.messages import (
     UpdateReport,
     WrongOffset,
 )
-from fedstream.wire import Format, format_of
+from fedstream.wire import Format, changes, compressed, format_of
 from fedstream.wire.given import GivenModel, given
 from tests.support import wait_until
 
@@ -97,6 +99,8 @@ class FakeGateway:
         self.clock_s = 0.0  # ahead of ours
         self.offers: list[Offer] = []  # the first is offered until it is answered
         self.models: dict[str, bytes] = {}
+        self.changes: dict[str, bytes] = {}  # by path
+        self.ranges: list[str | None] = []  # of each download
         self.check_ins: list[CheckIn] = []
         self.beats = 0
         self.advice = Advice(go_on=True)
@@ -134,17 +138,22 @@ class FakeGateway:
         sends: Sends = "model",
         heartbeat_s: float = 5.0,
         layout: str | None = None,
+        since: Offer | None = None,
         **length: object,
     ) -> Offer:
-        """Offers a task, which trains from this model."""
+        """Offers a task, which trains from this model; ``since``: the offer that came before."""
         found = self.publish(model, version, format_of(published), sends)
+        url, changed = f"/v1/models/{found.digest}", None
+        if since is not None:
+            changed = f"{url}/changes/{since.model.digest}"
+            self.changes[changed] = self._change(since.model, found.digest)
         attempt = secrets.token_hex(6)
         made = Offer(
             task=OfferedTask(id=task, device=device, seed=5, **(length or {"steps": 3})),  # type: ignore[arg-type]
             attempt=attempt,
             model=OfferedModel(
                 version=version, digest=found.digest, size=found.payload.buffer.nbytes,
-                format=published, url=f"/v1/models/{found.digest}",
+                format=published, url=url, changes=changed,
             ),
             update=ExpectedUpdate(
                 url=f"/v1/tasks/{task}/updates/{attempt}", sends=sends, format=format,
@@ -156,6 +165,13 @@ class FakeGateway:
         self.offers.append(made)
         return made
 
+    def _change(self, old: OfferedModel, new: str) -> bytes:
+        how = format_of(old.format)
+        before, after = (np.frombuffer(self.models[one], np.uint8) for one in (old.digest, new))
+        if how.zstd:
+            before, after = (compressed.decode(one, 1 << 20) for one in (before, after))
+        return changes.encode(before, after, changes.width_of(how.kind)).tobytes()
+
     def server(self) -> TestServer:
         app = web.Application(middlewares=[self._faulty])
         app.add_routes([
@@ -163,6 +179,7 @@ class FakeGateway:
             web.post("/v1/token", self._token),
             web.post("/v1/check-in", self._check_in),
             web.get("/v1/models/{digest}", self._model),
+            web.get("/v1/models/{digest}/changes/{has}", self._changes),
             web.post("/v1/tasks/{task}/heartbeat", self._beat),
             web.post("/v1/tasks/{task}/give-up", self._give_up),
             web.post("/v1/tasks/{task}/updates/{attempt}", self._create),
@@ -258,8 +275,20 @@ class FakeGateway:
         data = self.models.get(digest)
         if data is None:
             return refused(404, "superseded")
-        response, begin = web.StreamResponse(headers={"ETag": f'"{digest}"'}), 0
-        if "Range" in request.headers and request.headers.get("If-Range") == f'"{digest}"':
+        return await self._sent_from(request, data, f'"{digest}"')
+
+    async def _changes(self, request: web.Request) -> web.StreamResponse:
+        if self._device(request) is None:
+            return refused(401, "token")
+        data = self.changes.get(request.path)
+        if data is None:
+            return refused(404, "no changes")
+        return await self._sent_from(request, data, f'"{digest_of(data)}"')
+
+    async def _sent_from(self, request: web.Request, data: bytes, tag: str) -> web.StreamResponse:
+        self.ranges.append(request.headers.get("Range"))
+        response, begin = web.StreamResponse(headers={"ETag": tag}), 0
+        if "Range" in request.headers and request.headers.get("If-Range") == tag:
             begin = request.http_range.start or 0
             if begin >= len(data):
                 return refused(416, "range")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 from fedstream.broker.errors import BlobDamaged, Unavailable
 from fedstream.broker.layout import Model
@@ -23,9 +26,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def store_of(own: OwnGateway, folder: Path, said: list[str] | None = None) -> ModelStore:
+    say = (lambda _line: None) if said is None else said.append
+    return ModelStore(own, folder, say, lambda _what: None)
+
+
 @pytest.fixture
-def store(own: OwnGateway, folder: Path) -> ModelStore:
-    return ModelStore(own, folder, lambda _what: None)
+def store(own: OwnGateway, folder: Path, said: list[str]) -> ModelStore:
+    return store_of(own, folder, said)
 
 
 def names(folder: Path) -> list[str]:
@@ -54,7 +62,7 @@ async def test_model_that_is_there_is_not_downloaded_again(
 ) -> None:
     offered = gateway.offer(model).model
     await store.model(offered, model.layout)
-    again = await ModelStore(own, folder, lambda _what: None).model(offered, model.layout)
+    again = await store_of(own, folder).model(offered, model.layout)
     assert again.digest() == model.digest()
     assert downloads(gateway) == 1
 
@@ -189,3 +197,162 @@ async def test_unknown_format_says_what_to_do(
     offered = gateway.offer(model).model.model_copy(update={"format": "f64"})
     with pytest.raises(Unavailable, match="does not know: upgrade"):
         await store.model(offered, model.layout)
+
+
+# what changed
+
+
+def moved(model: Model, by: float = 1e-3) -> Model:
+    """The next version."""
+    newer = model.copy()
+    newer.parameters[:] += np.float32(by)
+    return newer
+
+
+def of_changes(gateway: FakeGateway) -> list[str]:
+    """Which downloads were of changes, and which of a model."""
+    paths = [one for one in gateway.asked if one.startswith("GET /v1/models/")]
+    return ["changes" if "/changes/" in one else "model" for one in paths]
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8", "f32+zstd", "int8+zstd"])
+async def test_newer_model_is_made_of_what_changed(
+    store: ModelStore, gateway: FakeGateway, own: OwnGateway, model: Model, folder: Path, name: str
+) -> None:
+    offer = gateway.offer(model, published=name)
+    await store.model(offer.model, model.layout)
+    for version in (1, 2):
+        newer = moved(model, 1e-3 * version)
+        offer = gateway.offer(newer, published=name, version=version, since=offer)
+        store = store_of(own, folder)  # also after a restart
+        found = await store.model(offer.model, model.layout)
+        expected = Model(model.layout)
+        published = np.frombuffer(gateway.models[offer.model.digest], np.uint8)
+        format_of(name).decode(published, expected)
+        np.testing.assert_array_equal(found.buffer, expected.buffer)
+        found.floats[:] = 0  # training may write into it
+        assert names(folder) == [offer.model.digest]
+    assert of_changes(gateway) == ["model", "changes", "changes"]
+
+
+async def test_cut_changes_go_on_where_they_stopped(
+    store: ModelStore, gateway: FakeGateway
+) -> None:
+    large = model_of(layout_of(500_000), 0.5)
+    large.parameters[:] = np.random.default_rng(0).normal(0, 0.1, 500_000)
+    first = gateway.offer(large)
+    await store.model(first.model, large.layout)
+    newer = moved(large)
+    offer = gateway.offer(newer, since=first)
+    assert offer.model.changes is not None
+    size = len(gateway.changes[offer.model.changes])
+    shown = list[str]()
+    store._show = shown.append
+    arrived = f"{300_000 / size:.0%}"
+    gateway.fails(
+        "GET", offer.model.changes, after=300_000, until=lambda: arrived in str(shown[-1:])
+    )
+    found = await store.model(offer.model, large.layout)
+    assert found.digest() == newer.digest()
+    assert of_changes(gateway) == ["model", "changes", "changes"]
+    assert gateway.ranges[-1] == "bytes=300000-"
+
+
+async def test_other_changes_after_a_cut_replace_what_came(
+    store: ModelStore, gateway: FakeGateway
+) -> None:
+    """Another replica may have another compressor."""
+    large = model_of(layout_of(500_000), 0.5)
+    large.parameters[:] = np.random.default_rng(0).normal(0, 0.1, 500_000)
+    first = gateway.offer(large)
+    await store.model(first.model, large.layout)
+    newer = moved(large)
+    offer = gateway.offer(newer, since=first)
+    assert offer.model.changes is not None
+    inside = zstandard.ZstdDecompressor().decompress(gateway.changes[offer.model.changes])
+    shown = list[str]()
+    store._show = shown.append
+
+    def other() -> bool:
+        assert offer.model.changes is not None
+        gateway.changes[offer.model.changes] = zstandard.ZstdCompressor(level=5).compress(inside)
+        return bool(shown)
+
+    gateway.fails("GET", offer.model.changes, after=300_000, until=other)
+    assert (await store.model(offer.model, large.layout)).digest() == newer.digest()
+    assert of_changes(gateway) == ["model", "changes", "changes"]
+
+
+async def test_gateway_without_changes_sends_the_model(
+    store: ModelStore, gateway: FakeGateway, model: Model, said: list[str]
+) -> None:
+    first = gateway.offer(model)
+    await store.model(first.model, model.layout)
+    newer = moved(model)
+    offer = gateway.offer(newer, since=first)
+    gateway.changes.clear()
+    assert (await store.model(offer.model, model.layout)).digest() == newer.digest()
+    assert of_changes(gateway) == ["model", "changes", "model"]
+    assert store.bad_changes == 0
+    assert said == []
+
+
+def bomb(_changes: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(bytes(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "why"),
+    [
+        (lambda _changes: b"no frame", "not a Zstandard frame"),
+        (lambda changes: changes[:-1], "not a Zstandard frame"),
+        (bomb, "a frame of 1048576 bytes"),
+        (lambda _changes: zstandard.ZstdCompressor().compress(bytes(368)), "with digest"),
+        (lambda _changes: zstandard.ZstdCompressor().compress(bytes(364)), "changes of 364 bytes"),
+        (lambda changes: changes + bytes(10_000), "10.* bytes of changes in a model of 368"),
+        (lambda _changes: b"", "0 bytes of changes"),
+    ],
+    ids=["noise", "cut", "bomb", "other model", "too few", "too many", "none"],
+)
+async def test_bad_changes_cost_no_more_than_the_model(
+    store: ModelStore, gateway: FakeGateway, model: Model, said: list[str], folder: Path,
+    spoilt: Callable[[bytes], bytes], why: str,
+) -> None:  # fmt: skip
+    first = gateway.offer(model)
+    await store.model(first.model, model.layout)
+    newer = moved(model)
+    offer = gateway.offer(newer, since=first)
+    assert offer.model.changes is not None
+    gateway.changes[offer.model.changes] = spoilt(gateway.changes[offer.model.changes])
+    assert (await store.model(offer.model, model.layout)).digest() == newer.digest()
+    assert of_changes(gateway) == ["model", "changes", "model"]
+    assert store.bad_changes == 1
+    [line] = said
+    assert re.search(why, line)
+    assert line.endswith("; downloading all of it")
+    assert names(folder) == [newer.digest()]
+
+
+async def test_damaged_older_model_spoils_nothing(
+    store: ModelStore, gateway: FakeGateway, model: Model, folder: Path
+) -> None:
+    first = gateway.offer(model)
+    await store.model(first.model, model.layout)
+    (folder / first.model.digest).write_bytes(bytes(first.model.size))
+    newer = moved(model)
+    offer = gateway.offer(newer, since=first)
+    assert (await store.model(offer.model, model.layout)).digest() == newer.digest()
+    assert store.bad_changes == 1
+
+
+async def test_changes_are_not_asked_for_again_and_again_in_vain(
+    store: ModelStore, gateway: FakeGateway, model: Model
+) -> None:
+    offer, newer = gateway.offer(model), model
+    await store.model(offer.model, model.layout)
+    for _ in range(5):
+        newer = moved(newer)
+        offer = gateway.offer(newer, since=offer)
+        gateway.changes = dict.fromkeys(gateway.changes, b"no frame")
+        assert (await store.model(offer.model, model.layout)).digest() == newer.digest()
+    assert of_changes(gateway).count("changes") == 3

@@ -34,7 +34,7 @@ OFFER: dict[str, Any] = {
     "attempt": "0123456789ab",
     "model": {
         "version": 3, "digest": DIGEST, "size": 1000, "format": "int8+zstd",
-        "url": f"/v1/models/{DIGEST}",
+        "url": f"/v1/models/{DIGEST}", "changes": None,
     },
     "update": {
         "url": "/v1/tasks/t/updates/0123456789ab", "sends": "delta", "format": "topk:0.1",

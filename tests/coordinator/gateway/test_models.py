@@ -123,8 +123,8 @@ async def test_models_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) 
         for version in (*versions, versions[0]):
             answer = await place.ask("GET", f"/v1/models/{version.digest}", 3)
             assert hashlib.sha256(answer.body).hexdigest() == version.digest
-            assert len(models._copies) <= 2
-        assert list(models._copies) == [versions[3].digest, versions[0].digest]
+            assert len(models._copies._volumes) <= 2
+        assert list(models._copies._volumes) == [versions[3].digest, versions[0].digest]
 
 
 async def test_model_that_is_gone_is_superseded(redis: RedisSettings, hand: Hand) -> None:

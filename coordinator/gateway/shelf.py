@@ -1,0 +1,96 @@
+"""Bytes that many devices read: each made once, and kept up to a budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+from fedstream.broker.errors import FedstreamError
+
+Make: TypeAlias = Callable[[], Coroutine[Any, Any, "Volume"]]
+
+
+class NoRoom(FedstreamError):
+    """Others are being read or made, and there is no room for one more."""
+
+    retriable = True
+
+
+@dataclass(slots=True, eq=False)
+class Volume:
+    """Bytes on the shelf, and what they are."""
+
+    data: memoryview
+    digest: str  # what devices know them by
+    format: str
+    readers: int = field(default=0, init=False)  # now
+
+    @contextmanager
+    def read(self) -> Iterator[memoryview]:
+        """The bytes, which stay on the shelf inside the block."""
+        self.readers += 1
+        try:
+            yield self.data
+        finally:
+            self.readers -= 1
+
+
+class Shelf:
+    """The bytes that were last asked for, by name, up to a budget."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._volumes: dict[str, Volume] = {}  # least recently asked for first
+        self._making: dict[str, asyncio.Task[Volume]] = {}
+        self._reserved = 0  # bytes of those that are being made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the shelf."""
+        return sum(one.data.nbytes for one in self._volumes.values())
+
+    def there(self, name: str) -> Volume | None:
+        """The bytes of this name, if they are on the shelf."""
+        if (found := self._volumes.pop(name, None)) is not None:
+            self._volumes[name] = found
+        return found
+
+    async def get(self, name: str, size: int, make: Make) -> Volume:
+        """The bytes of this name, made by whoever asks first.
+
+        ``size``: the most that they take. What is larger than the budget stays while somebody reads
+        it. Raises NoRoom, and what ``make`` raises.
+        """
+        if (found := self.there(name)) is not None:
+            return found
+        making = self._making.get(name)
+        if making is None:
+            if not self.tidy(size) and (self._making or self._volumes):
+                raise NoRoom(f"no room for {size} bytes more")
+            self._reserved += size
+            making = asyncio.create_task(make(), name=f"make {name}")
+            making.add_done_callback(partial(self._is_made, name, size))
+            self._making[name] = making
+        return await asyncio.shield(making)
+
+    def _is_made(self, name: str, size: int, making: asyncio.Task[Volume]) -> None:
+        """Keep what was made; retrieve an exception, which asyncio would log if all had gone."""
+        del self._making[name]
+        self._reserved -= size
+        if not making.cancelled() and making.exception() is None:
+            self._volumes[name] = making.result()
+
+    def tidy(self, size: int = 0) -> bool:
+        """Drop the oldest that nobody reads, until ``size`` more bytes fit: whether they do."""
+        used = self._reserved + self.nbytes
+        for name, volume in tuple(self._volumes.items()):
+            if used + size <= self._budget:
+                return True
+            if not volume.readers:
+                del self._volumes[name]
+                used -= volume.data.nbytes
+        return used + size <= self._budget

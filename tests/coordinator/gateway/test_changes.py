@@ -1,0 +1,275 @@
+"""What changed since the model that a device has: exact, made once, and only if it is smaller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.digest import digest_of
+from fedstream.broker.encoded import Encoded
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.messages import Version
+from fedstream.coordinator.gateway import changes as made
+from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
+from fedstream.coordinator.gateway.shelf import Volume
+from fedstream.wire import changes, compressed, format_of
+from fedstream.wire.given import given
+from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
+from tests.support import Hand, counted, layout_of, model_of, wait_until
+
+SIZE = 20_000  # parameters
+PUBLISHED = ("f32", "bf16", "int8", "f32+zstd", "int8+zstd")
+
+
+def trained(layout: Layout, versions: int, step: float = 1e-3) -> list[Model]:
+    """Versions that differ by a hundredth of the weights' size."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(0, 0.1, layout.floats).astype(np.float32)
+    found = []
+    for _ in range(versions):
+        found.append(model_of(layout, *x.tolist()))
+        x = x + rng.normal(0, step, x.size).astype(np.float32)
+    return found
+
+
+async def publish(hand: Hand, models: Sequence[Model], name: str = "f32") -> list[Version]:
+    """A run whose versions will be these models: they are written, and not committed yet."""
+    await hand.create()
+    versions = []
+    for number, model in enumerate(models, 1):
+        one = given(model, format_of(name), version=number, sends="delta")
+        about: Encoded | None = one.encoded
+        version = Version(
+            version=number, time=1.0, epoch=1, parent=number - 1, digest=model.digest(),
+            blob=f"{number}.x", size=one.payload.buffer.nbytes,
+            format=about.format if about else "f32", given=about.digest if about else None,
+        )  # fmt: skip
+        key = hand.keys.model(version.blob)
+        await blobs.write(hand.client, key, one.payload, expire_s=60, encoded=about)
+        versions.append(version)
+    return versions
+
+
+def known_as(version: Version) -> str:
+    """What devices know a model by."""
+    return version.given or version.digest
+
+
+async def commit(place: Place, hand: Hand, *versions: Version) -> None:
+    """Versions come, one after the other, and the gateway sees each."""
+    for version in versions:
+        assert await hand.commit(version.version, write=False, versions=[version]) == "done"
+        await place.gateway._current.look()
+
+
+async def downloaded(place: Place, hand: Hand, *versions: Version) -> list[bytes]:
+    """Versions come, and are downloaded, so that they are in the gateway's memory."""
+    found = []
+    for version in versions:
+        await commit(place, hand, version)
+        answer = await place.ask("GET", f"/v1/models/{known_as(version)}", 9)
+        assert answer.status == 200
+        found.append(answer.body)
+    return found
+
+
+def between(old: Version, new: Version) -> str:
+    return f"/v1/models/{known_as(new)}/changes/{known_as(old)}"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+async def test_offer_names_what_changed_since_the_devices_model(
+    redis: RedisSettings, hand: Hand, name: str
+) -> None:
+    hand.layout = layout_of(SIZE, buffers=2)
+    old, new = await publish(hand, trained(hand.layout, 2), name)
+    how = format_of(name)
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        whole = await downloaded(place, hand, old, new)
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50, has=known_as(old), formats=[name])).offer
+        assert offer.model.changes == between(old, new)
+        answer = await place.ask("GET", offer.model.changes, 3)
+        assert answer.status == 200
+        assert len(answer.body) < 0.9 * len(whole[1])
+        before, after = (np.frombuffer(one, np.uint8) for one in whole)
+        if how.zstd:
+            before, after = (compressed.decode(one, 1 << 20) for one in (before, after))
+        frame = np.frombuffer(answer.body, np.uint8)
+        found = changes.decode(before, frame, changes.width_of(how.kind))
+        assert digest_of(found.data) == known_as(new)
+        assert bytes(found) == bytes(after)
+        assert answer.headers["Etag"] == f'"{digest_of(answer.body)}"'
+        assert answer.headers["Fedstream-Format"] == f"{name.removesuffix('+zstd')}+changes"
+        assert "immutable" in answer.headers["Cache-Control"]
+        saved = len(whole[1]) - len(answer.body)
+        assert counted(place.context, "fedstream_gateway_saved_bytes_total") == saved
+        kept = place.context.registry.get_sample_value("fedstream_gateway_changes_bytes")
+        assert kept == len(answer.body)
+
+
+async def test_offer_names_no_changes_that_there_are_not(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(SIZE)
+    old, new = await publish(hand, trained(hand.layout, 2))
+    async with serving(hand, redis) as place:
+        await commit(place, hand, old, new)
+        models, head = place.gateway._models, place.gateway._current.head
+        assert models.changes_url(head, old.digest) is None, "it is not in memory"
+        assert (await place.ask("GET", f"/v1/models/{old.digest}", 9)).status == 200
+        assert models.changes_url(head, old.digest) == between(old, new)
+        for has in (None, new.digest, "0" * 64):
+            assert models.changes_url(head, has) is None
+
+
+async def test_setting_of_zero_bytes_turns_changes_off(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(SIZE)
+    old, new = await publish(hand, trained(hand.layout, 2))
+    async with serving(hand, redis, changes_bytes=0) as place:
+        await downloaded(place, hand, old, new)
+        models, head = place.gateway._models, place.gateway._current.head
+        assert models.changes_url(head, old.digest) is None
+        answer = await place.ask("GET", between(old, new), 3)
+        assert (answer.status, answer.json["reason"]) == (404, "no changes")
+
+
+async def test_changes_that_save_nothing_are_made_once(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as after a run was begun anew: the device downloads the model."""
+    hand.layout = layout_of(SIZE)
+    old, new = await publish(hand, trained(hand.layout, 2, step=100.0))
+    encoded = list[int]()
+    encode = changes.encode
+
+    def counting(*arguments: object) -> object:
+        encoded.append(1)
+        return encode(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(changes, "encode", counting)
+    async with serving(hand, redis) as place:
+        await downloaded(place, hand, old)
+        await commit(place, hand, new)
+        models, head = place.gateway._models, place.gateway._current.head
+        assert models.changes_url(head, old.digest) is not None
+        for _ in range(2):
+            answer = await place.ask("GET", between(old, new), 3)
+            assert (answer.status, answer.json["reason"]) == (404, "no changes")
+        assert models.changes_url(head, old.digest) is None
+        assert models.changes_bytes == 0
+        assert len(encoded) == 1
+
+
+async def test_changes_are_made_once_for_all(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand.layout = layout_of(SIZE)
+    old, new = await publish(hand, trained(hand.layout, 2))
+    makes = list[int]()
+    between_ = made._between
+
+    def counting(*arguments: object) -> object:
+        makes.append(1)
+        return between_(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(made, "_between", counting)
+    async with serving(hand, redis) as place:
+        await downloaded(place, hand, old)
+        await commit(place, hand, new)
+        answers = await asyncio.gather(*(place.ask("GET", between(old, new), n) for n in range(9)))
+        assert {answer.status for answer in answers} == {200}
+        assert len({answer.body for answer in answers}) == 1
+        assert len(makes) == 1
+        assert place.gateway._models.downloads == 0
+
+
+async def test_cut_download_of_changes_goes_on(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(SIZE)
+    old, new = await publish(hand, trained(hand.layout, 2))
+    async with serving(hand, redis) as place:
+        [_, model] = await downloaded(place, hand, old, new)
+        url = between(old, new)
+        whole = await place.ask("GET", url, 3)
+        tag, size = whole.headers["Etag"], len(whole.body)
+        saved = counted(place.context, "fedstream_gateway_saved_bytes_total")
+        assert saved == len(model) - size
+
+        async def part(asked: str, if_range: str) -> tuple[int, bytes, str | None]:
+            about = {"Range": asked, "If-Range": if_range}
+            answer = await place.ask("GET", url, 3, headers=about)
+            return answer.status, answer.body, answer.headers.get("Content-Range")
+
+        assert await part("bytes=0-9", tag) == (206, whole.body[:10], f"bytes 0-9/{size}")
+        assert counted(place.context, "fedstream_gateway_saved_bytes_total") == saved
+        rest = f"bytes 10-{size - 1}/{size}"
+        assert await part("bytes=10-", tag) == (206, whole.body[10:], rest)
+        assert counted(place.context, "fedstream_gateway_saved_bytes_total") == 2 * saved
+        of_the_model = f'"{new.digest}"'
+        assert await part("bytes=10-", of_the_model) == (200, whole.body, None)
+        status, _, there = await part(f"bytes={size}-", tag)
+        assert (status, there) == (416, f"bytes */{size}")
+        answer = await place.ask("GET", url, 3, headers={"If-None-Match": tag})
+        assert (answer.status, answer.body) == (304, b"")
+        head = await place.ask("HEAD", url, 3)
+        assert (head.status, head.body) == (200, b"")
+        assert int(head.headers["Content-Length"]) == size
+        assert (await place.ask("GET", url)).status == 401
+
+
+async def test_changes_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(SIZE)
+    versions = await publish(hand, trained(hand.layout, 5))
+    *olds, new = versions
+    budget = int(1.7 * hand.layout.nbytes)  # for one, and one that is being made
+    async with serving(hand, redis, changes_bytes=budget) as place:
+        await downloaded(place, hand, *versions)
+        for old in (*olds, olds[0]):
+            answer = await place.ask("GET", between(old, new), 3)
+            assert answer.status == 200
+            assert 0 < place.gateway._models.changes_bytes <= budget
+
+
+async def test_no_room_for_changes_means_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for good: there may be room the next time."""
+    layout = layout_of(SIZE)
+    a, b, c = (
+        Volume(one.buffer.data, one.digest(), "f32") for one in trained(layout, 3)
+    )  # fmt: skip
+    store = ModelChanges(layout.nbytes)
+    found = await store.get(a, c, layout)
+    with found.read(), pytest.raises(NotWorthIt, match="no room"):
+        await store.get(b, c, layout)
+    assert store.may_help(b.digest, c.digest)
+    assert (await store.get(b, c, layout)).data.nbytes < layout.nbytes
+    await wait_until(lambda: store.nbytes <= layout.nbytes)
+
+
+async def test_base_that_was_published_otherwise_is_no_base(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """The updater was restarted with another wire.model."""
+    hand.layout = layout_of(SIZE)
+    [old] = await publish(hand, trained(hand.layout, 1))
+    model = trained(hand.layout, 2)[1]
+    one = given(model, format_of("bf16"), version=2, sends="delta")
+    assert one.encoded is not None
+    new = Version(
+        version=2, time=1.0, epoch=1, parent=1, digest=model.digest(), blob="2.x",
+        size=one.encoded.size, format="bf16", given=one.encoded.digest,
+    )  # fmt: skip
+    key = hand.keys.model("2.x")
+    await blobs.write(hand.client, key, one.payload, expire_s=60, encoded=one.encoded)
+    async with serving(hand, redis) as place:
+        await downloaded(place, hand, old)
+        await commit(place, hand, new)
+        head = place.gateway._current.head
+        assert head.given == known_as(new)
+        assert place.gateway._models.changes_url(head, old.digest) is None
+        answer = await place.ask("GET", between(old, new), 3)
+        assert (answer.status, answer.json["reason"]) == (404, "no changes")
