@@ -26,12 +26,11 @@ from fedstream.trainer.solvers import Cancelled, Work
 from fedstream.trainer.start import Start
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from fedstream.broker.layout import Floats, Model, Payload
     from fedstream.broker.ledger.trainer import TakenTask
     from fedstream.broker.records import Run
     from fedstream.runtime.service import Context
+    from fedstream.runtime.worker import Worker
     from fedstream.trainer.failures import Failures
     from fedstream.trainer.feedback import Feedback
     from fedstream.trainer.learner import Learned, Learner
@@ -57,7 +56,7 @@ class Workshop:
     newest: Newest
     saved_work: Callable[[str], SavedWork]  # of the task with this id
     learner: Learner
-    thread: Executor  # the only one that may use the learner
+    thread: Worker  # the only one that may use the learner
     out: Model  # holds one update at a time
     failures: Failures
     metrics: TrainerMetrics
@@ -161,9 +160,9 @@ class Attempt:
         while True:
             try:
                 with Guard(self._is_cancelled, self._hangs, patience_s=shop.settings.drain_s):
-                    return await asyncio.get_running_loop().run_in_executor(
-                        shop.thread, shop.learner.train, start, work, shop.out, shop.run.sends,
-                        shop.wire, unsent,
+                    return await shop.thread.run(
+                        shop.learner.train, start, work, shop.out, shop.run.sends, shop.wire,
+                        unsent,
                     )  # fmt: skip
             except Cancelled as stopped:
                 if self._is_cancelled():

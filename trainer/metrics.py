@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from contextlib import AbstractContextManager
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
@@ -29,10 +30,10 @@ class TrainerMetrics:
     """The metrics of one trainer."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._ended = Counter(
+        self._ended = cache(Counter(  # it knows its labels: there are few ends
             "fedstream_trainer_tasks", "Tasks, by what became of them here.", ["end"],
             registry=registry,
-        )  # fmt: skip
+        ).labels)  # fmt: skip
         self._seconds: dict[str, _Durations] = {}
         registry.register(_Seconds(self._seconds))
 
@@ -44,7 +45,7 @@ class TrainerMetrics:
 
     def ended(self, end: str) -> None:
         """Count a task by what became of it here."""
-        self._ended.labels(end).inc()
+        self._ended(end).inc()
 
     def took(self, seconds: float) -> None:
         """Record how long a whole task took."""
@@ -57,10 +58,10 @@ class TrainerMetrics:
         return self._of(part)
 
     def _of(self, part: PartOfTask | Literal["whole"]) -> _Durations:
-        found = self._seconds.get(part)
-        if found is None:
-            found = self._seconds[part] = _Durations()
-        return found
+        try:
+            return self._seconds[part]
+        except KeyError:
+            return self._seconds.setdefault(part, _Durations())
 
 
 class _Durations(AbstractContextManager[None]):

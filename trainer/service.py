@@ -13,7 +13,6 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,6 +32,7 @@ from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.participation import ParticipationGroup
 from fedstream.runtime.service import Context, repeat
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.worker import Worker
 from fedstream.trainer.attempt import Attempt, Workshop
 from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.delivery import Delivery
@@ -114,11 +114,17 @@ class Trainer:
         context.watch(self._client)
         loaded = False
         context.health.ready_when("task loaded", lambda: loaded)
-        thread = ThreadPoolExecutor(1, "training")
-        learner = await asyncio.get_running_loop().run_in_executor(thread, self._loaded)
-        loaded = True
-        gc.freeze()  # torch and the task stay
-        self._patience.heard = time.monotonic()
+        with Worker("training") as thread:
+            learner = await thread.run(self._loaded)
+            loaded = True
+            gc.freeze()  # torch and the task stay
+            self._patience.heard = time.monotonic()
+            await self._take_part(context, metrics, learner, thread)
+
+    async def _take_part(
+        self, context: Context, metrics: TrainerMetrics, learner: Learner, thread: Worker
+    ) -> None:
+        """Join the run, work until told to stop, and say goodbye."""
         try:
             await repeat(context, "run", partial(self._join, context, learner))
             if self._run is None or context.stop.is_set():
@@ -132,10 +138,9 @@ class Trainer:
             except FedstreamError as error:
                 context.log.warning("could not announce that it is leaving", reason=str(error))
             await self._client.close()
-            thread.shutdown(wait=False)
 
     async def _work(self, context: Context, shop: Workshop) -> None:
-        """Take part in the run until told to stop."""
+        """Do the run's tasks until told to stop."""
         shift = self._shift(shop)
         try:
             async with asyncio.TaskGroup() as group:
@@ -202,7 +207,7 @@ class Trainer:
         context: Context,
         metrics: TrainerMetrics,
         learner: Learner,
-        thread: Executor,
+        thread: Worker,
         run: Run,
     ) -> Workshop:
         site = self._settings.site

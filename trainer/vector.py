@@ -11,6 +11,7 @@ match the module's patterns: ``module.changing_integers = ("*.zero_point",)``.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,9 +47,9 @@ def read(module: nn.Module, out: Model) -> None:
 
 def load(model: Model, module: nn.Module) -> None:
     """Copy the model's values into ``module``. Raises LayoutMismatch if their layouts differ."""
-    # torch rejects read-only arrays, such as received bytes, so those are copied
-    writable = Model(model.layout, np.require(model.buffer, requirements="W"))
-    for vector, tensor in _pairs(writable, module):
+    if not model.buffer.flags.writeable:  # torch rejects such arrays
+        model = model.copy()
+    for vector, tensor in _pairs(model, module):
         tensor.copy_(vector)
 
 
@@ -62,8 +63,10 @@ def to_delta(model: Model, base: Model) -> None:
 
 def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
     """Every tensor that is sent, with its entry in the layout, in the layout's order."""
-    carried = module.state_dict(keep_vars=True)
-    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in carried)
+    buffers = [*module.named_buffers()]
+    if buffers:  # many modules have none, and all of this is done twice for each task
+        carried = module.state_dict(keep_vars=True)
+        buffers = [(name, buffer) for name, buffer in buffers if name in carried]
     groups: dict[Kind, list[tuple[Tensor, torch.Tensor]]] = {
         "parameter": [],
         "buffer": [],
@@ -83,9 +86,13 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
                 raise LayoutMismatch(
                     f"{name} is {what}: a model's tensors are float, integer or bool of known shape"
                 )
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            groups[kind].append((Tensor(name, tuple(tensor.shape), dtype, kind), tensor.detach()))
+            groups[kind].append((_entry(name, tensor.shape, tensor.dtype, kind), tensor.detach()))
     return [pair for group in groups.values() for pair in group]
+
+
+@lru_cache(4096)  # of one module: models with more tensors are large, and this doesn't matter there
+def _entry(name: str, shape: torch.Size, dtype: torch.dtype, kind: Kind) -> Tensor:
+    return Tensor(name, tuple(shape), str(dtype).removeprefix("torch."), kind)
 
 
 def _of_integers(name: str, changing: Iterable[str]) -> Kind:

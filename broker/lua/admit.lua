@@ -45,7 +45,7 @@ local function unlike(size)
   if digits ~= #size or redis.call('HGET', blob, 'size') ~= size then return reasons.SIZE end
   if a.chunks > math.ceil(size / a.shortest) then return reasons.SIZE end
   if redis.call('HLEN', blob) > a.chunks + 1 then return reasons.SIZE end
-  local whole, total = redis.call('HSTRLEN', blob, 0), 0
+  local whole, total = redis.call('HSTRLEN', blob, '0'), 0
   for n = 0, a.chunks - 1 do
     local length = n == 0 and whole or redis.call('HSTRLEN', blob, n)
     if length == 0 then return reasons.BLOB_MISSING end

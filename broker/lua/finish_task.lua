@@ -5,7 +5,7 @@
 -- the pool: the key of what this attempt's update left unsent, and the one that it gets if it is said.
 local group, entry, answer, size, expire_ms, inbox = unpack(ARGV)
 redis.call('EXISTS', inbox) -- as for undeclared keys: fails here while a cluster migrates it
-local row = redis.pcall('XPENDING', key.tasks, group, entry, entry, 1)
+local row = redis.pcall('XPENDING', key.tasks, group, entry, entry, '1')
 local staged, kept = KEYS[first_rest], KEYS[first_rest + 1]
 if row.err or not row[1] then
   if staged then redis.call('UNLINK', staged) end

@@ -11,7 +11,7 @@
 local MOST = 1000 -- changes told one by one
 
 local function newest(stream)
-  local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', '1')[1]
   return entry and entry[1] or '0-0'
 end
 local said = ARGV[1] == '1' and 0
@@ -76,5 +76,5 @@ return {
   redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), owned,
   owned > 0 and pool_serves() and 1 or 0,
   newest(key.events), newest(key.models), now[1] .. '.' .. string.format('%06d', now[2]),
-  tasks, devices, redis.call('XREVRANGE', key.changes, '+', '-', 'COUNT', 1)[1] or false,
+  tasks, devices, redis.call('XREVRANGE', key.changes, '+', '-', 'COUNT', '1')[1] or false,
 }

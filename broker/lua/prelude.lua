@@ -1,12 +1,13 @@
-local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
-local LINEAGE_KEPT = 4096
-local CHANGES_KEPT, DEVICES_NAMED = 10000, 100
+-- What is passed to Redis with every task is text: it prints each number as a float, which takes as
+-- long as a short command.
+local EVENTS_KEPT, VERSIONS_TOLD, CHANGES_KEPT = '10000', '10000', '10000'
+local ENDED_KEPT, LINEAGE_KEPT, DEVICES_NAMED = 20000, 4096, 100
 local NOTE_HOLDS_MS = 5000
 local SITE_TOLD = 100 -- events per second and site, of kinds that it can cause without limit
 
 -- Fails if Redis is out of memory, before anything is done.
 local function guard()
-  redis.call('HINCRBY', key.counts, 'issued', 0)
+  redis.call('HINCRBY', key.counts, 'issued', '0')
 end
 
 -- The opposite: later writes succeed even out of memory, as Redis checks only before the first
@@ -16,7 +17,7 @@ local function room()
 end
 
 local function count(what)
-  redis.call('HINCRBY', key.counts, what, 1)
+  redis.call('HINCRBY', key.counts, what, '1')
 end
 
 local function tell(event)
@@ -67,7 +68,7 @@ end
 
 -- Remembers how a task ended; only the newest ended tasks are kept.
 local function remember(task, attempt, outcome, reason)
-  redis.call('ZADD', key.ended, 0, table.concat({task, attempt, outcome, reason or ''}, '|'))
+  redis.call('ZADD', key.ended, '0', table.concat({task, attempt, outcome, reason or ''}, '|'))
   local over = redis.call('ZCARD', key.ended) - ENDED_KEPT
   if over > 0 then redis.call('ZREMRANGEBYRANK', key.ended, 0, over - 1) end
 end
