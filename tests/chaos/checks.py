@@ -43,6 +43,7 @@ class Facts:
     quarantines: tuple[int, frozenset[int]] = (0, frozenset())
     told: frozenset[tuple[int, str]] = frozenset()  # versions and digests, as a watcher saw them
     handed_out: Mapping[int, str] | None = None  # digests of the c_i in Redis; None: no SCAFFOLD
+    unsent: tuple[str, ...] = ()  # what is wrong with error feedback
     findings: tuple[str, ...] = field(default=())  # what went wrong while it ran
 
     @cached_property
@@ -211,6 +212,11 @@ def same_vectors(facts: Facts) -> Iterator[str]:
         yield f"c is {facts.account.drift} from the mean of c_i"
 
 
+def same_feedback(facts: Facts) -> Iterator[str]:
+    """What an update left unsent is in its device's next one: once, and all of it."""
+    yield from facts.unsent
+
+
 def same_quarantines(facts: Facts) -> Iterator[str]:
     """Redis has the devices in quarantine that the journal's records give."""
     wanted = (facts.account.quarantines, frozenset(facts.account.barred))
@@ -240,8 +246,8 @@ def as_expected(facts: Facts) -> Iterator[str]:
 
 CHECKS: tuple[Check, ...] = (
     balanced, at_any_moment, counted, told_as_counted, lost_once, once, none_lost,
-    same_arithmetic, same_bits, same_vectors, same_quarantines, one_digest, understood,
-    as_expected,
+    same_arithmetic, same_bits, same_vectors, same_feedback, same_quarantines, one_digest,
+    understood, as_expected,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from fedstream.broker.errors import NoRun, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.local.ports import HeldPort
 from tests.chaos.checks import Facts, complaints
-from tests.chaos.faults import GATEWAY, TRAINERS, UPDATERS, Plan
+from tests.chaos.faults import GATEWAY, TRAINERS, UPDATERS, Kind, Plan
 from tests.chaos.front import Front
 from tests.chaos.history import gathered
 from tests.chaos.inject import Injector
@@ -225,6 +225,7 @@ class Chaos:
             self._server.client, self._keys, self._folder / "journal",
             notes=self._folder / "notes", told=self._watcher.published,
             files=self._server.files, forged=self._injector.forged,
+            was_full=any(fault.kind is Kind.MEMORY for fault in self._plan.faults),
             findings=(
                 *self._findings, *self.services.findings, *self._phones.findings,
                 *self._front.findings,

@@ -19,6 +19,7 @@ import msgpack
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 _ID = re.compile(rb"\d+-\d+")
 _LATER = msgpack.packb("later")  # a field that only later releases know
+_INBOX, _UPDATE, _UNSENT = "inbox:pool", "update:pool/", "workspace:pool/unsent."
 
 Command = list[bytes]
 
@@ -31,6 +32,17 @@ class Told:
     digest: str
     epoch: int
     blob: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An update, as its pool trainer's answer was given, and what was kept for its device."""
+
+    upload: dict[str, Any]
+    data: bytes | None  # the update as it was sent
+    before: bytes | None  # what earlier ones left unsent; None: nothing is known
+    staged: bytes | None  # what this one did
+    after: bytes | None
 
 
 @dataclass
@@ -57,12 +69,16 @@ class Life:
     later: set[tuple[bytes, bytes]] = field(default_factory=set)  # entries of a later release
     holder: str = ""  # the updater's token
     wrong: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # of the pool
     _less: Counter[str] = field(default_factory=Counter)  # outcomes that a step counts less
+    _sent: dict[str, bytes] = field(default_factory=dict)  # updates in one chunk, by key
+    _unsent: dict[str, bytes] = field(default_factory=dict)  # what they left, by key
 
     def step(self, done: Sequence[Command]) -> None:
         """Takes in what was done at once."""
         issued, opened = self.counted["issued"], len(self.opened)
         self._less.clear()
+        self._step_unsent(done)
         for command in done:
             if command[0].upper() == b"XADD" and _LATER in command[-1]:
                 self.later.add((command[1], command[-3]))
@@ -80,6 +96,33 @@ class Life:
                 f"{self.counted['issued'] - issued} counted as issued where "
                 f"{len(self.opened) - opened} were opened, after {b' '.join(done[-1])[:80]!r}"
             )
+
+    def _step_unsent(self, done: Sequence[Command]) -> None:
+        """Follows what updates left unsent, and the answers that it came with."""
+        upload = _answered(done)
+        if upload is None:
+            self._keep_unsent(done)
+            return
+        task, attempt = upload["task"], upload["attempt"]
+        kept = f"{_UNSENT}{upload['device']}"
+        data, before = self._sent.get(f"{_UPDATE}{task}.{attempt}"), self._unsent.get(kept)
+        staged = self._unsent.get(f"{kept}.{attempt}")
+        self._keep_unsent(done)
+        self.answers.append(Answer(upload, data, before, staged, self._unsent.get(kept)))
+
+    def _keep_unsent(self, done: Sequence[Command]) -> None:
+        for command in done:
+            what, key = command[0].upper(), _key(command)
+            if what == b"SET" and key.startswith(_UNSENT):
+                self._unsent[key] = command[2]
+            elif what == b"HSET" and key.startswith(_UPDATE) and b"0" in command[2::2]:
+                self._sent[key] = command[command.index(b"0", 2) + 1]
+            elif what == b"RENAME" and key in self._unsent:
+                self._unsent[_name(command[2])] = self._unsent.pop(key)
+            elif what in (b"DEL", b"UNLINK"):
+                for gone in map(_name, command[1:]):
+                    self._unsent.pop(gone, None)
+                    self._sent.pop(gone, None)
 
     def _on_counts(self, command: Command) -> None:
         if command[0].upper() == b"HINCRBY":
@@ -161,7 +204,22 @@ _TAKEN = {
 
 def _key(command: Command) -> str:
     """The run's key that a command is about, without what all of them begin with."""
-    return command[1].rpartition(b"}:")[2].decode(errors="replace") if len(command) > 1 else ""
+    return _name(command[1]) if len(command) > 1 else ""
+
+
+def _name(key: bytes) -> str:
+    return key.rpartition(b"}:")[2].decode(errors="replace")
+
+
+def _answered(done: Sequence[Command]) -> dict[str, Any] | None:
+    """The update that a trainer of the pool announced, if that is what was done: not a forged one,
+    which no task is done with."""
+    if not any(command[0].upper() == b"XACK" for command in done):
+        return None
+    said = (
+        _added(one)[1] for one in done if one[0].upper() == b"XADD" and _key(one) == _INBOX
+    )  # fmt: skip
+    return next((message for message in said if message["k"] == "upload"), None)
 
 
 def _added(command: Command) -> tuple[str, dict[str, Any]]:

@@ -21,7 +21,10 @@ NAMES = (*UPDATERS, "coordinator", "scheduler", *TRAINERS)
 GATEWAY = "gateway"  # where devices come over HTTP
 OVER_HTTP = (0, 1, 2, 3, 4, 5)  # which they are, of ten: the others are the trainers'
 # What the trainers send updates in, in every other pair of runs, by what the rule takes.
-FORMATS = {"model": ("int8", "bf16+zstd"), "delta": ("int4", "int8+zstd")}
+FORMATS = {
+    "model": (("int8", "bf16+zstd"),),
+    "delta": (("int4", "topk:0.1+zstd"), ("topk:0.01", "int8+zstd")),
+}
 MODELS = ("f32", "int8", "bf16")
 
 
@@ -165,7 +168,8 @@ def plan(
     versions = planned[-1].at + 10 if planned else 10
     formats = Plan.formats
     if seed // 2 % 2:
-        formats = FORMATS["model" if strategy in ("fedasync", "fedavg") else "delta"]
+        several = FORMATS["model" if strategy in ("fedasync", "fedavg") else "delta"]
+        formats = several[seed // 4 % len(several)]
     model = MODELS[seed // 3 % len(MODELS)]
     return Plan(
         seed, strategy, sync, versions, tuple(planned), sentinels, formats, model,

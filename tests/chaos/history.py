@@ -24,6 +24,7 @@ from fedstream.wire.newest import read_newest
 from tests.chaos.account import accounted, notes_of
 from tests.chaos.checks import Facts, Production
 from tests.chaos.effects import lived
+from tests.chaos.unsent import disagreements
 from tests.support import EveryRole
 
 
@@ -55,12 +56,14 @@ async def gathered(
     told: AbstractSet[tuple[int, str]] = frozenset(),
     files: Sequence[Path] = (),
     forged: AbstractSet[tuple[str, str]] = frozenset(),
+    was_full: bool = False,
     findings: tuple[str, ...],
 ) -> Facts:
     """What journal and Redis say, once the services have stopped.
 
     ``notes``: the trainers' own account; ``told``: versions as a watcher saw them; ``files``:
-    Redis's append-only ones. Without them, less can be held against the journal.
+    Redis's append-only ones. Without them, less can be held against the journal. ``was_full``:
+    Redis was, for a while.
     """
     ledger = EveryRole(client, keys, "chaos")
     rows = await client.call("XRANGE", keys.queue, "-", "+")
@@ -68,10 +71,12 @@ async def gathered(
     admitted = await client.call("HKEYS", keys.admitted)
     head = await ledger.head()
     counts = await client.call("HGETALL", keys.counts)
+    noted = notes_of(notes) if notes else None
+    account = accounted(journal, noted)
+    lives = tuple(lived(file, fell_back=number > 0) for number, file in enumerate(files))
     return Facts(
-        account=accounted(journal, notes_of(notes) if notes else None),
-        production=replayed(journal),
-        lives=tuple(lived(file, fell_back=number > 0) for number, file in enumerate(files)),
+        account=account, production=replayed(journal), lives=lives,
+        unsent=tuple(disagreements(lives, noted or {}, account.shape, was_full=was_full)),
         forged=frozenset(forged), told=frozenset(told),
         counts={name.decode(): int(n) for name, n in zip(counts[::2], counts[1::2], strict=True)},
         open=await client.call("HLEN", keys.open),

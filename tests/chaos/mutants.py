@@ -187,6 +187,22 @@ MUTANTS = (
         (Kind.KILL,),
     ),
     Mutant(
+        "what an update left unsent is not kept", "broker/lua/finish_task.lua",
+        "  if unsent then redis.call('RENAME', staged, kept) end\n", "",
+        (Kind.KILL,), (2, 10, 14, 15),
+    ),
+    Mutant(
+        "what an update left unsent is not sent", "trainer/learner.py",
+        "fed_back(into, memory, how)", "fed_back(into, None, how)",
+        (Kind.KILL,), (2, 10, 14, 15),
+    ),
+    Mutant(
+        "an update leaves unsent what it sent", "wire/feedback.py",
+        "lost = np.subtract(wanted, update.parameters, out=wanted)",
+        "lost = np.multiply(wanted, 1, out=wanted)",
+        (Kind.KILL,), (2, 10, 14, 15),
+    ),
+    Mutant(
         "a field that an earlier release does not write is required", "broker/messages.py",
         '    sends: Sends = "model"\n', "    sends: Sends\n",
         (Kind.KILL,), (0, 1, 6, 7),

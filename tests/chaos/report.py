@@ -10,6 +10,7 @@ from tests.chaos.account import USED
 from tests.chaos.checks import LOST
 from tests.chaos.driver import Outcome
 from tests.chaos.faults import GATEWAY
+from tests.chaos.formats import feeds_back
 
 _COLUMNS = (
     "seed", "rule, sync", "faults", "versions", "admitted", "used", "refused",
@@ -42,6 +43,15 @@ def came_over_http(outcome: Outcome) -> int:
     return sum(one["upload"].get("site") == GATEWAY for one in used)
 
 
+def fed_back(outcome: Outcome) -> int:
+    """Updates of the pool with error feedback that did not begin from zero."""
+    return len({
+        (answer.upload["task"], answer.upload["attempt"])
+        for life in outcome.facts.lives for answer in life.answers
+        if answer.before is not None and feeds_back(answer.upload.get("format", "f32"))
+    })  # fmt: skip
+
+
 def table(outcomes: Sequence[Outcome]) -> str:
     """The results for people."""
     about = ", ".join(f"{name} {value}" for name, value in machine.described().items())
@@ -57,6 +67,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         later = {entry for life in outcome.facts.lives for entry in life.later}
         did["entries of a later release"] += len(later)
         did["updates used that came over HTTP"] += came_over_http(outcome)
+        did["updates sent with what earlier ones left"] += fed_back(outcome)
     processes = "six processes"
     if any(outcome.plan.over_http for outcome in outcomes):
         processes = "seven processes, devices over HTTP"

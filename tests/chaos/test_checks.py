@@ -103,6 +103,10 @@ def test_task_without_an_outcome_is_found(right: Facts) -> None:
     assert failed(replace(right, open=0)) == {"balanced"}
 
 
+def test_wrong_error_feedback_is_found(right: Facts) -> None:
+    assert failed(replace(right, unsent=("lost",))) == {"same_feedback"}
+
+
 def test_uncounted_reason_is_found(right: Facts) -> None:
     assert failed(counting_as(right, **{"refused:not finite": 0})) == {"balanced"}
 

@@ -124,3 +124,22 @@ def test_versions_never_go_back(file: Path) -> None:
     assert lived(written(file, TOKEN, version(1), version(2), version(2))).wrong == []
     life = lived(written(file, TOKEN, version(1), version(2), version(1)))
     assert life.wrong == ["version 1 was published behind 2"]
+
+
+def test_what_an_update_left_unsent_is_followed(file: Path) -> None:
+    kept, update = PREFIX + "workspace:pool/unsent.4", PREFIX + "update:pool/t.a"
+    upload = packed(k="upload", task="t", attempt="a", device=4, format="int4")
+    said = ("XADD", PREFIX + "inbox:pool", "5-0", "m", upload)
+    told = (
+        ("SET", kept, b"old", "PXAT", 9), ("SET", kept + ".a", b"new", "PXAT", 9),
+        ("MULTI",), ("HSET", update, "size", 4, 0, b"data"), ("PEXPIREAT", update, 9), ("EXEC",),
+    )  # fmt: skip
+    ends = ("XACK", PREFIX + "tasks", "trainers", "3-0")
+    replaced = (("UNLINK", kept), ("RENAME", kept + ".a", kept))
+    [answer] = lived(written(file, *told, ("MULTI",), said, ends, *replaced, ("EXEC",))).answers
+    assert (answer.data, answer.before, answer.staged, answer.after) == (
+        b"data", b"old", b"new", b"new",
+    )  # fmt: skip
+    [answer] = lived(written(file, *told, ("MULTI",), said, ends, replaced[0], ("EXEC",))).answers
+    assert (answer.staged, answer.after) == (b"new", None)
+    assert lived(written(file, *told, said)).answers == [], "nobody's task: it is forged"
