@@ -1,4 +1,9 @@
-"""Writing the updater's journal: in a thread, and synced as the settings say."""
+"""Writing the updater's journal, synced as the settings say.
+
+Large models are written past the system's cache, in a thread. Small ones that need not be on disk
+at once go through the cache. That takes less time than to wait for a thread, so it is done at once,
+unless the disk has just been slow: a loop that waits for a disk cannot renew a lease.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +35,9 @@ from fedstream.runtime.backoff import pause
 from fedstream.strategies import DeviceVectors
 
 T = TypeVar("T")
+
+SMALL = 1 << 20  # bytes of a model that goes through the system's cache
+SLOW_S = 0.02  # after an append that took longer, the next one is left to the thread
 
 
 @dataclass
@@ -58,6 +67,8 @@ class Recorder:
         self._syncing: asyncio.Task[None] | None = None
         self._now = asyncio.Event()  # set: sync without waiting any longer
         self._appending = ThreadPoolExecutor(1, "journal")
+        self._is_cached = False  # the segment is written through the system's cache
+        self._took_s = 0.0  # the newest append
 
     @property
     def head(self) -> SegmentHead | None:
@@ -134,6 +145,7 @@ class Recorder:
         changed and those whose segment is deleted.
         """
         await self._synced()
+        cached = self._settings.sync != "always" and models[0].buffer.nbytes <= SMALL
         before, claim = self._writer, self._claim
         if claim is None:
             raise RuntimeError("the journal was not claimed")
@@ -159,7 +171,7 @@ class Recorder:
             )
             needs = (*head.needs, VECTORS) if vectors else head.needs
             complete = head.model_copy(update={"needs": needs})
-            writer = Writer(self.folder, complete, said, *models, vectors=vectors)
+            writer = Writer(self.folder, complete, said, *models, vectors=vectors, cached=cached)
             self.stored = elsewhere | dict.fromkeys(here, name)
             if vectors is not None:
                 vectors.changed.clear()
@@ -174,7 +186,7 @@ class Recorder:
 
         position = self.appended
         writer, left = await self._in_thread(begun)
-        self._writer = writer
+        self._writer, self._is_cached = writer, cached
         self._before = position
         if before is not None:
             before.close()
@@ -206,27 +218,37 @@ class Recorder:
         if writer is None or claim is None:
             raise RuntimeError("no segment was started")
 
-        def append() -> list[int]:
-            sizes: list[int] = []
-            before = writer.size
-            try:
-                for message, blocks in records:
-                    sizes.append(writer.append(message, *blocks) if message else writer.size)
-            except JournalFull:
-                if not sizes:
-                    raise
-            if self._settings.sync == "always" and writer.size > before:
-                self._sync(writer)
-            claim.check(writer.path)  # after the record, and before the commit
-            return sizes
-
-        sizes = await self._in_thread(append)
+        at_once = self._is_cached and self._took_s < SLOW_S
+        append = partial(self._append, writer, claim, records)
+        sizes = append() if at_once else await self._in_thread(append)
         self._since.versions += sum(
             one is not None and one.digest is not None for one, _ in records[: len(sizes)]
         )
         if self._settings.sync == "interval":
             await self._sync_in_time(writer)
         return [self._before + size for size in sizes]
+
+    def _append(
+        self,
+        writer: Writer,
+        claim: Claim,
+        records: Sequence[tuple[EntryRecord | None, Sequence[Payload]]],
+    ) -> list[int]:
+        """Append records, and look for a newer claim: the segment's size after each record."""
+        sizes: list[int] = []
+        before, began = writer.size, time.monotonic()
+        try:
+            for message, blocks in records:
+                sizes.append(writer.append(message, *blocks) if message else writer.size)
+        except JournalFull:
+            if not sizes:
+                raise
+        finally:
+            self._took_s = time.monotonic() - began
+        if self._settings.sync == "always" and writer.size > before:
+            self._sync(writer)
+        claim.check(writer.path)  # after the record, and before the commit
+        return sizes
 
     async def check_last(self) -> None:
         """Raise Fenced if another updater has gone on from here.

@@ -39,10 +39,12 @@ class Writer:
         standing: Standing,
         *models: Payload,
         vectors: DeviceVectors | None = None,
+        cached: bool = False,
     ) -> None:
         """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
 
-        ``vectors``: has those of the devices that the standing lists as ``here``.
+        ``vectors``: has those of the devices that the standing lists as ``here``. ``cached``: write
+        through the system's cache.
         """
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
@@ -54,7 +56,7 @@ class Writer:
         aside = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         try:
             made_folder(folder)
-            self._file = _opened(aside)
+            self._file = _opened(aside, cached)
         except OSError as error:
             raise translated(aside, error) from error
         self.size = 0
@@ -218,11 +220,12 @@ def _joined(blocks: Sequence[Payload]) -> memoryview:
     return memoryview(joined)
 
 
-def _opened(path: Path) -> int:
-    """Create a file, bypassing the page cache if possible."""
+def _opened(path: Path, cached: bool) -> int:
+    """Create a file; unless it is to be ``cached``, bypass the system's cache if possible."""
     flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC
+    direct = 0 if cached else getattr(os, "O_DIRECT", 0)
     try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), FILE_MODE)
+        return os.open(path, flags | direct, FILE_MODE)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

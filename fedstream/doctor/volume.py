@@ -104,7 +104,7 @@ def _synced(folder: Path) -> tuple[float, bool]:
 
 
 def _past_cache(file: int) -> bool:
-    """Bypass the page cache for this file if possible, as the journal does: whether it worked."""
+    """Bypass the page cache for this file if possible, as for large models: whether it worked."""
     import fcntl
 
     if not hasattr(os, "O_DIRECT"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -278,10 +280,73 @@ async def test_closing_syncs_everything_unless_disabled(
     assert held.calls == syncs
 
 
+def can_bypass(folder: Path) -> bool:
+    """Whether files in a folder can be written past the system's cache."""
+    try:
+        os.close(os.open(folder / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+class Watched:
+    """The disk that the journal is on: who writes to it, and whether past the system's cache."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writers: list[str] = []
+        self.direct: set[bool] = set()
+        self.takes_s = 0.0
+        self._real = os.pwritev
+        monkeypatch.setattr(os, "pwritev", self)
+
+    def __call__(self, file: int, parts: list[Any], at: int) -> int:
+        self.writers.append(threading.current_thread().name.partition("_")[0])
+        self.direct.add(bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT))
+        time.sleep(self.takes_s)
+        return self._real(file, parts, at)
+
+
+@pytest.mark.parametrize(
+    ("sync", "small", "writer", "is_direct"),
+    [
+        pytest.param("interval", 1 << 20, "MainThread", False, id="small"),
+        pytest.param("never", 1 << 20, "MainThread", False, id="small-never-synced"),
+        pytest.param("always", 1 << 20, "journal", True, id="small-synced"),
+        pytest.param("interval", LAYOUT.nbytes - 1, "journal", True, id="large"),
+    ],
+)
+async def test_only_small_unsynced_updates_are_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, small: int, writer: str,
+    is_direct: bool,
+) -> None:  # fmt: skip
+    """All else would stop the renewal of leases meanwhile."""
+    monkeypatch.setattr("fedstream.journal.recorder.SMALL", small)
+    disk = Watched(monkeypatch)
+    async with recording(tmp_path, sync=sync) as recorder:
+        disk.writers.clear()
+        await recorder.append([taken(0)])
+        assert (disk.writers, disk.direct) == ([writer], {is_direct and can_bypass(tmp_path)})
+
+
+async def test_slow_disk_is_waited_for_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is fast again: a loop that waits for a disk renews no lease."""
+    monkeypatch.setattr("fedstream.journal.recorder.SLOW_S", 0.2)
+    async with recording(tmp_path) as recorder:
+        disk = Watched(monkeypatch)
+        for n, takes_s in enumerate((0.0, 0.2, 0.2, 0.0, 0.0)):
+            disk.takes_s = takes_s
+            await recorder.append([taken(n)])
+        here, there = "MainThread", "journal"
+        assert disk.writers == [here, here, there, there, here]
+    assert tasks(tmp_path) == [f"task-{n}" for n in range(5)]
+
+
 async def test_cancelled_append_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with recording(tmp_path) as recorder:
+    async with recording(tmp_path, sync="always") as recorder:
         begun = recorder.appended
         held = Held("pwritev", monkeypatch)
         appending = asyncio.create_task(recorder.append([taken(0), taken(1)]))
