@@ -131,9 +131,14 @@ def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
     )
 
 
-def entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[Record, EntryRecord]]:
-    """A segment's records after its beginning, with their messages; no payload is read."""
-    for record in segment.records(cut):
+def entries(
+    segment: Segment, cut: Cut | None, after: Record | None = None
+) -> Iterator[tuple[Record, EntryRecord]]:
+    """A segment's records after its beginning, or ``after`` one of them, with their messages.
+
+    No payload is read.
+    """
+    for record in segment.records(cut, after):
         yield record, record.entry
 
 

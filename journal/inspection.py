@@ -46,21 +46,30 @@ class Move:
 
 
 def moves(
-    segment: Segment, cut: Cut | None, *, models: bool = True, read: Read = _unheard
+    segment: Segment,
+    cut: Cut | None,
+    *,
+    models: bool = True,
+    read: Read = _unheard,
+    rebuild: Rebuild | None = None,
+    after: Record | None = None,
 ) -> Iterator[Move]:
     """A segment's standing and its records, each with its models rebuilt and checked.
 
     ``models=False`` only checks the payloads against their digests, and rebuilds nothing. Nor can
     anything be rebuilt from the first update without weights on. ``read`` is told each record's
-    bytes when it was read. Raises JournalError.
+    bytes when it was read. ``rebuild``: goes along, and is the caller's to copy between two moves;
+    with ``after`` it has followed the segment up to this record, and only what comes then is
+    yielded. Raises JournalError.
     """
-    rebuild = Rebuild(segment)
+    rebuild = rebuild or Rebuild(segment)
     room = Model(segment.layout)  # for one update at a time
     model: Model | None = rebuild.progress.state.model
-    end = segment.standing_record.end
-    read(end)
-    yield Move(segment.standing_record, segment.standing, None, None, model)
-    for record, entry in entries(segment, cut):
+    end = segment.standing_record.end if after is None else after.end
+    if after is None:
+        read(end)
+        yield Move(segment.standing_record, segment.standing, None, None, model)
+    for record, entry in entries(segment, cut, after):
         before, update = model, None
         if record.payload_bytes and isinstance(entry, Taken):
             sent = received(segment, record, room)

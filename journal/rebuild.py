@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
@@ -84,6 +85,13 @@ class Rebuild:
         self.time = said.time
         self.reweighed = 0  # updates whose weight this machine computes minimally differently
         self._free: list[Model] = []
+
+    def copy(self) -> Rebuild:
+        """Another one that stands at the same place, with buffers of its own."""
+        other = copy(self)
+        other.progress = replace(self.progress, state=self.progress.state.copy())
+        other._free = []  # noqa: SLF001  (the same class)
+        return other
 
     def spare(self) -> Model:
         """A model to write into; return it with :meth:`free` when done."""

@@ -235,12 +235,15 @@ class Segment:
             yield record, record.message
             at, chain = record.end, record.chain
 
-    def records(self, cut: Cut | None = None) -> Iterator[Record]:
+    def records(self, cut: Cut | None = None, after: Record | None = None) -> Iterator[Record]:
         """The records after the beginning, up to ``cut`` or to the torn tail.
 
-        Raises JournalDamaged at a record that is not what was written.
+        ``after``: begin after this one instead. Raises JournalDamaged at a record that is not what
+        was written.
         """
         at, chain = self.beginning.at, self.beginning.chain
+        if after is not None:
+            at, chain = after.end, after.chain
         end = self.size if cut is None else cut.at
         while at < end and (record := self._whole(at, cut, chain)) is not None:
             yield record

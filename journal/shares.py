@@ -108,7 +108,7 @@ def stats(
             courses.clear()
             arriving.clear()
         elif move.is_made:
-            courses.append(_Direction(_sampled(move.after.parameters).copy(), arriving))
+            courses.append(_Direction(sampled(move.after.parameters).copy(), arriving))
             arriving = []
             if len(courses) > ahead:
                 _compare(courses.popleft(), courses[-1].model, shares)
@@ -131,17 +131,22 @@ def _count(share: Share, message: Taken, move: Move) -> Floats | None:
         return None
     wanted = direction(message.upload, move.update, move.before)
     share.distance.add(norm(wanted))
-    return _sampled(wanted).copy()
+    return sampled(wanted).copy()
 
 
-def _sampled(parameters: Floats) -> Floats:
+def sampled(parameters: Floats) -> Floats:
+    """At most 65,536 evenly spaced numbers, which stand for a vector's direction."""
     return parameters[:: -(-parameters.size // _SAMPLE) or 1]
 
 
 def _compare(course: _Direction, later: Floats, shares: Mapping[int, Share]) -> None:
     way = later - course.model
-    length = norm(way)
     for device, wanted in course.directions:
-        both = length * norm(wanted)
-        if both > 0:  # a zero vector has no direction
-            shares[device].cosine.add(float(np.dot(way, wanted)) / both)
+        if (found := cosine(way, wanted)) is not None:
+            shares[device].cosine.add(found)
+
+
+def cosine(one: Floats, other: Floats) -> float | None:
+    """The cosine of the angle between two vectors; None for a zero vector, without a direction."""
+    both = norm(one) * norm(other)
+    return float(np.dot(one, other)) / both if both > 0 else None

@@ -52,8 +52,8 @@ _add(
     looking.doctor, looking.purge, looking.acl,
 )  # fmt: skip
 for name, command in (
-    ("list", runs.list_runs), ("compare", runs.compare), ("report", runs.report_run),
-    ("track", runs.track),
+    ("list", runs.list_runs), ("ui", runs.ui), ("compare", runs.compare),
+    ("report", runs.report_run), ("track", runs.track),
 ):  # fmt: skip
     app.command(name, rich_help_panel="Inspect a run")(command)
 app.add_typer(journal.app, name="journal", rich_help_panel="Inspect a run")

@@ -18,8 +18,9 @@ from fedstream.cli.options import (
     RecordedConfig,
     TrustRecorded,
     one_of,
+    recorded_programs,
 )
-from fedstream.terminal import line, verbatim
+from fedstream.terminal import adding, line, verbatim
 
 _PICTURE, _TABLE, _NUMBERS = "comparison.png", "comparison.csv", "comparison.json"
 
@@ -95,6 +96,46 @@ def compare(
         verbatim(report.as_json(about) + "\n")
     else:
         line("\n".join(str(file) for file in files))
+
+
+def ui(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder of a run or of its journal")
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")
+    ] = 0,
+    host: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="address to listen on; whoever reaches it sees the run"),
+    ] = "127.0.0.1",
+    trust: TrustRecorded = False,
+    changed: ChangedRules = False,
+) -> None:
+    """Look at a recorded run in the browser, version by version. Ends with Ctrl-C.
+
+    Nothing of the run is changed, and nobody else can reach the page unless --host says so: there
+    is no password.
+    """
+    import asyncio
+
+    from fedstream.journal import journal_of
+    from fedstream.page.run import RecordedRun
+    from fedstream.page.server import serve
+    from fedstream.terminal import progress
+
+    def ready(at: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        line(f"http://{shown}:{at}/  (Ctrl-C ends it)")
+
+    journal = journal_of(folder)
+    total = sum(file.stat().st_size for file in journal.glob("*")) if journal.is_dir() else 0
+    with recorded_programs(folder, trust=trust, changed=changed):
+        with progress("reading the journal", total, quiet=False, parts=False) as step:
+            found = RecordedRun(folder, adding(step, total))
+        for text in found.columns.damage:
+            line(f"fedstream: {text}: what follows is not shown", err=True)
+        asyncio.run(serve(found, host, port, ready))
 
 
 def report_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,17 +256,7 @@ class RunRecord:
 
     def stands(self) -> tuple[str, str]:
         """State, and why it is that."""
-        config, numbers = self.path / CONFIG, self.path / report.SUMMARY
-        if self.path.is_dir() and is_occupied(self.path):
-            return "running", ""
-        if config.is_file() and run_toml.is_left_behind(config):
-            return "interrupted", "killed"
-        if numbers.is_file():
-            told = summary.from_file(numbers)
-            return told["state"], told["why"] or ""
-        if (why := self.reading().finished) is not None:
-            return "finished", why
-        return ("interrupted", "killed") if config.is_file() else ("unfinished", "")
+        return stands(self.path, lambda: self.reading().finished)
 
     # files
 
@@ -308,3 +299,22 @@ class RunRecord:
                 f"{len(places) - 1}"
             )
         return places[update]
+
+
+def stands(path: Path, finished: Callable[[], str | None]) -> tuple[str, str]:
+    """The state of a run's folder or journal, and why it is that.
+
+    ``finished``: tells why its journal says that the run is over, None if it does not; it is only
+    asked if the folder doesn't say.
+    """
+    config, numbers = path / CONFIG, path / report.SUMMARY
+    if path.is_dir() and is_occupied(path):
+        return "running", ""
+    if config.is_file() and run_toml.is_left_behind(config):
+        return "interrupted", "killed"
+    if numbers.is_file():
+        told = summary.from_file(numbers)
+        return told["state"], told["why"] or ""
+    if (why := finished()) is not None:
+        return "finished", why
+    return ("interrupted", "killed") if config.is_file() else ("unfinished", "")

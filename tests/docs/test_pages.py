@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tomllib
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -327,6 +328,19 @@ def test_compare(reader: Open) -> None:
         assert "devices    accuracy mean" in said
         page.follow()
         assert "worst tenth" in page.said[next(c for c in page.said if "fedstream run" in c)]
+
+
+def test_browser(reader: Open) -> None:
+    with reader("docs/how-to/browser.md") as page:
+        page.follow("fedstream ui")
+        served = page.begin()
+        page.wait(served, r"http://\S+/ ")
+        [link] = re.findall(r"http://\S+/", served.log.read_text())
+        for path in ("", "versions/12?to=10&models=1", "updates", "devices", "devices/3"):
+            with urllib.request.urlopen(link + path, timeout=60) as answer:  # noqa: S310
+                assert answer.status == 200
+        assert (page.folder / "runs/demo/journal.index").is_file()
+        page.stop()
 
 
 def test_sweep(reader: Open) -> None:

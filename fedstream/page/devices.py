@@ -1,0 +1,104 @@
+"""What each device contributed, and which devices stand out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from statistics import fmean, median
+
+import numpy as np
+
+from fedstream.broker.messages import OUTCOMES
+from fedstream.page.columns import Columns, RowArray
+
+OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993)
+_NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
+_MEAN = 1.2533  # the same in mean absolute deviations
+
+JUDGED = ("staleness", "weight", "loss", "norm", "largest", "refused_share", "bytes")
+"""The figures for which a device is compared with the others."""
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """A device's part in a run. Means are over its used updates; None: there are none."""
+
+    device: int
+    used: int
+    refused: int
+    refused_share: float | None  # of all its updates
+    staleness: float | None  # mean, versions
+    most_stale: int | None
+    weight: float | None  # mean
+    loss: float | None  # mean, of training
+    norm: float | None  # mean of how far its updates alone would move the parameters
+    largest: float | None  # of these norms
+    bytes: float | None  # mean of an update's, as sent
+    last: int | None  # the newest version when its last update was decided
+    scores: dict[str, float] = field(default_factory=dict)  # robust z-scores, by figure
+
+    @property
+    def outliers(self) -> list[str]:
+        """The figures in which it stands out."""
+        return [name for name, score in self.scores.items() if abs(score) > OUTLIER]
+
+
+def devices_of(columns: Columns) -> list[DeviceRow]:
+    """A row for each device that sent an update, by number."""
+    updates, used = columns.updates, columns.used
+    order = np.argsort(updates["device"], kind="stable")
+    numbers, begins = np.unique(updates["device"][order], return_index=True)
+    refused = OUTCOMES.index("refused")
+    found: list[DeviceRow] = []
+    for device, places in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
+        mine = updates[places]
+        good = mine[used[places]]
+        bad = int((mine["outcome"] == refused).sum())
+        found.append(
+            DeviceRow(
+                device, len(good), bad, bad / len(mine), _mean(good, "staleness"),
+                int(good["staleness"].max()) if len(good) else None, _mean(good, "weight"),
+                _mean(good, "loss"), _mean(good, "norm"), _most(good, "norm"),
+                _mean(mine, "bytes"), int(mine["version"][-1]),
+            )
+        )  # fmt: skip
+    for name in JUDGED:
+        values = [getattr(row, name) for row in found]
+        for row, score in zip(found, robust_scores(values), strict=True):
+            if isfinite(score):
+                row.scores[name] = score
+    return found
+
+
+def robust_scores(values: Sequence[float | None]) -> list[float]:
+    """How far each value is from the median, in robust standard deviations; NaN for a missing one.
+
+    The deviation comes from the median absolute deviation; if that is zero, because most values are
+    the same, from the mean absolute deviation.
+    """
+    known = [value for value in values if value is not None and isfinite(value)]
+    if not known:
+        return [nan] * len(values)
+    middle = median(known)
+    apart = [abs(value - middle) for value in known]
+    unit = _NORMAL * median(apart) or _MEAN * fmean(apart)
+    return [
+        nan if value is None or not isfinite(value) else (value - middle) / unit if unit else 0.0
+        for value in values
+    ]
+
+
+def _mean(rows: RowArray, name: str) -> float | None:
+    known = _known(rows, name)
+    return float(known.mean()) if len(known) else None
+
+
+def _most(rows: RowArray, name: str) -> float | None:
+    known = _known(rows, name)
+    return float(known.max()) if len(known) else None
+
+
+def _known(rows: RowArray, name: str) -> RowArray:
+    values: RowArray = rows[name]
+    return values[np.isfinite(values)]

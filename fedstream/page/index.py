@@ -1,0 +1,144 @@
+"""The index of a journal: its columns, kept in a file beside the journal's folder.
+
+Reading 100,000 records takes seconds, reading their index a moment. ``journal.index`` holds the
+rows of each segment with the segment's name, size and time of change, so that only segments that
+are new or were written since are read again. It is a cache: whatever is wrong with it, it is made
+anew, and where it can't be written it is made each time.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened
+from fedstream.journal.inspection import Read
+from fedstream.journal.writer import FILE_MODE
+from fedstream.page.columns import MADE, UPDATE, Columns, Reasons, SegmentRows, joined, rows_of
+
+_FORMAT = 1
+_ABOUT = "about"
+_ROWS = {"made": MADE, "updates": UPDATE}
+
+File: TypeAlias = tuple[str, int, int]  # name, bytes, time of change in ns
+Mark: TypeAlias = tuple[str, int, int, int]  # the same, and its cut
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What an index file holds."""
+
+    files: tuple[File, ...]  # the folder's segments
+    parts: Mapping[Mark, SegmentRows]  # of those that count, oldest first
+    reasons: Reasons
+
+
+def columns_of(journal: Path, read: Read = lambda _bytes: None) -> Columns:
+    """The columns of a journal's folder, or of one segment. Raises JournalError.
+
+    ``read`` is told of bytes that were read from the journal.
+    """
+    kept = _load(journal)
+    files = marks(journal)
+    if kept is not None and kept.files == files:
+        return _columns(kept.parts, kept.reasons)
+    known, reasons = ({}, Reasons()) if kept is None else (dict(kept.parts), kept.reasons)
+    with opened(journal) as chain:
+        parts: dict[Mark, SegmentRows] = {}
+        for segment, cut in cuts(chain):
+            mark = _mark(segment, cut, files)
+            first = segment is chain[0]
+            # A segment that has become the first begins with a version of its own.
+            if mark not in known or (first and not known[mark].made["begins"][:1].any()):
+                known[mark] = rows_of(segment, cut, reasons, first=first, read=read)
+                segment.close()
+            parts[mark] = known[mark]
+    if not journal.is_file():
+        _save(journal, _Kept(files, parts, reasons))
+    return _columns(parts, reasons)
+
+
+def index_of(journal: Path) -> Path:
+    """Where a journal's index is: beside its folder, in which nothing else may be."""
+    folder = journal.absolute()
+    return folder.with_name(f"{folder.name}.index")
+
+
+def _columns(parts: Mapping[Mark, SegmentRows], reasons: Reasons) -> Columns:
+    return joined([mark[0] for mark in parts], list(parts.values()), reasons.names)
+
+
+def marks(journal: Path) -> tuple[File, ...]:
+    """A journal's files as they stand; empty if there is none."""
+    paths = [journal] if journal.is_file() else sorted(journal.glob(f"*{SUFFIX}"))
+    looked = [(path.name, path.stat()) for path in paths]
+    return tuple((name, about.st_size, about.st_mtime_ns) for name, about in looked)
+
+
+def _mark(segment: Segment, cut: Cut | None, files: Sequence[File]) -> Mark:
+    """A segment as it was listed before it was read: what is written meanwhile changes its mark."""
+    name = segment.path.name
+    size, changed = next(((size, at) for known, size, at in files if known == name), (-1, -1))
+    return name, size, changed, -1 if cut is None else cut.at
+
+
+# the file
+
+
+def _save(journal: Path, kept: _Kept) -> None:
+    """Write an index file, unless the place is not ours to write to."""
+    about = {
+        "format": _FORMAT,
+        "files": kept.files,
+        "reasons": kept.reasons.names,
+        "parts": [
+            {"mark": mark, "finished": part.finished, "damage": part.damage}
+            for mark, part in kept.parts.items()
+        ],
+    }
+    arrays: dict[str, Any] = {_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8)}
+    for number, part in enumerate(kept.parts.values()):
+        arrays |= {f"{name}-{number}": getattr(part, name) for name in _ROWS}
+    path = index_of(journal)
+    aside = path.with_name(f"{path.name}.new")
+    try:
+        aside.unlink(missing_ok=True)
+        aside.touch(mode=FILE_MODE, exist_ok=False)
+        with aside.open("wb") as file:
+            np.savez(file, **arrays)
+        aside.replace(path)
+    except OSError:
+        return  # a recording on a read-only disk, or a full one: it is only slower next time
+
+
+def _load(journal: Path) -> _Kept | None:
+    """Read an index file; None if there is none, or it is not one of this release."""
+    if journal.is_file():
+        return None
+    try:
+        with np.load(index_of(journal), allow_pickle=False) as found:
+            about = json.loads(found[_ABOUT].tobytes())
+            if about["format"] != _FORMAT:
+                return None
+            parts: dict[Mark, SegmentRows] = {}
+            for number, one in enumerate(about["parts"]):
+                name, size, changed, cut = one["mark"]
+                rows = {what: found[f"{what}-{number}"] for what in _ROWS}
+                if any(rows[what].dtype != of for what, of in _ROWS.items()):
+                    return None
+                parts[name, size, changed, cut] = SegmentRows(
+                    rows["made"], rows["updates"], one["finished"], one["damage"]
+                )
+            return _Kept(_files(about["files"]), parts, Reasons(about["reasons"]))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
+
+
+def _files(rows: Sequence[Sequence[Any]]) -> tuple[File, ...]:
+    return tuple((name, size, changed) for name, size, changed in rows)

@@ -1,0 +1,365 @@
+"""The pages as HTML. Each is made of what it was asked for and a run, and readable by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from math import isfinite
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedstream import __version__
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import OUTCOMES
+from fedstream.journal import JournalError
+from fedstream.page import charts
+from fedstream.page.columns import each
+from fedstream.page.devices import OUTLIER, DeviceRow, devices_of
+from fedstream.page.run import RecordedRun
+from fedstream.runtime.visible import visible
+from fedstream.terminal import counted, measure, number
+
+PAGE = 100  # updates on a page
+_LACKING = "–"  # noqa: RUF001  (a table's sign for no value)
+_KIB = 1024
+
+DEVICE_COLUMNS = (
+    ("device", "device", ""),
+    ("used", "used", "updates"),
+    ("refused", "refused", "updates"),
+    ("refused_share", "refused", "%"),
+    ("staleness", "staleness", "versions, mean"),
+    ("most_stale", "most stale", "versions"),
+    ("weight", "weight", "mean"),
+    ("loss", "loss", "mean"),
+    ("norm", "distance", "mean"),
+    ("largest", "distance", "most"),
+    ("bytes", "size", "mean"),
+    ("last", "last seen", "version"),
+)
+"""Of the table of devices: the figure, its name, its unit."""
+
+
+class NotThere(FedstreamError):
+    """The run has nothing of that name or number."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which updates are to be shown; None: any."""
+
+    device: int | None = None
+    outcome: str | None = None
+    reason: str | None = None
+    first: int | None = None  # version
+    last: int | None = None
+
+    def query(self, page: int) -> str:
+        """As an address has it, with the number of a page."""
+        asked = {
+            "device": self.device, "outcome": self.outcome, "reason": self.reason,
+            "from": self.first, "until": self.last, "page": page or None,
+        }  # fmt: skip
+        return urlencode({name: value for name, value in asked.items() if value is not None})
+
+
+# pages
+
+
+def overview(run: RecordedRun) -> str:
+    """Curves over versions, staleness, outcomes."""
+    return _page(
+        run, "overview.html", "Overview", "Overview",
+        facts=facts(run), charts=charts.of_run(run), outcomes=outcomes(run),
+    )  # fmt: skip
+
+
+def devices(run: RecordedRun, sort: str) -> str:
+    """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere."""
+    rows = sorted_devices(devices_of(run.columns), sort)
+    return _page(run, "devices.html", "Devices", "Devices", devices=rows, sort=sort)
+
+
+def device(run: RecordedRun, wanted: int) -> str:
+    """One device's part and drift. Raises NotThere."""
+    for row in devices_of(run.columns):
+        if row.device == wanted:
+            break
+    else:
+        raise NotThere(f"device {wanted} sent no update that the journal has")
+    labels = {key: name for key, name, _ in DEVICE_COLUMNS}
+    about = [
+        (f"{name}, {unit}" if unit else name, _cell_of(getattr(row, key), key))
+        for key, name, unit in DEVICE_COLUMNS[1:]
+    ]
+    return _page(
+        run, "device.html", f"Device {wanted}", "Devices",
+        device=row, labels=labels, facts=about, charts=charts.of_device(run, wanted),
+    )  # fmt: skip
+
+
+def updates(run: RecordedRun, wanted: Selection, page: int) -> str:
+    """A page of the updates that are wanted, numbered from 0."""
+    columns = run.columns
+    rows = columns.updates
+    known = {
+        "outcomes": [name for n, name in enumerate(OUTCOMES) if (rows["outcome"] == n).any()],
+        "reasons": sorted(name for name in columns.reasons if name),
+    }
+    found = np.flatnonzero(_matching(run, wanted))
+    begin = page * PAGE
+    places = found[begin : begin + PAGE]
+    return _page(
+        run, "updates.html", "Updates", "Updates", wanted=wanted, known=known, total=len(found),
+        begin=begin, rows=shown(run, places),
+        before=f"/updates?{wanted.query(page - 1)}" if page else "",
+        after=f"/updates?{wanted.query(page + 1)}" if begin + PAGE < len(found) else "",
+    )  # fmt: skip
+
+
+def version(
+    run: RecordedRun, wanted: int, to: int | None, *, models: bool, is_waiting: Callable[[], bool]
+) -> str:
+    """A version: metrics, the updates that made it, and what its model says.
+
+    ``to``: another one to compare it with. ``models``: make models again, if that was not done
+    yet; ``is_waiting`` says whether somebody still waits for that. Raises NotThere, Unwanted.
+    """
+    columns = run.columns
+    for one in (wanted, to):
+        if one is not None and not columns.has(one):
+            raise NotThere(
+                f"version {one} is not in the journal, which has {run.oldest} to {run.newest}: the "
+                f"nearest is {columns.nearest(one)}"
+            )
+    portrait, gaps, problem = None, {}, ""
+    try:
+        portrait = run.portraits.known(wanted)
+        if models:
+            portrait = run.portraits.of(wanted, is_waiting)
+        if portrait is not None and to is not None:
+            gaps = {one.name: one for one in run.portraits.gap(wanted, to, is_waiting)}
+    except JournalError as error:
+        problem = str(error)
+    except FedstreamError as error:  # the rule that made it may not be loaded
+        problem = f"No models: {error}"
+    begin, end = columns.since_previous(wanted)
+    places = np.arange(begin, end)
+    inside = columns.contained == wanted
+    place = int(np.searchsorted(columns.numbers, wanted))
+    around = [int(columns.numbers[at]) if 0 <= at < len(columns.numbers) else None
+              for at in (place - 1, place + 1)]  # fmt: skip
+    return _page(
+        run, "version.html", f"Version {wanted}", "Versions",
+        number=wanted, to=to, query="" if to is None else f"?to={to}",
+        before=around[0], after=around[1], facts=_facts_of(run, wanted),
+        begins=bool(columns.row(wanted)["begins"]),
+        used=shown(run, np.flatnonzero(inside)), others=shown(run, places[~inside[begin:end]]),
+        portrait=portrait, gaps=gaps, problem=problem,
+        pushes=None if portrait is None else {push.offset: push for push in portrait.pushes},
+    )  # fmt: skip
+
+
+def error(run: RecordedRun, title: str, text: str) -> str:
+    """What went wrong, as a page."""
+    return _page(run, "error.html", title, "", text=text)
+
+
+# what they show
+
+
+def facts(run: RecordedRun) -> list[tuple[str, str]]:
+    """The run in numbers, as (name, value with its unit)."""
+    columns = run.columns
+    used = int(columns.used.sum())
+    late = columns.updates["staleness"][columns.used]
+    seconds = float(columns.made["time"][-1] - columns.made["time"][0])
+    clock = "virtual seconds" if run.is_simulated else "seconds"
+    found = [("versions", f"{_count(run.oldest)} to {_count(run.newest)}")]
+    for name in run.metrics[:3]:
+        values = [(one.metrics[name], one.version) for one in run.measured if name in one.metrics]
+        found.append((f"{name}, at the end", f"{measure(values[-1][0])} at {values[-1][1]}"))
+        if name == "accuracy":
+            best, at = max(values, key=lambda one: one[0])
+            found.append(("accuracy, best", f"{measure(best)} at {at}"))
+    found += [
+        ("updates used", _count(used)),
+        ("updates refused", _count(len(columns.updates) - used)),
+        ("staleness", f"{late.mean():.2f} mean, {_count(int(late.max()))} most" if used else ""),
+        ("devices that took part", _count(len(np.unique(columns.updates["device"])))),
+        ("received", _bytes(int(columns.updates["bytes"].sum()))),
+        ("time", f"{_number(seconds)} {clock}"),
+    ]
+    if seconds > 0:
+        found.append(("pace", f"{_number(used / seconds)} updates/s"))
+    return found
+
+
+def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
+    row = run.columns.row(wanted)
+    seconds = run.seconds(float(row["time"]))
+    found = [("made", f"{_number(seconds)} s after the beginning")]
+    if not run.is_simulated:
+        found.append(("at", _moment(float(row["time"]))))
+    measured = run.measured_at(wanted)
+    for name, value in measured.metrics.items() if measured is not None else ():
+        at = "" if measured is None or measured.version == wanted else f" at {measured.version}"
+        found.append((f"test {name.removeprefix('test_')}", f"{measure(value)}{at}"))
+    found.append(("digest", run.digest(wanted)[:16]))
+    return found
+
+
+def outcomes(run: RecordedRun) -> list[dict[str, Any]]:
+    """How many updates ended how, most first."""
+    rows = run.columns.updates
+    found = Counter(zip(rows["outcome"].tolist(), rows["reason"].tolist(), strict=True))
+    return [
+        {
+            "outcome": OUTCOMES[outcome], "reason": run.columns.reasons[reason],
+            "updates": count, "share": count / len(rows),
+        }
+        for (outcome, reason), count in found.most_common()
+    ]  # fmt: skip
+
+
+def shown(run: RecordedRun, places: Any) -> list[dict[str, Any]]:
+    """Updates as a table takes them; ``places`` are their numbers."""
+    columns = run.columns
+    return [
+        row
+        | {
+            "outcome": OUTCOMES[row["outcome"]], "reason": columns.reasons[row["reason"]],
+            "contained": int(columns.contained[place]),
+        }
+        for place, row in zip(places.tolist(), each(columns.updates[places]), strict=True)
+    ]  # fmt: skip
+
+
+def sorted_devices(rows: Sequence[DeviceRow], sort: str) -> list[DeviceRow]:
+    """The devices by a column; those without a value come last. Raises NotThere."""
+    key = sort.removeprefix("-") or "device"
+    if key not in {name for name, _, _ in DEVICE_COLUMNS}:
+        raise NotThere(f"devices have no column {key!r}")
+    there = [row for row in rows if getattr(row, key) is not None]
+    lacking = [row for row in rows if getattr(row, key) is None]
+    there.sort(key=lambda row: float(getattr(row, key)), reverse=sort.startswith("-"))
+    return [*there, *lacking]
+
+
+def _matching(run: RecordedRun, wanted: Selection) -> Any:
+    columns, rows = run.columns, run.columns.updates
+    found = np.ones(len(rows), bool)
+    if wanted.device is not None:
+        found &= rows["device"] == wanted.device
+    if wanted.outcome is not None:
+        found &= rows["outcome"] == _number_in(OUTCOMES, wanted.outcome, "outcome")
+    if wanted.reason is not None:
+        found &= rows["reason"] == _number_in(columns.reasons, wanted.reason, "reason")
+    if wanted.first is not None:
+        found &= rows["version"] >= wanted.first
+    if wanted.last is not None:
+        found &= rows["version"] <= wanted.last
+    return found
+
+
+def _number_in(names: Sequence[str], name: str, what: str) -> int:
+    if name not in names:
+        raise NotThere(f"no update has the {what} {name!r}")
+    return names.index(name)
+
+
+# templates
+
+
+def _page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -> str:
+    head = run.past.head
+    state, why = run.state
+    return render(
+        template, title=title, here=here, release=__version__,
+        run={
+            "name": head.run, "task": head.task, "strategy": head.strategy.get("name"),
+            "state": state, "why": why, "oldest": run.oldest, "newest": run.newest,
+            "damage": run.columns.damage, "path": run.path,
+        },
+        **about,
+    )  # fmt: skip
+
+
+def render(template: str, **about: Any) -> str:
+    """A template's text. All that is shown was escaped: much of it is somebody else's."""
+    return _templates().get_template(template).render(about)
+
+
+@cache
+def _templates() -> Environment:
+    found = Environment(
+        loader=PackageLoader("fedstream.page"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
+    )  # fmt: skip
+    found.filters |= _FILTERS
+    found.globals |= {"device_columns": DEVICE_COLUMNS, "outlier": OUTLIER}
+    return found
+
+
+def _shown(value: object) -> object:
+    """A value without what could hide or reorder the text around it."""
+    return value if isinstance(value, Markup) else visible(value)
+
+
+def _number(value: float | None) -> str:
+    return _LACKING if value is None or not isfinite(value) else number(value)
+
+
+def _count(value: int | None) -> str:
+    return _LACKING if value is None else f"{value:,}"
+
+
+def _percent(value: float | None) -> str:
+    return _LACKING if value is None else f"{100 * value:.4g} %"
+
+
+def _bytes(value: float | None) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    if value is None:
+        return _LACKING
+    unit, left = "bytes", value
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if left < _KIB:
+            break
+        unit, left = larger, left / _KIB
+    return f"{left:.4g} {unit}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None or not isfinite(value):
+        return _LACKING
+    return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.4g} s"
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):
+        return _LACKING
+
+
+def _cell_of(value: float | None, key: str) -> str:
+    """A figure of a device, as its column shows it."""
+    how: Mapping[str, Callable[[Any], str]] = {
+        "refused_share": _percent, "bytes": _bytes, "used": _count, "refused": _count,
+        "most_stale": _count, "last": _count,
+    }  # fmt: skip
+    return how.get(key, _number)(value)
+
+
+_FILTERS: dict[str, Callable[..., str]] = {
+    "number": _number, "count": _count, "percent": _percent, "bytes": _bytes,
+    "seconds": _seconds, "cell_of": _cell_of, "counted": counted,
+}  # fmt: skip

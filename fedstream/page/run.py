@@ -1,0 +1,124 @@
+"""All that a page may ask about one run. What is costly is read once, and again if it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.journal import journal_of
+from fedstream.observe import report
+from fedstream.observe.recall import Measurement, measurements
+from fedstream.page.columns import NONE, Columns
+from fedstream.page.index import columns_of, marks
+from fedstream.page.past import Past
+from fedstream.page.portraits import Portraits
+from fedstream.runs.record import stands
+
+
+class RecordedRun:
+    """A run's folder or a bare journal, as it stands. One thread at a time may use it."""
+
+    def __init__(self, path: Path, read: Callable[[int], object] = lambda _bytes: None) -> None:
+        """Open it; ``read`` is told of the bytes of the journal that are read.
+
+        Raises FedstreamError if there is no run.
+        """
+        self.path = path
+        self.journal = journal_of(path)
+        self._marks = marks(self.journal)
+        if not self._marks:
+            raise FedstreamError(
+                f"{path}: no run with a journal there: name a run's folder, its journal folder or "
+                "a segment"
+            )
+        self.columns: Columns = columns_of(self.journal, read)
+        self._past: Past | None = None
+        self._portraits: Portraits | None = None
+
+    def refresh(self) -> RecordedRun:
+        """The run as it stands now: this one, unless its journal has grown."""
+        if marks(self.journal) == self._marks:
+            return self
+        self.close()
+        return RecordedRun(self.path)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._past is not None:
+            self._past.close()
+
+    @property
+    def past(self) -> Past:
+        """Its models."""
+        if self._past is None:
+            self._past = Past(self.journal)
+        return self._past
+
+    @property
+    def portraits(self) -> Portraits:
+        """What its models say of each version."""
+        if self._portraits is None:
+            self._portraits = Portraits(self.past, self.columns.numbers.tolist())
+        return self._portraits
+
+    @cached_property
+    def measured(self) -> list[Measurement]:
+        """What was measured, by ascending version. Raises FedstreamError for a foreign table."""
+        found = measurements(self.path / report.METRICS) if self.path.is_dir() else []
+        return sorted(found, key=lambda one: one.version)
+
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics' names, accuracy and loss first."""
+        names = dict.fromkeys(name for one in self.measured for name in one.metrics)
+        first = [name for name in ("accuracy", "loss") if name in names]
+        return tuple(dict.fromkeys([*first, *names]))
+
+    def measured_at(self, version: int) -> Measurement | None:
+        """The newest measurement at or before a version."""
+        at = int(np.searchsorted(self._measured_versions, version, side="right"))
+        return self.measured[at - 1] if at else None
+
+    @cached_property
+    def _measured_versions(self) -> Any:
+        return np.array([one.version for one in self.measured], np.int64)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """State, and why it is that."""
+        return stands(self.path, lambda: self.columns.finished)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that the journal has."""
+        return int(self.columns.numbers[0])
+
+    @property
+    def newest(self) -> int:
+        """The newest version."""
+        return int(self.columns.numbers[-1])
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether times are a simulation's, which begins at zero."""
+        return self.past.head.created == 0.0
+
+    def seconds(self, time: float) -> float:
+        """Seconds from the run's beginning to a time of the journal."""
+        return max(0.0, time - self.past.head.created)
+
+    def digest(self, version: int) -> str:
+        """A version's digest. Raises JournalError, KeyError."""
+        row = self.columns.row(version)
+        name = self.columns.segments[int(row["segment"])]
+        offset = int(row["offset"])
+        return self.past.digest(name, None if offset == NONE else offset)
+
+    def task(self, update: int) -> str:
+        """The id of the task that an update answers. Raises JournalError."""
+        return self.past.taken(*self.columns.at(update)).upload.task

@@ -1,0 +1,207 @@
+"""`fedstream ui`: the pages over HTTP, for browsers on this machine.
+
+Nothing is written but the index, and nothing that a request says is trusted. Requests for another
+host's name are refused, so that a page elsewhere cannot read a run by giving its own name our
+address (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
+from typing import TypeVar
+
+import structlog
+from aiohttp import web
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.page import pages
+from fedstream.page.pages import NotThere, Selection
+from fedstream.page.past import Unwanted
+from fedstream.page.run import RecordedRun
+from fedstream.runtime.http import HttpSettings, listening
+from fedstream.runtime.signals import Stop
+
+T = TypeVar("T")
+Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_STATIC = {
+    "page.js": "text/javascript",
+    "page.css": "text/css",
+    "uPlot.iife.min.js": "text/javascript",
+    "uPlot.min.css": "text/css",
+}
+_HERE = ("127.0.0.1", "localhost", "[::1]")
+_DIGITS = 18  # more than any version has
+_NOT_WANTED = 499  # the client left before the answer; nobody sees it
+
+
+class PageServer:
+    """The pages of one run. Its models are used by one request at a time, in a thread."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self.is_ending = False  # nobody waits for an answer any more
+        self._using = asyncio.Lock()
+
+    def application(self, host: str) -> web.Application:
+        """The routes. ``host``: where they are served, for which requests may be too."""
+        allowed = {*_HERE, host, f"[{host}]"}
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Answering) -> web.StreamResponse:
+            host = request.host.rpartition(":")[0] if _has_port(request.host) else request.host
+            if host not in allowed:
+                return web.Response(status=421, text=f"not the host {request.host[:80]}\n")
+            try:
+                response = await handler(request)
+            except Unwanted:
+                response = web.Response(status=_NOT_WANTED)
+            except NotThere as error:
+                response = await self._failed(404, "Not found", str(error))
+            except FedstreamError as error:
+                response = await self._failed(500, "That did not work", str(error))
+            except web.HTTPNotFound:
+                response = await self._failed(404, "Not found", f"no page {request.path[:80]}")
+            except web.HTTPException as error:  # a redirect, or a method that is not allowed
+                response = web.Response(status=error.status, headers=error.headers)
+            response.headers.update(HEADERS)
+            return response
+
+        app = web.Application(middlewares=[guard])
+        app.add_routes(
+            [
+                web.get("/", self._overview),
+                web.get("/versions", self._go),
+                web.get("/versions/{number}", self._version),
+                web.get("/updates", self._updates),
+                web.get("/devices", self._devices),
+                web.get("/devices/{number}", self._device),
+                web.get("/static/{name}", _static),
+                web.get("/favicon.ico", _no_icon),
+            ]
+        )
+        return app
+
+    async def _asked(self, make: Callable[[RecordedRun], T]) -> T:
+        """Ask the run as it stands now."""
+
+        def ask() -> T:
+            self.run = self.run.refresh()
+            return make(self.run)
+
+        async with self._using:
+            # To the end, even if the client leaves: the next request must not find it in use.
+            return await asyncio.shield(asyncio.to_thread(ask))
+
+    async def _page(self, make: Callable[[RecordedRun], str]) -> web.Response:
+        return _html(await self._asked(make))
+
+    async def _failed(self, status: int, title: str, text: str) -> web.Response:
+        return _html(await self._asked(lambda run: pages.error(run, title, text)), status)
+
+    async def _overview(self, _request: web.Request) -> web.Response:
+        return await self._page(pages.overview)
+
+    async def _devices(self, request: web.Request) -> web.Response:
+        sort = request.query.get("sort", "device")
+        return await self._page(lambda run: pages.devices(run, sort))
+
+    async def _device(self, request: web.Request) -> web.Response:
+        wanted = _whole("device", request.match_info["number"])
+        return await self._page(lambda run: pages.device(run, wanted))
+
+    async def _updates(self, request: web.Request) -> web.Response:
+        asked = request.query
+        wanted = Selection(
+            _optional("device", asked), asked.get("outcome") or None, asked.get("reason") or None,
+            _optional("from", asked), _optional("until", asked),
+        )  # fmt: skip
+        page = _optional("page", asked) or 0
+        return await self._page(lambda run: pages.updates(run, wanted, page))
+
+    async def _version(self, request: web.Request) -> web.Response:
+        wanted = _whole("version", request.match_info["number"])
+        to = _optional("to", request.query)
+        models = "models" in request.query
+
+        def is_waiting() -> bool:
+            return request.transport is not None and not self.is_ending
+
+        return await self._page(
+            lambda run: pages.version(run, wanted, to, models=models, is_waiting=is_waiting)
+        )
+
+    async def _go(self, request: web.Request) -> web.Response:
+        """The form's answer without JavaScript: whichever field was changed counts."""
+        asked = request.query
+        was, number = _optional("at", asked), _optional("number", asked)
+        slid = _optional("version", asked)
+        wanted = number if number is not None and number != was else slid
+        to = _optional("to", asked)
+        found = await self._asked(
+            lambda run: run.newest if wanted is None else run.columns.nearest(wanted)
+        )
+        raise web.HTTPSeeOther(f"/versions/{found}" + ("" if to is None else f"?to={to}"))
+
+
+async def serve(run: RecordedRun, host: str, port: int, ready: Callable[[int], object]) -> None:
+    """Serve a run's pages until a signal; ``ready`` is told the port. Raises FedstreamError."""
+    settings = HttpSettings(host=host, port=port)
+    site, ended, loop = PageServer(run), asyncio.Event(), asyncio.get_running_loop()
+    app = site.application(host)
+    log = structlog.get_logger()
+    with Stop() as stop:
+        stop.listen(lambda _name: loop.call_soon_threadsafe(ended.set))
+        async with listening(app, settings, port, settings.connections, log) as at:
+            ready(at)
+            await ended.wait()
+            site.is_ending = True
+        stop.listen(None)
+    site.run.close()
+
+
+def _has_port(host: str) -> bool:
+    return ":" in host and not host.endswith("]")
+
+
+def _html(text: str, status: int = 200) -> web.Response:
+    return web.Response(text=text, status=status, content_type="text/html")
+
+
+async def _static(request: web.Request) -> web.Response:
+    name = request.match_info["name"]
+    if name not in _STATIC:
+        raise web.HTTPNotFound
+    return web.Response(body=static(name), content_type=_STATIC[name], charset="utf-8")
+
+
+async def _no_icon(_request: web.Request) -> web.Response:
+    return web.Response(status=204)
+
+
+def static(name: str) -> bytes:
+    """A file that comes with the pages."""
+    return (files("fedstream.page") / "static" / name).read_bytes()
+
+
+def _optional(name: str, asked: Mapping[str, str]) -> int | None:
+    value = asked.get(name, "")
+    return _whole(name, value) if value else None
+
+
+def _whole(name: str, value: str) -> int:
+    text = value.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
+        raise NotThere(f"{name} {text[:40]!r} is not a whole number")
+    return int(text)

@@ -1,0 +1,131 @@
+// What JavaScript adds to the pages: drawn charts, and a slider that follows. Without it, charts are
+// tables and the slider is a form.
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const COLOURS = ["one", "two", "three"];
+const drawn = new Map();
+
+function series(one, index) {
+  const stroke = colour(COLOURS[index % COLOURS.length]);
+  const about = { label: one.label, scale: one.scale, stroke, width: 1.6 };
+  if (one.how === "bars") {
+    return { ...about, fill: stroke, paths: uPlot.paths.bars({ size: [0.7, 60] }), points: { show: false } };
+  }
+  if (one.how === "points") {
+    return { ...about, paths: () => null, points: { show: true, size: 4, fill: stroke } };
+  }
+  return { ...about, spanGaps: true };
+}
+
+function axis(about) {
+  const line = { stroke: colour("line"), width: 1 };
+  return { stroke: colour("text"), grid: line, ticks: line, ...about };
+}
+
+function draw(figure) {
+  const about = JSON.parse(figure.querySelector('script[type="application/json"]').textContent);
+  const place = figure.querySelector(".plot");
+  drawn.get(figure)?.destroy();
+  const axes = [axis({ label: about.unit, labelSize: 22, size: 34 }), axis({ size: 58 })];
+  const right = about.series.some((one) => one.scale === "right");
+  if (right) axes.push(axis({ side: 1, scale: "right", size: 52, grid: { show: false } }));
+  const bars = about.series.some((one) => one.how === "bars");
+  const options = {
+    width: place.clientWidth || 320, height: 230, axes,
+    scales: {
+      x: { time: false, range: bars ? (_, low, high) => [low - 0.6, high + 0.6] : undefined },
+      y: { range: { min: { soft: 0, mode: 1, pad: 0 }, max: { pad: 0.08 } } },
+      ...(right && { right: { range: { min: { soft: 0, mode: 1, pad: 0 }, max: { pad: 0.08 } } } }),
+    },
+    series: [{ label: about.unit }, ...about.series.map(series)],
+    cursor: { drag: { x: true, y: false } },
+  };
+  const chart = new uPlot(options, [about.x, ...about.series.map((one) => one.values)], place);
+  drawn.set(figure, chart);
+  const live = document.querySelector("nav") !== null;
+  if (about.versions && live) {
+    chart.over.style.cursor = "pointer";
+    chart.over.addEventListener("click", () => {
+      const at = chart.cursor.idx;
+      if (at !== null && at !== undefined && chart.select.width === 0) location.assign(`/versions/${about.x[at]}`);
+    });
+  }
+}
+
+function drawAll() {
+  document.querySelectorAll("figure.chart").forEach(draw);
+}
+
+const form = document.querySelector("form.slider");
+
+function follow() {
+  const range = form.elements.namedItem("version");
+  const number = form.elements.namedItem("number");
+  let asking = null;
+  let resting = 0;
+
+  const address = (models) => {
+    const to = form.elements.namedItem("to").value.trim();
+    const query = new URLSearchParams({ ...(to && { to }), ...(models && { models: "1" }) });
+    return `/versions/${range.value}${query.size ? `?${query}` : ""}`;
+  };
+
+  async function show(models) {
+    asking?.abort();
+    asking = new AbortController();
+    try {
+      const answer = await fetch(address(models), { signal: asking.signal });
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const fresh = page.querySelector("#moment") ?? page.querySelector("main > .warning");
+      document.querySelector("#moment").replaceChildren(...(fresh.id ? fresh.childNodes : [fresh]));
+      document.querySelector("#moment").dataset.version = range.value;
+      document.querySelector("#moment").dataset.models = fresh.dataset.models ?? "no";
+      document.title = page.title;
+      history.replaceState(null, "", address(false));
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      const told = document.createElement("p");
+      told.className = "warning";
+      told.textContent = `No answer: is fedstream ui still running? (${error.message})`;
+      document.querySelector("#moment").replaceChildren(told);
+    }
+    if (!models) {
+      clearTimeout(resting);
+      resting = setTimeout(() => document.querySelector('#moment[data-models="no"] .more') && show(true), 250);
+    }
+  }
+
+  const move = (value) => {
+    range.value = value;
+    number.value = range.value;
+    show(false);
+  };
+  range.addEventListener("input", () => move(range.value));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    move(document.activeElement === range ? range.value : number.value);
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.altKey || event.ctrlKey || event.metaKey || event.target.closest("input, select, textarea, .wide")) return;
+    const here = Number(range.value);
+    const tenth = Math.max(1, Math.round((range.max - range.min) / 10));
+    const to = {
+      ArrowLeft: here - 1, ArrowRight: here + 1, PageDown: here - tenth, PageUp: here + tenth,
+      Home: range.min, End: range.max,
+    }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    move(to);
+  });
+  if (document.querySelector("#moment .more")) show(true);
+}
+
+drawAll();
+if (form) follow();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth === width) return;
+  width = innerWidth;
+  drawAll();
+});

@@ -1,0 +1,259 @@
+"""The pages in a real browser: what JavaScript adds, keyboard, phone, no JavaScript at all.
+
+Chromium is driven by playwright. Without one of them the tests are skipped; in CI they have to be
+there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+PAGES = ("/", "/versions/30?models=1", "/updates", "/devices", "/devices/3")
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+def _missing(what: str) -> None:
+    assert os.environ.get("FEDSTREAM_CI") != "1", f"{what} is missing; in CI it has to be there"
+    pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _missing("playwright")
+    if _CHROMIUM is None:
+        _missing("chromium")
+    with sync_playwright() as driver:
+        # Containers have no user namespaces; the pages are our own.
+        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def served(run: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """`fedstream ui`: the link that it prints, and a function to end it with Ctrl-C."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedstream", "ui", run], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout
+    link = re.match(r"(http://127\.0\.0\.1:\d+)/ ", process.stdout.readline())
+
+    def end() -> None:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            assert process.communicate() == ("", "")  # it says nothing more
+            assert process.returncode == 0
+
+    try:
+        assert link
+        yield link[1], end
+    finally:
+        end()
+
+
+@pytest.fixture(scope="module")
+def address(recorded: Path) -> Iterator[str]:
+    """Where a run is served for all tests of this module."""
+    with served(recorded) as (link, _):
+        yield link
+
+
+class Tab:
+    """A page that is open, and whatever went wrong in it."""
+
+    def __init__(self, browser: Any, address: str, **about: Any) -> None:
+        self.context = browser.new_context(base_url=address, **about)
+        self.page = self.context.new_page()
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", self._said)
+        self.page.on("request", lambda asked: self.asked.append(asked.url))
+
+    def _said(self, what: Any) -> None:
+        if what.type == "error":
+            self.wrong.append(what.text)
+
+    def go(self, path: str) -> Any:
+        self.page.goto(path)
+        return self.page
+
+
+@pytest.fixture
+def tab(browser: Any, address: str) -> Iterator[Tab]:
+    """A tab in which nothing goes wrong and which asks nobody else."""
+    tab = Tab(browser, address)
+    yield tab
+    assert tab.wrong == []
+    assert all(url.startswith(address) for url in tab.asked)
+    tab.context.close()
+
+
+def shown(page: Any, version: int) -> None:
+    """Wait until a version is shown with what its model says."""
+    page.locator(f'#moment[data-version="{version}"][data-models="yes"]').wait_for()
+
+
+def test_charts_are_drawn_and_lead_to_a_version(tab: Tab) -> None:
+    page = tab.go("/")
+    charts = page.locator("figure.chart")
+    assert charts.count() == 5
+    assert page.locator("figure.chart canvas").count() == 5
+    # Something is drawn: not all of a canvas has one colour.
+    drawn = page.evaluate(
+        "[...document.querySelectorAll('canvas')].map((one) => new Set(one.getContext('2d')"
+        ".getImageData(0, 0, one.width, one.height).data).size > 20)"
+    )
+    assert all(drawn)
+    page.locator('figure[data-chart="metric-0"] .u-over').click(position={"x": 200, "y": 60})
+    page.wait_for_url(re.compile(r"/versions/\d+0$"))  # a version that was measured
+
+
+def test_slider_follows_the_keyboard_and_the_address_follows_it(tab: Tab) -> None:
+    page = tab.go("/versions/30?to=10")
+    shown(page, 30)
+    page.keyboard.press("ArrowRight")
+    shown(page, 31)
+    assert page.locator("#moment h1").inner_text() == "Version 31"
+    assert page.url.endswith("/versions/31?to=10")
+    assert page.locator("#moment").get_by_text("distance to version 10").count() == 1
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    shown(page, 29)
+    page.keyboard.press("PageUp")
+    shown(page, 35)
+    page.keyboard.press("End")
+    shown(page, 60)
+    page.keyboard.press("Home")
+    shown(page, 0)
+    page.reload()
+    shown(page, 0)
+
+
+def test_slider_has_its_own_keys_while_it_has_the_focus(tab: Tab) -> None:
+    page = tab.go("/versions/30")
+    shown(page, 30)
+    page.locator("#version").focus()
+    page.keyboard.press("ArrowRight")
+    shown(page, 31)  # one step, not two
+    page.locator("input[name=number]").fill("42")
+    page.keyboard.press("Enter")
+    shown(page, 42)
+
+
+def test_slider_only_shows_where_it_came_to_rest(tab: Tab) -> None:
+    page = tab.go("/versions/5")
+    shown(page, 5)
+    page.locator("#version").evaluate(
+        "(range) => { for (let at = 6; at <= 50; at++) { range.value = at;"
+        "range.dispatchEvent(new Event('input')); } }"
+    )
+    shown(page, 50)
+    assert page.locator("#moment h1").inner_text() == "Version 50"
+    rebuilt = [url for url in tab.asked if "models=1" in url]
+    assert len(rebuilt) <= 2  # for 5, and for 50
+
+
+def test_who_ends_the_server_is_told(browser: Any, recorded: Path) -> None:
+    with served(recorded) as (link, end):
+        tab = Tab(browser, link)
+        page = tab.go("/versions/5")
+        shown(page, 5)
+        end()
+        page.keyboard.press("ArrowRight")
+        page.get_by_text("is fedstream ui still running?").wait_for()
+        tab.context.close()
+
+
+def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) -> None:
+    with served(recorded) as (link, _):
+        tab = Tab(browser, link, java_script_enabled=False)
+        page = tab.go("/")
+        assert page.locator("canvas").count() == 0
+        page.locator("summary").first.click()
+        assert page.locator("details[open] table tbody tr").count() == 7  # as often as measured
+        page.get_by_role("link", name="Versions").click()
+        assert page.locator("h1").inner_text() == "Version 60"
+        page.locator("input[name=number]").fill("31")
+        page.locator("input[name=to]").fill("10")
+        page.get_by_role("button", name="Go").click()
+        assert page.url.endswith("/versions/31?to=10")
+        page.get_by_role("link", name="Norms, cosines and layers").click()
+        assert page.get_by_text("distance to version 10").count() == 1
+        page.get_by_role("link", name="Devices").click()
+        page.get_by_role("link", name="distance").first.click()
+        assert page.locator("tbody th").first.inner_text() == "3"
+        tab.context.close()
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_phone_scrolls_down_and_not_sideways(browser: Any, address: str, path: str) -> None:
+    tab = Tab(browser, address, viewport={"width": 360, "height": 740}, has_touch=True)
+    page = tab.go(path)
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 360
+    tab.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", PAGES)
+def test_text_stands_out_from_its_background(
+    browser: Any, address: str, path: str, scheme: str
+) -> None:
+    """At least 4.5 to 1, as WCAG 2.2 asks (1.4.3); all headings and fields have a name."""
+    tab = Tab(browser, address, color_scheme=scheme)
+    page = tab.go(path)
+    faint = page.evaluate(_CONTRAST)
+    assert faint == []
+    assert page.locator("h1").count() == 1
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('input:not([type=hidden]), select, button, a, canvas')]"
+        ".filter((one) => !one.closest('[aria-hidden=true]') && !(one.labels?.length"
+        " || one.ariaLabel || one.textContent.trim())).map((one) => one.outerHTML)"
+    )
+    assert unnamed == []
+    assert tab.wrong == []
+    tab.context.close()
+
+
+_CONTRAST = """() => {
+  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((one) => one / 255)
+    .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (one) => {
+    for (; one; one = one.parentElement) {
+      const found = parts(getComputedStyle(one).backgroundColor);
+      if (found[3] !== 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const one of document.querySelectorAll("body *")) {
+    const text = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!text || one.closest("script, .hidden") || !one.checkVisibility()) continue;
+    const [a, b] = [light(parts(getComputedStyle(one).color)), light(behind(one))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) found.push(`${one.outerHTML.slice(0, 80)}: ${ratio.toFixed(2)}`);
+  }
+  return found;
+}"""

@@ -1,0 +1,51 @@
+"""The table of devices, and who stands out in it."""
+
+from __future__ import annotations
+
+from math import isnan
+from pathlib import Path
+
+import pytest
+
+from fedstream.page.devices import devices_of, robust_scores
+from fedstream.page.index import columns_of
+
+
+def test_devices_by_hand(recorded: Path) -> None:
+    rows = {row.device: row for row in devices_of(columns_of(recorded / "journal"))}
+    assert sorted(rows) == list(range(10))
+    assert all(row.used == 6 for row in rows.values())
+    assert (rows[3].refused, rows[3].refused_share) == (5, 5 / 11)
+    assert (rows[7].refused, rows[0].refused) == (1, 0)
+    assert rows[3].norm == rows[3].largest == 50.0
+    assert rows[0].norm == pytest.approx(1.26)  # 1.01, 1.11, ... 1.51
+    assert rows[0].largest == 1.51
+    assert rows[0].bytes == 16.0  # four float32
+    assert rows[9].last == 60
+
+
+def test_the_large_device_stands_out_and_no_other(recorded: Path) -> None:
+    rows = devices_of(columns_of(recorded / "journal"))
+    assert {row.device for row in rows if "norm" in row.outliers} == {3}
+    assert {row.device for row in rows if "loss" in row.outliers} == set()
+
+
+def test_scores_are_robust() -> None:
+    """One extreme value changes neither the median nor the deviation that others are judged by."""
+    scores = robust_scores([1.0, 2.0, 3.0, 4.0, 1e9])
+    assert scores[2] == 0.0
+    assert scores[0] == pytest.approx(-2 / 1.4826)
+    assert scores[4] > 1e8
+
+
+def test_scores_where_most_are_the_same() -> None:
+    scores = robust_scores([0.0] * 9 + [1.0])
+    assert scores[0] == 0.0
+    assert scores[9] == pytest.approx(1 / (1.2533 * 0.1))
+
+
+def test_scores_of_what_is_missing_or_all_the_same() -> None:
+    none, one, other = robust_scores([None, 2.0, 2.0])
+    assert isnan(none)
+    assert (one, other) == (0.0, 0.0)
+    assert all(isnan(score) for score in robust_scores([None, None]))

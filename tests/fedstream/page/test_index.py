@@ -1,0 +1,142 @@
+"""The columns of a journal, and the file that keeps them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedstream.journal import JournalError
+from fedstream.page import index
+from fedstream.page.columns import NONE, Columns
+from fedstream.page.index import columns_of, index_of
+from fedstream.runs import reading
+from fedstream.strategies import FedAvgSettings, FedBuffSettings
+from tests.fedstream.recordings.scribes import FIRST, SECOND, flip, two_segments
+from tests.journals import Scribe
+
+
+def same(one: Columns, other: Columns) -> bool:
+    tables = ((one.made, other.made), (one.updates, other.updates))
+    return all(a.tobytes() == b.tobytes() for a, b in tables) and one.reasons == other.reasons
+
+
+def test_columns_say_what_a_reading_says(recorded: Path) -> None:
+    found, read = columns_of(recorded / "journal"), reading.read(recorded / "journal")
+    assert found.numbers.tolist() == [row.version for row in read.versions]
+    assert found.made["time"].tolist() == [row.time for row in read.versions]
+    for name in ("device", "tau", "staleness", "samples", "steps"):
+        assert found.updates[name].tolist() == [getattr(row, name) for row in read.updates], name
+    weights = [np.nan if row.weight is None else row.weight for row in read.updates]
+    np.testing.assert_array_equal(found.updates["weight"], weights)
+    contained = [NONE if row.version is None else row.version for row in read.updates]
+    assert found.contained.tolist() == contained
+    reasons = [found.reasons[number] for number in found.updates["reason"].tolist()]
+    assert reasons == [row.reason for row in read.updates]
+
+
+@pytest.mark.parametrize(
+    "rule", [FedBuffSettings(buffer_size=3), FedAvgSettings(clients_per_round=3)]
+)
+def test_buffered_updates_belong_to_the_version_they_ended_in(
+    tmp_path: Path, rule: FedBuffSettings | FedAvgSettings
+) -> None:
+    """Also where a segment ends in the middle of a buffer."""
+    scribe = Scribe(tmp_path, rule)
+    for n in range(8):
+        scribe.update(n)
+        if n == 3:
+            scribe.segment()
+    scribe.close()
+    assert columns_of(tmp_path).contained.tolist() == [1, 1, 1, 2, 2, 2, NONE, NONE]
+
+
+def test_what_was_buffered_before_an_adopted_model_is_in_no_version(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path, FedBuffSettings(buffer_size=2))
+    for _ in range(3):
+        scribe.update()
+    scribe.adopt()
+    for _ in range(2):
+        scribe.update()
+    scribe.close()
+    found = columns_of(tmp_path)
+    assert found.contained.tolist() == [1, 1, NONE, 5, 5]
+    assert found.numbers.tolist() == [0, 1, 4, 5]
+    assert found.since_previous(4) == (3, 3)
+    assert found.nearest(2) == 1
+    assert found.nearest(99) == 5
+
+
+def test_second_look_reads_no_record(
+    tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(recorded, tmp_path / "run")
+    journal = tmp_path / "run" / "journal"
+    once = columns_of(journal)
+    assert index_of(journal) == tmp_path / "run" / "journal.index"
+    assert index_of(journal).stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(index, "opened", None)  # calling it would fail
+    assert same(columns_of(journal), once)
+
+
+def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal")
+    for _ in range(5):
+        scribe.update()
+    scribe.segment()
+    scribe.update()
+    scribe.writer.sync()
+    columns_of(tmp_path / "journal")
+    scribe.update()
+    scribe.close()
+    passed: list[int] = []
+    found = columns_of(tmp_path / "journal", passed.append)
+    assert found.numbers.tolist() == list(range(8))
+    assert len(passed) == 2  # the records of the second segment
+    index_of(tmp_path / "journal").unlink()
+    assert same(columns_of(tmp_path / "journal"), found)
+
+
+def test_a_deleted_first_segment_leaves_a_journal_that_begins_later(tmp_path: Path) -> None:
+    two_segments(tmp_path / "journal")
+    columns_of(tmp_path / "journal")
+    (tmp_path / "journal" / FIRST).unlink()
+    assert columns_of(tmp_path / "journal").numbers.tolist() == list(range(6, 13))
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x05\x06" + bytes(18)])
+def test_a_spoiled_index_is_made_anew(tmp_path: Path, content: bytes) -> None:
+    two_segments(tmp_path / "journal")
+    found = columns_of(tmp_path / "journal")
+    index_of(tmp_path / "journal").write_bytes(content)
+    assert same(columns_of(tmp_path / "journal"), found)
+
+
+def test_a_place_that_is_not_ours_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_segments(tmp_path / "journal")
+    index_of(tmp_path / "journal").mkdir()
+    assert len(columns_of(tmp_path / "journal").numbers) == 13
+    segment = tmp_path / "journal" / SECOND
+    assert len(columns_of(segment).numbers) == 7
+    assert not index_of(segment).exists()
+
+
+def test_damage_ends_a_segment_and_is_told(tmp_path: Path) -> None:
+    two_segments(tmp_path)
+    with_damage = tmp_path / FIRST
+    record = reading.read(tmp_path).places[3].offset
+    flip(with_damage, record + 200)
+    found = columns_of(tmp_path)
+    assert found.numbers.tolist() == [0, 1, 2, 3, *range(7, 13)]
+    [told] = found.damage
+    assert f"damaged record: {with_damage} at byte {record}" in told
+
+
+def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "00000001-000000.journal").write_bytes(b"something else")
+    with pytest.raises(JournalError, match="is not a journal segment"):
+        columns_of(tmp_path)

@@ -1,0 +1,262 @@
+"""The pages as a browser gets them, and what a server on this machine refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from fedstream.page.run import RecordedRun
+from fedstream.page.server import HEADERS, PageServer
+from tests.fedstream.conftest import Command
+from tests.fedstream.page.conftest import VERSIONS
+from tests.fedstream.recordings.scribes import FIRST, flip, two_segments
+from tests.journals import Scribe
+
+Client: TypeAlias = TestClient[web.Request, web.Application]
+Get = Callable[[str], Awaitable[tuple[int, str]]]
+
+
+class Page(HTMLParser):
+    """Tags and their attributes, and the text of cells and headings."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.inline: list[str] = []  # what a strict policy would refuse to run
+        self.cells: list[str] = []
+        self._in: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        about = dict(attrs)
+        self._in.append(tag)
+        if tag in ("th", "td"):
+            self.cells.append("")
+        if tag == "a":
+            self.links.append(about.get("href") or "")
+        if tag == "script" and "src" not in about and about.get("type") != "application/json":
+            self.inline.append(tag)
+        self.inline += [name for name in about if name == "style" or name.startswith("on")]
+        if tag != "a":
+            self.loaded += [value for name in ("src", "href") if (value := about.get(name))]
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._in and self._in.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if {"th", "td"} & set(self._in) and self.cells:
+            self.cells[-1] += data
+
+
+@pytest.fixture
+async def client(recorded: Path) -> AsyncIterator[Client]:
+    app = PageServer(RecordedRun(recorded)).application("127.0.0.1")
+    async with TestClient(TestServer(app)) as client:
+        yield client
+
+
+@pytest.fixture
+def get(client: Client) -> Get:
+    async def ask(path: str) -> tuple[int, str]:
+        answer = await client.get(path)
+        assert {name: answer.headers[name] for name in HEADERS} == HEADERS, path
+        return answer.status, await answer.text()
+
+    return ask
+
+
+async def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(get: Get) -> None:
+    """From the overview on, 150 pages far; no page has anything that the policy would refuse."""
+    seen, todo = {"/"}, ["/"]
+    while todo and len(seen) < 150:
+        status, text = await get(todo[0])
+        assert status == 200, todo[0]
+        page = Page(text)
+        assert page.inline == [], todo[0]
+        for one in page.loaded:
+            assert one.startswith("/static/"), one
+            assert (await get(one))[0] == 200, one
+        ours = [one for one in page.links if not one.startswith("#")]
+        assert all(one.startswith("/") and not one.startswith("//") for one in ours), ours
+        todo = [*todo[1:], *(one for one in dict.fromkeys(ours) if one not in seen)]
+        seen |= {*ours}
+    kinds = {re.sub(r"\d+", "N", path.partition("?")[0]) for path in seen}
+    assert {"/", "/versions/N", "/updates", "/devices", "/devices/N"} <= kinds
+
+
+async def test_a_version_with_its_updates_and_what_was_refused_meanwhile(get: Get) -> None:
+    status, text = await get("/versions/13?to=10")
+    page = Page(text)
+    assert status == 200
+    assert "refused: not finite" in page.cells
+    assert "0.1 at 10" in " ".join(text.split()) or "0.1000 at 10" in text  # measured before
+    assert "cosine" not in page.cells  # no model was made
+    assert "/versions/13?models=1&amp;to=10" in text
+    _, text = await get("/versions/13?to=10&models=1")
+    page = Page(text)
+    assert {"cosine", "weight", "distance to version 10"} <= set(page.cells)
+    assert Page((await get("/versions/13?to=10"))[1]).cells == page.cells  # it is remembered
+
+
+async def test_version_0_and_the_newest(get: Get) -> None:
+    assert "no update made this version" in (await get("/versions/0"))[1]
+    _, text = await get(f"/versions/{VERSIONS}")
+    assert f'href="/versions/{VERSIONS + 1}"' not in text
+    assert "refused: too stale" not in Page(text).cells  # that came after it
+
+
+@pytest.mark.parametrize(
+    ("path", "cells"),
+    [
+        ("device=7", 7), ("device=7&outcome=refused", 1), ("outcome=refused", 6),
+        ("reason=too%20stale", 1), ("from=10&until=19", 11), ("device=99", 0),
+    ],
+)  # fmt: skip
+async def test_updates_by_device_outcome_reason_and_versions(
+    get: Get, path: str, cells: int
+) -> None:
+    status, text = await get(f"/updates?{path}")
+    assert status == 200
+    assert f"<p>{cells} updates" in text
+    assert text.count('<th scope="row">') == cells
+
+
+async def test_updates_go_on_on_the_next_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.page.pages.PAGE", 10)
+    two_segments(tmp_path / "journal")
+    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    async with TestClient(TestServer(app)) as client:
+        text = await (await client.get("/updates?from=1")).text()
+        assert "14 updates, of which 1 to 10 are shown" in text
+        [after] = [one for one in Page(text).links if "page=1" in one]
+        assert after == "/updates?from=1&page=1"
+        assert "of which 11 to 14" in await (await client.get(after)).text()
+
+
+async def test_devices_are_sorted_and_the_outlier_is_marked(get: Get) -> None:
+    _, text = await get("/devices?sort=-norm")
+    first = re.search(r'<th scope="row"><a href="/devices/(\d+)">', text)
+    assert first
+    assert first[1] == "3"
+    assert Page(text).cells.count("▲ 50") == 2  # the mean and the most
+    assert 'aria-sort="descending"' in text
+    _, text = await get("/devices/3")
+    assert "It stands out in" in text
+    assert (await get("/devices?sort=nothing"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/versions/61", "/versions/-1", "/versions/x", "/versions/1?to=99", "/devices/99",
+        "/updates?device=x", "/updates?outcome=eaten", "/static/../pages.py", "/static/x", "/etc",
+        "/versions/9999999999999999999999",
+    ],
+)  # fmt: skip
+async def test_what_is_not_there_is_told_as_a_page(get: Get, path: str) -> None:
+    status, text = await get(path)
+    assert status == 404
+    assert 'role="alert"' in text
+
+
+async def test_form_without_javascript(client: Client) -> None:
+    """The field that was changed counts; a version that is not there leads to the nearest."""
+    for asked, wanted in (
+        ("version=5&at=5&number=7", "/versions/7"),
+        ("version=9&at=5&number=5&to=2", "/versions/9?to=2"),
+        ("version=5&at=5&number=9999", f"/versions/{VERSIONS}"),
+        ("", f"/versions/{VERSIONS}"),
+    ):
+        answer = await client.get(f"/versions?{asked}", allow_redirects=False)
+        assert (answer.status, answer.headers["Location"]) == (303, wanted)
+
+
+async def test_other_hosts_names_and_methods_are_refused(client: Client) -> None:
+    """A page elsewhere may give its own name this machine's address."""
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example"):
+        answer = await client.get("/", headers={"Host": host})
+        assert (answer.status, "fedstream" in await answer.text()) == (421, False), host
+    for host in ("localhost:1234", "127.0.0.1", "[::1]:8"):
+        assert (await client.get("/", headers={"Host": host})).status == 200, host
+    assert (await client.post("/")).status == 405
+
+
+async def test_a_run_that_goes_on_is_shown_as_it_stands(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal")
+    scribe.update()
+    scribe.writer.sync()
+    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    async with TestClient(TestServer(app)) as client:
+        assert (await client.get("/versions/2")).status == 404
+        scribe.update()
+        scribe.close()
+        assert (await client.get("/versions/2?models=1")).status == 200
+
+
+async def test_names_from_a_strangers_journal_do_no_harm(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal", run="<script>alert(1)</script>", task="a\u202eb\x1b[2J")
+    scribe.update()
+    scribe.refuse(1, "<b>bad</b>")
+    scribe.close()
+    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    async with TestClient(TestServer(app)) as client:
+        for path in ("/", "/updates", "/versions/1", "/updates?reason=%3Cb%3Ebad%3C/b%3E"):
+            text = await (await client.get(path)).text()
+            assert "<script>alert" not in text
+            assert "<b>bad" not in text
+            assert not {"\u202e", "\x1b"} & set(text)
+            assert "&lt;script&gt;" in text
+
+
+async def test_weights_that_were_not_recorded_are_named(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal", weights=False)
+    scribe.update()
+    scribe.close()
+    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    async with TestClient(TestServer(app)) as client:
+        answer = await client.get("/versions/1?models=1")
+        assert answer.status == 200
+        assert "journal.weights = false" in await answer.text()
+
+
+async def test_requests_at_the_same_time_do_not_disturb_each_other(client: Client) -> None:
+    async def ask(version: int) -> str:
+        return await (await client.get(f"/versions/{version}?models=1&to=5")).text()
+
+    many = [*range(0, 60, 7), *range(59, 0, -9)]
+    together = await asyncio.gather(*map(ask, many))
+    assert [await ask(version) for version in many] == together
+
+
+def test_a_damaged_journal_is_told_and_shown_as_far_as_it_goes(
+    tmp_path: Path, recorded: Path
+) -> None:
+    shutil.copytree(recorded / "journal", tmp_path / "journal")
+    run = RecordedRun(tmp_path)
+    flip(tmp_path / "journal" / FIRST, int(run.columns.updates["offset"][5]) + 200)
+    [told] = run.refresh().columns.damage
+    assert FIRST in told
+
+
+@pytest.mark.parametrize("content", [None, b"something else"])
+def test_what_is_no_run_is_refused_in_one_line(
+    tmp_path: Path, command: Command, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / FIRST).write_bytes(content)
+    code, out, err = command("ui", tmp_path)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert str(tmp_path) in err
