@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import tracemalloc
+from itertools import product
 
 from yarl import URL
 
@@ -145,6 +146,40 @@ async def test_requests_that_ask_for_something_else_than_http(
             assert refused(place, reason) == before + 1
         up = request("GET", "/v1/check-in", "Connection: Upgrade", "Upgrade: websocket")
         assert (await said_to(port_of(place), up)).statuses == [405]  # and no protocol but HTTP
+
+
+EXPECTED = ("a-miracle", "100-continue, a-miracle", "\xe9", "100-continue\xa0", ";", "")
+# Each of another kind: a token is asked for, or none; a body is read, or none; there is no route.
+ASKED = (
+    ("POST", "/v1/check-in"),
+    ("POST", "/v1/token"),
+    ("POST", "/v1/devices"),
+    ("GET", "/v1/models/" + ZEROS),
+    ("POST", "/v1/tasks/t/heartbeat"),
+    ("POST", "/v1/tasks/t/updates/a"),
+    ("PATCH", "/v1/tasks/t/updates/a"),
+    ("GET", "/v1/openapi.json"),
+    ("POST", "/nothing"),
+)
+
+
+async def test_no_expectation_gets_further_than_a_refusal(redis: RedisSettings, hand: Hand) -> None:
+    """Only 100-continue is met. What is behind the request's body is still the next request."""
+    await hand.create()
+    async with serving(hand, redis, address_rate=10_000, device_rate=10_000) as place:
+
+        async def refuses(expected: str, method: str, path: str) -> None:
+            asked = request(method, path, f"Expect: {expected}", body=b"{} GET / HTTP/1.1")
+            said = await said_to(port_of(place), asked + HIDDEN)
+            own, *next_ = said.statuses
+            # Uploads say no 100 before their checks, and look at no expectation either.
+            assert own == 417 or not expected or "updates" in path, (expected, path, said)
+            assert 400 <= own < 500 or path == "/v1/openapi.json", (expected, path, said)
+            assert next_ in ([], [200]), (expected, path, said)
+
+        asked = product(EXPECTED, ASKED)
+        await asyncio.gather(*(refuses(expected, *route) for expected, route in asked))
+        assert refused(place, "internal") == 0
 
 
 async def test_many_ranges_do_not_multiply_a_model(redis: RedisSettings, hand: Hand) -> None:
