@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0  # between two looks at the run, and at who is away
 _ANNOUNCE_S = 2.0  # between two announcements of the same devices
 _CHANGED_S = 0.2  # between two announcements if they change
-_CHANGED_PER_S = 20_000  # devices named in announcements, well below coordinator.announce_rate
+_LONG = 1000  # devices: a list of more is announced no more often because it changes
 _GROWING = 8  # announcements after which nobody seems to read them: 16 s at most
 _LINKS = 64  # connections to Redis, however many devices ask for something at once
 _GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
@@ -209,14 +209,16 @@ class Gateway:
         await pause(context.stop, _LOOK_S)
 
     async def _announce(self, context: Context, tasks: Tasks, moves: Moves) -> None:
-        """Announce who is present: soon after a change, and every two seconds in any case."""
+        """Announce who is present: soon after a change of a short list, else every two seconds."""
         present, now = self._desk.present(), time.monotonic()
         if len(present) > OWNED:  # devices with tasks from before a restart, and new ones
             present = present[:OWNED]
         if not present and self._announced and not await self._group.is_empty():
             # Other replicas have tasks of our stream, which goes with the last device that we own.
             present = self._announced[:1] if len(self._announced) > 1 else self._announced
-        if present is not self._announced or now - self._announced_at >= _ANNOUNCE_S:
+        changed_s = _CHANGED_S if len(present) <= _LONG else _ANNOUNCE_S
+        since_s = now - self._announced_at
+        if since_s >= (_ANNOUNCE_S if present is self._announced else changed_s):
             if present:
                 await self._outbox.announce(
                     self._name, present, answers=tasks.answers, concurrent=True
@@ -233,7 +235,7 @@ class Gateway:
                 await self._outbox.goodbye(self._name)  # a site's trainer without devices is none
             self._announced, self._announced_at = present, now
         await moves.tell()
-        await pause(context.stop, max(_CHANGED_S, len(present) / _CHANGED_PER_S))
+        await pause(context.stop, _CHANGED_S)
 
     async def _drain(self, context: Context, uploads: Uploads, drained: asyncio.Event) -> None:
         await context.stop.wait()

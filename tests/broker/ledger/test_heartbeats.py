@@ -85,6 +85,19 @@ async def test_list_over_the_limit_still_says_that_its_trainer_is_there(
     assert await hand.ledger.owners() == {3: "north/edge"}
 
 
+async def test_heartbeat_over_the_limit_still_says_that_its_trainer_is_there(
+    owner: Owner, client: Client, keys: Keys
+) -> None:
+    for score, is_heard in ((1.5, True), (0, False)):
+        await client.call("ZADD", keys.alive, score, "north/edge")
+        assert await owner.outbox.announce("edge", MANY)
+        [entry] = await owner.hand.heard(SITE)
+        assert isinstance(decode(entry.data, Presence, Heartbeat), Heartbeat)
+        assert await owner.hand.hear(SITE, entry, rate=0) == "over"
+        noted = float(await client.call("ZSCORE", keys.alive, "north/edge"))
+        assert (noted > 1e9) is is_heard
+
+
 async def test_trainer_whose_heartbeats_nobody_reads_sends_its_list_in_time(
     owner: Owner, client: Client, keys: Keys
 ) -> None:

@@ -13,7 +13,7 @@ from fedstream.broker import reasons
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import member
-from fedstream.broker.messages import Trigger, Withdraw
+from fedstream.broker.messages import Presence, Trigger, Withdraw, decode
 from fedstream.broker.records import NO_QUARANTINES
 from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
@@ -411,6 +411,35 @@ async def test_unreadable_task_is_buried(redis: RedisSettings, hand: Hand) -> No
         [trigger] = await hand.open(device=3)
         assert isinstance(trigger, Trigger)
         assert (await place.check_in(3, wait_s=50)).offer.task.id == trigger.task
+
+
+async def test_long_list_is_announced_every_two_seconds_however_often_it_changes(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """Coordinators look up each device that it names."""
+    await hand.create(devices=5000)
+
+    async def announced() -> list[int]:
+        """How many devices each announcement named, of more than a thousand."""
+        said = [decode(entry.data, Presence) for entry in await hand.heard(SITE)]
+        return [len(one.owns) for one in said if len(one.owns) > 1000]
+
+    async with serving(hand, redis) as place:
+        desk, counts = place.gateway._desk, list[int]()
+        begun = time.monotonic()
+        for device in range(1200):
+            desk.arrive(device, time.monotonic())
+        for device in range(1200, 1225):
+            await asyncio.sleep(0.1)
+            desk.arrive(device, time.monotonic())
+            counts += await announced()
+
+        async def are_all() -> bool:
+            counts.extend(await announced())
+            return 1225 in counts
+
+        await wait_until(are_all)
+        assert len(counts) <= 2 + (time.monotonic() - begun) / 2
 
 
 async def test_gateway_says_that_nobody_serves_its_site(
