@@ -16,10 +16,14 @@ from fedstream.broker.messages import Sends, first_wrong
 
 BODY: Final = 1 << 16  # most bytes of a JSON body
 WAIT_S: Final = 50.0  # longest that a check-in may wait for a task
+KEY_CHARS: Final = 400  # of a public key in PEM; one of P-256 takes 178
+ATTEMPT_DIGITS: Final = 12  # hexadecimal
+# Ids stand in URLs; fedstream's own of tasks are UUIDs.
+TASK_ID: Final = r"[A-Za-z0-9_-]{1,64}"
+ATTEMPT_ID: Final = rf"[0-9a-f]{{{ATTEMPT_DIGITS}}}"
 
-# Ids of tasks stand in URLs; fedstream's own are UUIDs.
-TaskId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-AttemptId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+TaskId = Annotated[str, Field(pattern=rf"^{TASK_ID}$")]
+AttemptId = Annotated[str, Field(pattern=rf"^{ATTEMPT_ID}$")]
 Nonce = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FormatName = Annotated[str, Field(pattern=r"^[a-z0-9.:+]{1,40}$")]  # a wire format's
@@ -74,7 +78,7 @@ class Enrolment(Body):
     """``POST /v1/devices``: an invite and the key of the device that has it."""
 
     invite: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
-    public_key: Annotated[str, Field(min_length=1, max_length=400)]  # PEM
+    public_key: Annotated[str, Field(min_length=1, max_length=KEY_CHARS)]  # PEM
 
 
 class Enrolled(Body):

@@ -50,6 +50,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.protocol.messages import KEY_CHARS
 
 PrivateKey: TypeAlias = EllipticCurvePrivateKey | Ed25519PrivateKey
 PublicKey: TypeAlias = EllipticCurvePublicKey | Ed25519PublicKey
@@ -59,7 +60,6 @@ P256: Final = "ecdsa-p256-sha256"
 ED25519: Final = "ed25519"
 NEW: Final = "new"  # the keyid of a device that has no number yet
 WINDOW_S: Final = 60  # between ``created`` and the verifier's clock, to either side
-KEY_CHARS: Final = 400  # of a public key in PEM; one of P-256 takes 178
 
 _COORDINATE = 32  # bytes of r and of s, big-endian
 _COMPONENTS = '("@method" "@path" "content-digest")'

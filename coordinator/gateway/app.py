@@ -23,7 +23,7 @@ from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.quotas import Quota, network_of
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
 from fedstream.protocol.messages import (
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 # Who makes a request: raises Refusal (401) unless it proves to be a device of this run.
 DeviceOf: TypeAlias = Callable[[web.Request], Awaitable[int]]
 B = TypeVar("B", bound=Body)
-
-_RETRY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -353,7 +351,7 @@ class GatewayApp:
 
     def _not_yet(self) -> Refusal:
         return Refusal(
-            503, "unavailable", "not available for now: try again later", retry_after_s=_RETRY_S
+            503, "unavailable", "not available for now: try again later", retry_after_s=RETRY_S
         )
 
 

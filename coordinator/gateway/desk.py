@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.protocol.messages import ATTEMPT_DIGITS
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 # Why a check-in's wait ends: there is a task; there was none in time; it does not count any more,
 # as what came later took its place.
 Woken: TypeAlias = Literal["look", "nothing", "replaced"]
-
-_ATTEMPT = 12  # hexadecimal digits
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class Held:
         or at another replica.
         """
         text = f"{self.task.task} {self.entry.id}"
-        return hashlib.sha256(text.encode()).hexdigest()[:_ATTEMPT]
+        return hashlib.sha256(text.encode()).hexdigest()[:ATTEMPT_DIGITS]
 
 
 class NotHeld(Refusal):

@@ -17,7 +17,7 @@ from fedstream.broker.layout import Payload
 from fedstream.coordinator.downloads import send
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
 from fedstream.coordinator.gateway.offers import model_format
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.protocol import headers
 from fedstream.wire import format_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.settings import GatewaySettings
 
-_RETRY_S = 2.0
 _OF_A_DEVICE = 2  # downloads at once: one that was cut, and the next
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
@@ -145,7 +144,7 @@ class ModelCopies:
         except BlobDamaged as error:
             raise Refusal(
                 503, "unavailable", "this model can't be read now: check in again",
-                retry_after_s=_RETRY_S,
+                retry_after_s=RETRY_S,
             ) from error  # fmt: skip
 
     async def _read(self, head: Head, size: int) -> Volume:
@@ -243,4 +242,4 @@ def _no_changes() -> Refusal:
 
 
 def _busy(why: str) -> Refusal:
-    return Refusal(503, "busy", f"{why}: try again later", retry_after_s=_RETRY_S)
+    return Refusal(503, "busy", f"{why}: try again later", retry_after_s=RETRY_S)

@@ -41,6 +41,7 @@ RefusalReason: TypeAlias = Literal[
     "unavailable",  # Redis, or the run, for now
     "internal",  # our mistake
 ]
+RETRY_S: Final = 2.0  # after which what is busy or away may be there again
 REFUSALS: Final[tuple[RefusalReason, ...]] = get_args(RefusalReason)
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY, POOL, check_name
 from fedstream.broker.messages import OWNED
+from fedstream.protocol.messages import WAIT_S
 from fedstream.runtime.config import Positive, Section
 
 
@@ -21,7 +22,9 @@ class GatewaySettings(Section):
     devices: Annotated[int, Field(ge=1, le=OWNED)] = 20_000  # present at once, at this replica
     away_s: Positive = 60.0  # without a request, a device without a task is no longer present
     lease_s: Positive = 120.0  # without a request, a device's tasks are given up
-    poll_s: Annotated[float, Field(ge=0, le=50)] = 50.0  # longest that a check-in waits for a task
+    poll_s: Annotated[float, Field(ge=0, le=WAIT_S)] = (
+        WAIT_S  # longest that a check-in waits for a task
+    )
     retry_s: tuple[Positive, Positive] = (1.0, 10.0)  # when to check in again: between these
     heartbeat_s: Positive = 5.0  # between two heartbeats of a device that trains
     connections: Annotated[int, Field(ge=1)] = 25_000  # simultaneous; each waiting device has one

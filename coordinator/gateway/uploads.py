@@ -30,6 +30,7 @@ from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.turns import TakenOver, Turns
 from fedstream.coordinator.gateway.upload_answers import EXPIRE_S, OffsetRefused, UploadEnd
 from fedstream.coordinator.gateway.upload_notes import Source, UploadNote, upload_blob
+from fedstream.protocol.messages import ATTEMPT_ID, TASK_ID
 from fedstream.wire import F32
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from fedstream.wire import Format
 
 _NOTE_S = 60.0  # then the note of an update is gone that came in one request
-_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}/[0-9a-f]{12}")
+_NAMES = re.compile(f"{TASK_ID}/{ATTEMPT_ID}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from fedstream.coordinator.gateway.fleet import models, protobuf, works
 from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
 from fedstream.coordinator.gateway.fleet.objects import CHUNK, packed
 from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
 from fedstream.wire.newest import read_newest
@@ -41,7 +41,6 @@ _SERVER = 1  # the SuperLink's node
 _FIRST_NODE = 2  # device 0's
 _WAIT_S = 10.0  # for a task; a supernode waits 30 s for an answer, and then 3 s to ask again
 _TTL_S = 86400.0  # of a message, which Flower wants to know; nothing ends by it
-_RETRY_S = 2.0
 # In which a supernode may find the replica that has its work: it tries again every 20 s or sooner.
 _ELSEWHERE_S = 120.0
 _VERSION = "flwr-package-version"  # header with the supernode's release of Flower
@@ -415,7 +414,7 @@ class FleetRoutes:
         return self._opened
 
     def _later(self, why: str) -> Refusal:
-        return Refusal(503, "unavailable", f"{why}: try again later", retry_after_s=_RETRY_S)
+        return Refusal(503, "unavailable", f"{why}: try again later", retry_after_s=RETRY_S)
 
 
 def _tree(whole: Any) -> Any:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 
 if TYPE_CHECKING:
     from fedstream.broker.layout import Model
     from fedstream.broker.records import Head
 
-_RETRY_S = 2.0
 _EXTRA = 1 << 20  # bytes of a reply beside its arrays
 
 
@@ -105,7 +104,7 @@ class NodeWorks:
         if used and used + size > self._budget:
             raise Refusal(
                 503, "busy", "supernodes have as much in memory as gateway.model_bytes allows",
-                retry_after_s=_RETRY_S,
+                retry_after_s=RETRY_S,
             )  # fmt: skip
 
     def get(self, device: int) -> NodeWork | None:
