@@ -1,4 +1,7 @@
-"""Compose's profile `monitoring`: what Prometheus scrapes is what the dashboard asks for."""
+"""Compose's profile `monitoring`: what Prometheus scrapes is what the dashboard asks for.
+
+And what it says of gateways.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedstream.doctor.gateway import RESTART_S
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.settings.services import ROLES
@@ -110,3 +114,13 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
         command = [promtool, "check", "config", "prometheus.yaml"]
         said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert said.returncode == code, said.stdout + said.stderr
+
+
+def test_gateways_may_start_again_without_losing_their_tasks() -> None:
+    """As in the cluster."""
+    key = "FEDSTREAM_COORDINATOR__TRAINER_SILENCE_S"
+    component = yaml.safe_load((K8S / "components" / "gateway" / "kustomization.yaml").read_text())
+    [made] = component["configMapGenerator"]
+    in_the_cluster = dict(one.split("=", 1) for one in made["literals"])
+    here = COMPOSE["services"]["coordinator"]["environment"]
+    assert float(here[key]) == float(in_the_cluster[key]) >= RESTART_S
