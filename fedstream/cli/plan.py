@@ -158,14 +158,9 @@ def _show_assumptions(fleet: Fleet, costs: StepCosts, rules: Rules) -> None:
 
 
 def _table(rows: dict[str, str]) -> None:
-    from rich.table import Table
+    from fedstream.observe.display import two_columns
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
-    for what, value in rows.items():
-        table.add_row(what, value)
-    console().print(table)
+    console().print(two_columns(rows.items()))
 
 
 def _many(number: float) -> str:
