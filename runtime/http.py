@@ -6,7 +6,8 @@ port can't get a service restarted. The first may speak TLS, the second never do
 
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
 and headers, and applies back-pressure to clients that send too fast. It neither limits the number
-of connections nor drops slow readers: this module does.
+of connections nor drops slow readers: this module does. Connections count from when they are
+accepted. One too many is told so, unless that would take an agreement on TLS: then it is closed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pydantic import Field, SecretStr
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.runtime.config import Section
+from fedstream.runtime.crowd import Crowd, TooMany
+from fedstream.runtime.tls import READ, TlsConnection
 
 if TYPE_CHECKING:
     import ssl
@@ -38,12 +41,11 @@ _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
 _BACKLOG = 1024  # connections that wait to be accepted, when many clients come back at once
 # Why, before any route is asked or without one; `internal` is a fault of ours.
-REFUSED = ("malformed", "no such route", "method", "busy", "internal")
-_FULL = b'{"error": "too many connections: try again later", "reason": "busy"}'
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
-    b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_FULL), _FULL)
-)
+REFUSED = ("malformed", "no such route", "method", "busy", "address", "internal")
+_TOO_MANY: dict[TooMany, str] = {
+    "busy": "too many connections: try again later",
+    "address": "too many connections from this address",
+}
 
 
 class HttpSettings(Section):
@@ -54,6 +56,7 @@ class HttpSettings(Section):
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
     token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
     connections: Annotated[int, Field(ge=1)] = 256  # concurrent, on ``port``
+    address_connections: Annotated[int, Field(ge=1)] | None = None  # of these, from one address
     idle_s: Annotated[float, Field(gt=0)] = 15.0  # then a connection without a request is closed
     write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
 
@@ -70,6 +73,60 @@ def problem(
     return web.json_response(body, status=status, headers=headers)
 
 
+class _Entrance:
+    """Where connections of a port are counted, and refused if there are too many."""
+
+    def __init__(self, crowd: Crowd, log: FilteringBoundLogger, refused: Counter | None) -> None:
+        self._crowd = crowd
+        self._log = log
+        self._refused = refused
+
+    def enter(self, who: object, wire: asyncio.BaseTransport) -> TooMany | None:
+        """Count a connection that was accepted; if it is one too many, only that it was refused."""
+        peer = wire.get_extra_info("peername")
+        reason = self._crowd.enter(who, str(peer[0]) if peer else "")
+        if reason is not None:
+            most = self._crowd.most if reason == "busy" else self._crowd.of_address
+            self._log.warning("connection refused: too many", reason=reason, most=most)
+            if self._refused is not None:
+                self._refused.labels(reason).inc()
+        return reason
+
+    def leave(self, who: object) -> None:
+        """Count a connection no more, if it was."""
+        self._crowd.leave(who)
+
+
+class _Secured(TlsConnection):
+    """A connection that is to agree on TLS; one too many is closed without a word."""
+
+    __slots__ = ("_entrance",)
+
+    def __init__(
+        self, above: asyncio.Protocol, context: ssl.SSLContext, buffer: memoryview,
+        entrance: _Entrance, *, within_s: float,
+    ) -> None:  # fmt: skip
+        super().__init__(above, context, buffer, within_s=within_s)
+        self._entrance = entrance
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._entrance.enter(self, transport) is not None:
+            self.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._entrance.leave(self)
+        super().connection_lost(exc)
+
+
+def _refusal(reason: TooMany) -> bytes:
+    body = json.dumps({"error": _TOO_MANY[reason], "reason": reason})
+    return (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
+        f"Retry-After: 1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    ).encode()
+
+
 class _Refused(asyncio.Protocol):
     """A connection over the limit: it gets a 503, and its input is ignored."""
 
@@ -77,7 +134,7 @@ class _Refused(asyncio.Protocol):
 class _Connection(web.RequestHandler):
     """A connection that is aborted when its reader takes nothing for ``write_s`` seconds."""
 
-    __slots__ = ("_cut", "_http", "_log", "_most", "_refused", "_wire")
+    __slots__ = ("_cut", "_entrance", "_http", "_log", "_refused", "_wire")
 
     def __init__(
         self,
@@ -85,17 +142,18 @@ class _Connection(web.RequestHandler):
         *,
         loop: asyncio.AbstractEventLoop,
         http: HttpSettings,
-        most: int,
+        entrance: _Entrance | None,
         log: FilteringBoundLogger,
         refused: Counter | None,
     ) -> None:
+        """``entrance``: None if the connection has come through it, with TLS."""
         super().__init__(
             server, loop=loop, keepalive_timeout=http.idle_s, lingering_time=_LINGER_S,
             max_headers=_HEADERS, auto_decompress=False,
             access_log=cast("Any", None),  # probes and scrapes would be most of the lines
         )  # fmt: skip
         self._http = http
-        self._most = most
+        self._entrance = entrance
         self._log = log
         self._refused = refused
         self._wire: asyncio.Transport | None = None
@@ -103,18 +161,16 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wire = cast("asyncio.Transport", transport)
-        server = self._manager
-        if server is not None and len(server.connections) >= self._most:
-            self._log.warning("connection refused: too many", most=self._most)
-            self._count("busy")
-            wire.set_protocol(_Refused())
-            wire.write(_REFUSAL)
-            wire.close()
-            return
+        if self._entrance is not None:
+            reason = self._entrance.enter(self, wire)
+            if reason is not None:
+                wire.set_protocol(_Refused())
+                wire.write(_refusal(reason))
+                wire.close()
+                return
         # All bytes that the kernel has not yet taken count as unread, including the end of a
         # response: closing a connection would wait for them for ever.
-        # Transports with TLS take a buffer as full from `high` bytes on, others above them.
-        wire.set_write_buffer_limits(high=0 if wire.get_extra_info("sslcontext") is None else 1)
+        wire.set_write_buffer_limits(high=0)
         self._wire = wire
         super().connection_made(transport)
 
@@ -130,6 +186,8 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._keep()
         self._wire = None
+        if self._entrance is not None:
+            self._entrance.leave(self)
         super().connection_lost(exc)
 
     def _keep(self) -> None:
@@ -253,33 +311,38 @@ async def listening(
     app: web.Application,
     http: HttpSettings,
     port: int,
-    most: int,
+    crowd: Crowd,
     log: FilteringBoundLogger,
     tls: ssl.SSLContext | None = None,
     refused: Counter | None = None,
 ) -> AsyncIterator[int]:
     """Serve the application inside the block, which gets the port. Raises FedstreamError.
 
-    ``most``: concurrent connections; any more get a 503 and are closed. ``refused``: counts, by
+    ``crowd``: the concurrent connections, and how many there may be. ``refused``: counts, by
     reason, what no route was asked about.
     """
-    # A client that is slow to agree on TLS has as long as for a request.
-    handshake_s = None if tls is None else http.idle_s
     loop = asyncio.get_running_loop()
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 
-    def connected() -> _Connection:
+    entrance = _Entrance(crowd, log, refused)
+    buffer = memoryview(bytearray(READ if tls is not None else 0))
+
+    def connected() -> _Connection | _Secured:
         assert runner.server is not None  # noqa: S101  (it was set up)
-        return _Connection(runner.server, loop=loop, http=http, most=most, log=log, refused=refused)
+        connection = _Connection(
+            runner.server, loop=loop, http=http, entrance=entrance if tls is None else None,
+            log=log, refused=refused,
+        )  # fmt: skip
+        if tls is None:
+            return connection
+        # A client that is slow to agree on TLS has as long as for a request.
+        return _Secured(connection, tls, buffer, entrance, within_s=http.idle_s)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
         try:
-            server = await loop.create_server(
-                connected, http.host, port, ssl=tls, ssl_handshake_timeout=handshake_s,
-                backlog=_BACKLOG,
-            )  # fmt: skip
+            server = await loop.create_server(connected, http.host, port, backlog=_BACKLOG)
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             reason = getattr(error, "strerror", None) or error
             raise FedstreamError(
@@ -306,11 +369,14 @@ async def serving(
     async with AsyncExitStack() as stack:
         # Opened first and closed last: probes see the start and the drain.
         app = application(health, is_stopping, refused)
-        at = listening(app, http, http.health_port, _HEALTH_CONNECTIONS, log, refused=refused)
+        at = listening(
+            app, http, http.health_port, Crowd(_HEALTH_CONNECTIONS), log, refused=refused
+        )  # fmt: skip
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:
             app = application(routes, is_stopping, refused)
-            at = listening(app, http, http.port, http.connections, log, tls, refused)
+            crowd = Crowd(http.connections, http.address_connections)
+            at = listening(app, http, http.port, crowd, log, tls, refused)
             ports["port"] = await stack.enter_async_context(at)
         log.info("serving", host=http.host, **ports)
         yield

@@ -22,7 +22,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.quotas import Quota, network_of
+from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
@@ -35,6 +35,7 @@ from fedstream.protocol.messages import (
     Nothing,
     Surrender,
 )
+from fedstream.runtime.crowd import network_of
 
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler

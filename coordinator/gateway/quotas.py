@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, ip_address
-
 from aiolimiter import AsyncLimiter
 
 from fedstream.coordinator.gateway.refusals import Refusal
@@ -32,16 +30,3 @@ class Quota:
                 retry_after_s=1.0,
             )  # fmt: skip
         await limiter.acquire()
-
-
-def network_of(address: str) -> str:
-    """Whom an address is charged to: itself, or the /64 of IPv6, of which one host has any."""
-    try:
-        found = ip_address(address)
-    except ValueError:  # what a proxy forwards may be anything
-        return address
-    if isinstance(found, IPv4Address):
-        return str(found)
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return found.packed[:8].hex()

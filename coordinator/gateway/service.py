@@ -30,9 +30,11 @@ from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
 from fedstream.coordinator.gateway.moves import Moves
 from fedstream.coordinator.gateway.receipts import Receipts
+from fedstream.coordinator.gateway.settings import OTHER_FILES
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.coordinator.gateway.uploads import Uploads
 from fedstream.runtime.backoff import pause
+from fedstream.runtime.files import allow_files
 from fedstream.runtime.service import Context, repeat
 
 if TYPE_CHECKING:
@@ -147,6 +149,14 @@ class Gateway:
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
                 "ends TLS"
             )
+        wanted = self._settings.connections + OTHER_FILES
+        files = allow_files(wanted)
+        if files is not None and files < wanted:
+            context.log.warning(
+                "fewer open files than gateway.connections needs: raise the limit (ulimit -Hn), or "
+                "lower gateway.connections",
+                files=files, wanted=wanted,
+            )  # fmt: skip
         try:
             await repeat(context, "run", partial(self._join, context, tasks))
             if context.stop.is_set():

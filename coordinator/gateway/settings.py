@@ -14,6 +14,8 @@ from fedstream.broker.messages import OWNED
 from fedstream.protocol.messages import WAIT_S
 from fedstream.runtime.config import Positive, Section
 
+OTHER_FILES = 256  # that a gateway opens besides its devices' connections
+
 
 class GatewaySettings(Section):
     """Whom a gateway serves, for how long it waits for devices, and its limits on them."""
@@ -28,6 +30,8 @@ class GatewaySettings(Section):
     retry_s: tuple[Positive, Positive] = (1.0, 10.0)  # when to check in again: between these
     heartbeat_s: Positive = 5.0  # between two heartbeats of a device that trains
     connections: Annotated[int, Field(ge=1)] = 25_000  # simultaneous; each waiting device has one
+    # Of these, from one address, which may be that of a whole network; not with ``proxies``.
+    address_connections: Annotated[int, Field(ge=1)] = 10_000
     downloads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of models
     model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of models kept in memory
     # Of changes between models kept in memory; 0: devices get whole models.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY
-from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.coordinator.gateway.settings import OTHER_FILES, GatewaySettings
 from fedstream.coordinator.sites import served
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 
@@ -20,7 +20,6 @@ SKEW_S = 30.0  # of the 60 s between a device's clock and the gateway's: half of
 RESTART_S = 60.0  # that a new process, or a pod on another node, may take to serve again
 _DAY = 86_400.0
 _ENDS_S = 14 * _DAY  # warn if a certificate ends sooner
-_OTHER_FILES = 256  # that a gateway opens besides its devices' connections
 
 
 def is_gateways(user: str) -> bool:
@@ -41,7 +40,7 @@ def is_meant(settings: Settings, user: str) -> bool:
 def here(settings: GatewaySettings, *, now: float) -> Iterator[Finding]:
     """What can be seen on the gateway's machine. ``now``: seconds since 1970."""
     yield _certificate(settings, now)
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # up to which a gateway helps itself
     yield open_files(settings, None if most == resource.RLIM_INFINITY else most)
 
 
@@ -79,13 +78,13 @@ def _certificate(settings: GatewaySettings, now: float) -> Finding:
 
 def open_files(settings: GatewaySettings, most: int | None) -> Finding:
     """Compare the limit of open files with the connections. ``most``: files; None: no limit."""
-    about, wanted = "gateway open files", settings.connections + _OTHER_FILES
+    about, wanted = "gateway open files", settings.connections + OTHER_FILES
     if most is not None and most < wanted:
         return warning(
             about,
             f"this process may open {most} files, and gateway.connections = "
             f"{settings.connections}: devices beyond that could not connect",
-            f"raise the limit (ulimit -n) to {wanted}, or lower gateway.connections",
+            f"raise the limit (ulimit -Hn) to {wanted}, or lower gateway.connections",
         )
     of = "as many files as it likes" if most is None else f"{most} files"
     return ok(about, f"this process may open {of}; gateway.connections = {settings.connections}")

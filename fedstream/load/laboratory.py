@@ -18,6 +18,7 @@ from fedstream.load.line import DeviceLine
 from fedstream.load.load_device import LoadDevice
 from fedstream.load.stand_ins import StandIns
 from fedstream.load.tally import LoadTally
+from fedstream.runtime.files import allow_files
 
 if TYPE_CHECKING:
     from fedstream.device.address import GatewayAddress
@@ -130,17 +131,12 @@ def check(options: LoadOptions) -> None:
 
 def _allow_files(devices: int) -> None:
     """Raise the limit of open files, as far as it may be. Raises ConfigError if that won't do."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least, wanted = devices + _SPARE, 2 * devices + _SPARE  # a heartbeat may pass an upload
-    if hard != resource.RLIM_INFINITY:
-        if hard < least:
-            raise ConfigError(
-                f"{devices} devices need as many connections, and this process may have {hard} "
-                "open files: raise that (ulimit -Hn), or name fewer devices"
-            )
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    most = allow_files(2 * devices + _SPARE)  # a heartbeat may pass an upload
+    if most is not None and most < devices + _SPARE:
+        raise ConfigError(
+            f"{devices} devices need as many connections, and this process may have {most} "
+            "open files: raise that (ulimit -Hn), or name fewer devices"
+        )
 
 
 async def _watch(tally: LoadTally) -> None:

@@ -20,6 +20,7 @@ from fedstream.page import pages
 from fedstream.page.pages import NotThere, Selection
 from fedstream.page.past import Unwanted
 from fedstream.page.run import RecordedRun
+from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, listening
 from fedstream.runtime.signals import Stop
 
@@ -163,7 +164,7 @@ async def serve(run: RecordedRun, host: str, port: int, ready: Callable[[int], o
     log = structlog.get_logger()
     with Stop() as stop:
         stop.listen(lambda _name: loop.call_soon_threadsafe(ended.set))
-        async with listening(app, settings, port, settings.connections, log) as at:
+        async with listening(app, settings, port, Crowd(settings.connections), log) as at:
             ready(at)
             await ended.wait()
             site.is_ending = True

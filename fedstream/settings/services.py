@@ -266,7 +266,13 @@ def serve_role(role: str, settings: Settings, name: str) -> int:
     service, drain_s = _BUILDERS[role](settings, Keys(settings.run.name), name)
     http, tls = settings.http, None
     if role == "gateway":
-        http = http.model_copy(update={"connections": settings.gateway.connections})
+        of_address = None if settings.gateway.proxies else settings.gateway.address_connections
+        http = http.model_copy(
+            update={
+                "connections": settings.gateway.connections,
+                "address_connections": of_address,
+            }
+        )
         tls = settings.gateway.tls()
     return serve(
         service, http=http, log=settings.log, run=settings.run.name, name=name,

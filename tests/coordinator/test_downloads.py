@@ -32,6 +32,7 @@ from fedstream.coordinator.app import _PAGE_BYTES, page
 from fedstream.coordinator.downloads import Downloads
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, layout_of, model_of, wait_until, written_in
@@ -51,7 +52,7 @@ async def serving(
         coordinators.append(coordinator)
     app = application(coordinator.routes(), lambda: False)
     try:
-        async with listening(app, http, 0, http.connections, structlog.get_logger()) as port:
+        async with listening(app, http, 0, Crowd(100), structlog.get_logger()) as port:
             yield f"http://127.0.0.1:{port}"
     finally:
         await coordinator._client.close()

@@ -20,6 +20,7 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.device.address import GatewayAddress
 from fedstream.device.life import live
 from fedstream.operate.enrolment import invite
+from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.vector import layout_of
@@ -96,7 +97,7 @@ async def at_gateway(hand: Hand, redis: RedisSettings) -> AsyncIterator[Line]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(coordinating(hand, redis))
         app = application(gateway.routes(), its.stop.is_set)
-        at = listening(app, http, 0, 100, structlog.get_logger())
+        at = listening(app, http, 0, Crowd(100), structlog.get_logger())
         port = await stack.enter_async_context(at)
         await stack.enter_async_context(running(gateway, its))
         yield await stack.enter_async_context(Line(port))

@@ -29,6 +29,7 @@ from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
+from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.wire import F32
@@ -152,7 +153,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         http = HttpSettings()
         log = structlog.get_logger()
-        at = listening(web, http, 0, 100, log, settings.tls(), its.refused)
+        at = listening(web, http, 0, Crowd(100), log, settings.tls(), its.refused)
         port = await stack.enter_async_context(at)
         await stack.enter_async_context(running(one, its))
         yield port, came

@@ -296,6 +296,40 @@ def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
         runner.run(read())
 
 
+async def test_who_has_yet_to_agree_on_tls_counts_as_connected() -> None:
+    context, trusting = contexts()
+    async with site(tls=context, idle_s=1.0, connections=2) as made:
+        ends = [await made.connected() for _ in range(3)]  # nobody says a word
+        assert await is_closed(ends[2][0])
+        assert not ends[0][0].at_eof()
+        ends[0][1].close()
+
+        async def is_free() -> bool:
+            with suppress(ConnectionError, ssl.SSLError):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", made.ports["port"], ssl=trusting
+                )
+                writer.write(get("/short"))
+                status = (await answer(reader))[0]
+                writer.close()
+                return status == 200
+            return False
+
+        await wait_until(is_free)
+        for _, writer in ends:
+            writer.close()
+
+
+async def test_one_address_leaves_places_for_others() -> None:
+    async with site(connections=8, address_connections=1) as made:
+        reader, writer = await made.connected()
+        writer.write(get("/short"))
+        assert (await answer(reader))[0] == 200
+        status, _, body = await made.said(b"")
+        assert (status, body["reason"]) == (503, "address")
+        writer.close()
+
+
 async def test_stalled_reader_over_tls_is_cut_off() -> None:
     context, trusting = contexts()
     async with site(tls=context, write_s=0.3) as made:

@@ -22,6 +22,7 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.protocol.messages import Offer
+from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings
@@ -126,7 +127,7 @@ async def serving(
     app = application(gateway.routes(), its.stop.is_set, its.refused)
     async with AsyncExitStack() as stack:
         log = structlog.get_logger()
-        at = listening(app, http, 0, http.connections, log, its.tls, its.refused)
+        at = listening(app, http, 0, Crowd(http.connections), log, its.tls, its.refused)
         port = await stack.enter_async_context(at)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))

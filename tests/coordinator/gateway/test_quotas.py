@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.coordinator.gateway.quotas import Quota, network_of
+from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.runtime.crowd import network_of
 
 
 @pytest.mark.parametrize(

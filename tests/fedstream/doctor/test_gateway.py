@@ -90,7 +90,7 @@ def test_files_that_the_gateway_could_not_use(tmp_path: Path) -> None:
 def test_connections_need_open_files(files: int | None, level: str) -> None:
     found = gateway.open_files(GatewaySettings(connections=1024), files)
     assert found.level == level
-    assert ("raise the limit (ulimit -n) to 1280" in str(found)) == (level == "warning")
+    assert ("raise the limit (ulimit -Hn) to 1280" in str(found)) == (level == "warning")
 
 
 @pytest.mark.parametrize(

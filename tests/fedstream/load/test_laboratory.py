@@ -19,6 +19,7 @@ from fedstream.device.address import GatewayAddress
 from fedstream.load import report
 from fedstream.load.habits import Habits
 from fedstream.load.laboratory import LoadOptions, check, load
+from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.wire import F32
@@ -40,7 +41,7 @@ async def gateway(hand: Hand, redis: RedisSettings) -> AsyncIterator[tuple[Gatew
     its = context()
     app = application(service.routes(), its.stop.is_set)
     async with (
-        listening(app, HttpSettings(), 0, 100, structlog.get_logger(), None) as port,
+        listening(app, HttpSettings(), 0, Crowd(100), structlog.get_logger(), None) as port,
         running(service, its),
     ):
         yield service, f"http://127.0.0.1:{port}"
