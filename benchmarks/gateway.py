@@ -89,7 +89,9 @@ class Cluster:
             "FEDSTREAM_GATEWAY__POLL_S": str(POLL_S),
             "FEDSTREAM_GATEWAY__RETRY_S": json.dumps(RETRY_S),
             "FEDSTREAM_GATEWAY__DEVICES": str(max(20_000, asked.devices)),
-            "FEDSTREAM_GATEWAY__ADDRESS_RATE": "100000",  # all devices come from one address
+            # All devices come from one address.
+            "FEDSTREAM_GATEWAY__ADDRESS_RATE": "100000",
+            "FEDSTREAM_GATEWAY__ADDRESS_CONNECTIONS": "100000",
         }
 
     def start(self, role: str, *sets: str) -> None:
