@@ -55,7 +55,7 @@ class Keys:
         self.open = prefix + "open"  # task -> trigger, for all tasks not yet ended
         self.admitted = prefix + "admitted"  # task -> the attempt that was admitted
         self.ended = prefix + "ended"  # the newest ended tasks, ordered by id
-        self.counts = prefix + "counts"  # tasks by outcome and reason, strays by reason
+        self.counts = prefix + "counts"  # tasks by outcome and reason, strays, encoded updates
         self.tokens = prefix + "tokens"  # role -> fencing token; "look" during a repair
         self.trainers = prefix + "trainers"  # trainer -> its latest description of itself
         self.alive = prefix + "alive"  # trainer -> when it was last heard from, Redis's clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, Self
+from typing import Literal, Self, TypedDict
 
 import msgpack
 
@@ -207,6 +207,14 @@ def _encoded(record: Mapping[str, bytes]) -> Encoded | None:
     return Encoded.parsed(text) if blob == record["blob"] else None
 
 
+class EncodedUpdates(TypedDict):
+    """Updates in wire formats, as Redis counted them."""
+
+    updates: int
+    bytes: int  # of all of them together
+    smaller_by: float | None  # the factor by which float32 would be larger; None: there is none
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tally:
     """Everything countable about a run, read in one step."""
@@ -242,6 +250,13 @@ class Tally:
     def outcomes(self) -> dict[Outcome, int]:
         """Number of ended tasks by outcome; together with the open ones they equal ``issued``."""
         return {outcome: self.counts.get(outcome, 0) for outcome in OUTCOMES}
+
+    @property
+    def encoded(self) -> EncodedUpdates:
+        """The updates admitted in a wire format other than ``f32``."""
+        number, size = self.counts.get("encoded", 0), self.counts.get("encoded_bytes", 0)
+        smaller_by = round(number * self.run.layout.nbytes / size, 2) if size else None
+        return {"updates": number, "bytes": size, "smaller_by": smaller_by}
 
     def reasons(self, outcome: str) -> dict[str, int]:
         """Counts by reason of an outcome, or of ``stray``: messages that ended no task."""

@@ -49,6 +49,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "published_as": head.encoded.format if head.encoded else "f32",
         "mean_staleness": head.mean_staleness,
         "buffered_now": head.buffered,
+        "encoded": view.encoded,
         "tasks": {"issued": view.issued, **view.outcomes, "open": view.tasks},
         "refused": view.reasons("refused"),
         "given_up": view.reasons("given_up"),

@@ -94,11 +94,16 @@ if a.size < least or a.size > most then return refused(reasons.SIZE) end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused(reasons.UNKNOWN_BASE) end
 if a.tau < since then return refused(reasons.UNKNOWN_BASE) end -- older than its task
 if max_staleness and head - since > tonumber(max_staleness) then return refused(reasons.TOO_STALE) end
-local why = unlike(string.format('%d', a.size))
+local size_text = string.format('%d', a.size)
+local why = unlike(size_text)
 if why then return refused(why) end
 redis.call('UNLINK', admitted) -- RENAME would delete it synchronously, however large
 redis.call('RENAME', blob, admitted)
 redis.call('PERSIST', admitted)
 redis.call('HSET', key.admitted, a.task, a.attempt)
+if a.least then -- in a wire format: what it saves is shown
+  count('encoded')
+  redis.call('HINCRBY', key.counts, 'encoded_bytes', size_text)
+end
 redis.call('XADD', key.queue, '*', 'm', a.trusted and ARGV[2] or with(ARGV[2], {handed = since}))
 return {'admitted', ''}

@@ -123,6 +123,7 @@ def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any
         "seconds": round(seconds, 3),
         "updates_per_s": round(updates / seconds, 3) if seconds else 0.0,
         "tasks": tasks_of(view),
+        "encoded": view.encoded if view else None,
         "refused": view.reasons("refused") if view else {},
         "given_up": view.reasons("given_up") if view else {},
         "dead": view.reasons("dead") if view else {},

@@ -34,6 +34,12 @@ class _Tasks(BaseModel):
     issued: int
 
 
+class _Encoded(BaseModel):
+    updates: int
+    bytes: int
+    smaller_by: float | None
+
+
 class _Answer(BaseModel):
     """Fields used of a coordinator's answer, validated because another server may be answering."""
 
@@ -62,9 +68,10 @@ class _Answer(BaseModel):
     buffered_now: int
     kept_versions: int
     dead_letters: int
-    # The next two are absent if the coordinator is of an older release.
+    # The next three are absent if the coordinator is of an older release.
     quarantined: list[int] = []
     published_as: str = "f32"
+    encoded: _Encoded | None = None
     trainers: int
     register_: dict[str, dict[str, Any]] = Field(alias="register")  # BaseModel has a `register`
 
@@ -174,6 +181,8 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     if barred := about.get("quarantined"):
         rows.append(("quarantined", quarantined(barred)))
+    if encoded := _encoded(about):
+        rows.append(("encoded", encoded))
     rows += [
         ("waiting", backlog),
         ("kept", f"{about['kept_versions']} versions, {about['dead_letters']} dead letters"),
@@ -186,6 +195,18 @@ def _model(about: Mapping[str, Any]) -> str:
     size = f"{about['parameters']:,} parameters, {about['model_bytes']:,} bytes"
     copy = about.get("published_as", "f32")
     return size if copy == "f32" else f"{size}, published as {copy}"
+
+
+def _encoded(about: Mapping[str, Any]) -> str:
+    """What wire formats saved; '' if no update came in one."""
+    found = about.get("encoded")
+    if not found or not found["updates"]:
+        return ""
+    each = found["bytes"] / found["updates"]
+    return (
+        f"{found['updates']:,} updates of {each:,.0f} bytes, {found['smaller_by']} times smaller "
+        "than float32"
+    )
 
 
 def trainers(register: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -19,4 +19,6 @@ def test_wire_formats(reader: Callable[..., Reader]) -> None:
         summary = json.loads((page.folder / "runs/int8/summary.json").read_text())
         assert (summary["versions"], summary["accuracy"] > 0.6) == (60, True), summary
         assert adds_up(summary)
+        assert summary["encoded"]["updates"] >= 60
+        assert summary["encoded"]["smaller_by"] > 3.8
         assert "60 of 60 versions identical" in page.said["fedstream replay runs/int8"]

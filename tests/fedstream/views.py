@@ -21,7 +21,7 @@ def view(counts: Mapping[str, int] | None = None, **given: Any) -> View:
     head = Head(version=3, digest="d3", blob="3.1", time=CREATED + 3, epoch=1)
     about: dict[str, Any] = {
         "run": run, "head": head, "counts": counts or {}, "open": (), "admitted": 0, "queue": 0,
-        "triggers": 0, "inbox": 0, "trainers": 2, "kept": 4, "dead": 0, "owned": (),
+        "triggers": 0, "inbox": 0, "trainers": 2, "workers": 2, "kept": 4, "dead": 0, "owned": (),
         "pool": False, "now": CREATED + 4,
     }  # fmt: skip
     about |= given

@@ -150,6 +150,23 @@ async def test_undecodable_update_never_reaches_the_model(
     assert (taken[0].upload.task, taken[0].upload.format) == (bad.task, how)
 
 
+async def test_what_formats_save_is_counted_once(
+    make: Any, coordinator: Callable[[], Coordinator], hand: Hand
+) -> None:
+    sent = {"int8": encoded("int8"), "topk:0.1+zstd": encoded("topk:0.1+zstd")}
+    async with pipeline(hand, coordinator(), make(EACH)):
+        for number, (how, data) in enumerate(sent.items(), 1):
+            upload = await answered(hand, data, how)
+            await hand.client.call("XADD", hand.keys.inbox("pool"), "*", "m", upload.encode())
+            await hand.reaches(number)
+        await answered(hand, model_of(LAYOUT, 2.0).buffer.tobytes(), "f32")
+        await hand.reaches(3)
+        size = sum(map(len, sent.values()))
+        assert (await hand.ledger.look()).encoded == {
+            "updates": 2, "bytes": size, "smaller_by": pytest.approx(2 * 1200 / size, abs=0.01),
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BY_WORD)
 async def test_impossible_format_is_not_admitted(
     name: str, make: Any, coordinator: Callable[[], Coordinator], hand: Hand, folder: Path

@@ -190,6 +190,13 @@ def test_status_shows_what_http_says() -> None:
     assert "published as" not in shown  # as it is
 
 
+def test_status_says_what_wire_formats_save() -> None:
+    about = status("demo", view({"encoded": 1200, "encoded_bytes": 6000})) | {"register": {}}
+    assert "1,200 updates of 5 bytes, 3.2 times smaller than float32" in text_of(page.page(about))
+    for nothing in (status("demo", view())["encoded"], None):  # None: an older coordinator's
+        assert "smaller" not in text_of(page.page(about | {"encoded": nothing}))
+
+
 def test_status_names_the_format_in_which_models_are_published() -> None:
     head = replace(view().head, encoded=Encoded("bf16+zstd", 9, "d"))
     about = status("demo", view(head=head)) | {"register": {}}
