@@ -160,6 +160,10 @@ def report_run(
             help="measure every N-th version; 0: none; default: those in metrics.csv, or about 50",
         ),
     ] = None,
+    html: Annotated[
+        bool,
+        typer.Option("--html", help="also write the pages of `fedstream ui` as one file"),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write summary, table and picture of a run from its journal alone.
@@ -184,6 +188,13 @@ def report_run(
             folder, out, config=config, task=task, trusted=trust, data_root=data_root, every=every,
             step=step,
         )  # fmt: skip
+        if html:
+            from fedstream.page import single
+            from fedstream.page.run import RecordedRun
+
+            made = found.files[0].parent
+            run = RecordedRun(folder, metrics=made / report.METRICS)
+            found.files.append(single.write(run, made))
     for note in found.notes:
         line(f"fedstream: {note}", err=True)
     if as_json:

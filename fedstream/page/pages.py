@@ -18,10 +18,10 @@ from markupsafe import Markup
 from fedstream import __version__
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import OUTCOMES
-from fedstream.journal import JournalError
 from fedstream.page import charts
 from fedstream.page.columns import each
 from fedstream.page.devices import OUTLIER, DeviceRow, devices_of
+from fedstream.page.portraits import LayerGap, Portrait, Push
 from fedstream.page.run import RecordedRun
 from fedstream.runtime.visible import visible
 from fedstream.terminal import counted, measure, number
@@ -75,7 +75,7 @@ class Selection:
 
 def overview(run: RecordedRun) -> str:
     """Curves over versions, staleness, outcomes."""
-    return _page(
+    return page(
         run, "overview.html", "Overview", "Overview",
         facts=facts(run), charts=charts.of_run(run), outcomes=outcomes(run),
     )  # fmt: skip
@@ -84,7 +84,7 @@ def overview(run: RecordedRun) -> str:
 def devices(run: RecordedRun, sort: str) -> str:
     """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere."""
     rows = sorted_devices(devices_of(run.columns), sort)
-    return _page(run, "devices.html", "Devices", "Devices", devices=rows, sort=sort)
+    return page(run, "devices.html", "Devices", "Devices", devices=rows, sort=sort)
 
 
 def device(run: RecordedRun, wanted: int) -> str:
@@ -99,13 +99,13 @@ def device(run: RecordedRun, wanted: int) -> str:
         (f"{name}, {unit}" if unit else name, _cell_of(getattr(row, key), key))
         for key, name, unit in DEVICE_COLUMNS[1:]
     ]
-    return _page(
+    return page(
         run, "device.html", f"Device {wanted}", "Devices",
         device=row, labels=labels, facts=about, charts=charts.of_device(run, wanted),
     )  # fmt: skip
 
 
-def updates(run: RecordedRun, wanted: Selection, page: int) -> str:
+def updates(run: RecordedRun, wanted: Selection, part: int) -> str:
     """A page of the updates that are wanted, numbered from 0."""
     columns = run.columns
     rows = columns.updates
@@ -114,13 +114,13 @@ def updates(run: RecordedRun, wanted: Selection, page: int) -> str:
         "reasons": sorted(name for name in columns.reasons if name),
     }
     found = np.flatnonzero(_matching(run, wanted))
-    begin = page * PAGE
+    begin = part * PAGE
     places = found[begin : begin + PAGE]
-    return _page(
+    return page(
         run, "updates.html", "Updates", "Updates", wanted=wanted, known=known, total=len(found),
         begin=begin, rows=shown(run, places),
-        before=f"/updates?{wanted.query(page - 1)}" if page else "",
-        after=f"/updates?{wanted.query(page + 1)}" if begin + PAGE < len(found) else "",
+        before=f"/updates?{wanted.query(part - 1)}" if part else "",
+        after=f"/updates?{wanted.query(part + 1)}" if begin + PAGE < len(found) else "",
     )  # fmt: skip
 
 
@@ -139,40 +139,64 @@ def version(
                 f"version {one} is not in the journal, which has {run.oldest} to {run.newest}: the "
                 f"nearest is {columns.nearest(one)}"
             )
-    portrait, gaps, problem = None, {}, ""
-    try:
-        portrait = run.portraits.known(wanted)
-        if models:
-            portrait = run.portraits.of(wanted, is_waiting)
-        if portrait is not None and to is not None:
-            gaps = {one.name: one for one in run.portraits.gap(wanted, to, is_waiting)}
-    except JournalError as error:
-        problem = str(error)
-    except FedstreamError as error:  # the rule that made it may not be loaded
-        problem = f"No models: {error}"
-    begin, end = columns.since_previous(wanted)
-    places = np.arange(begin, end)
-    inside = columns.contained == wanted
     place = int(np.searchsorted(columns.numbers, wanted))
-    around = [int(columns.numbers[at]) if 0 <= at < len(columns.numbers) else None
-              for at in (place - 1, place + 1)]  # fmt: skip
-    return _page(
+    before, after = (
+        int(columns.numbers[at]) if 0 <= at < len(columns.numbers) else None
+        for at in (place - 1, place + 1)
+    )
+    return page(
         run, "version.html", f"Version {wanted}", "Versions",
-        number=wanted, to=to, query="" if to is None else f"?to={to}",
-        before=around[0], after=around[1], facts=_facts_of(run, wanted),
-        begins=bool(columns.row(wanted)["begins"]),
-        used=shown(run, np.flatnonzero(inside)), others=shown(run, places[~inside[begin:end]]),
-        portrait=portrait, gaps=gaps, problem=problem,
-        pushes=None if portrait is None else {push.offset: push for push in portrait.pushes},
+        query="" if to is None else f"?to={to}", before=before, after=after,
+        view=view(run, wanted, to, models=models, is_waiting=is_waiting),
     )  # fmt: skip
 
 
 def error(run: RecordedRun, title: str, text: str) -> str:
     """What went wrong, as a page."""
-    return _page(run, "error.html", title, "", text=text)
+    return page(run, "error.html", title, "", text=text)
 
 
 # what they show
+
+
+@dataclass(frozen=True)
+class VersionView:
+    """A version as it is shown. What its model says is None until that was made."""
+
+    number: int
+    to: int | None  # the version that it is compared with
+    facts: list[tuple[str, str]]
+    begins: bool  # no update made it
+    used: list[dict[str, Any]]  # the updates that made it
+    others: list[dict[str, Any]]  # decided since the version before, but not in this one
+    portrait: Portrait | None
+    pushes: dict[int, Push] | None
+    gaps: dict[str, LayerGap]
+    problem: str  # why there is no portrait
+
+
+def view(
+    run: RecordedRun, wanted: int, to: int | None, *, models: bool, is_waiting: Callable[[], bool]
+) -> VersionView:
+    """A version that the journal has, with arguments as for :func:`version`. Raises Unwanted."""
+    columns = run.columns
+    portrait, gaps, problem = run.portraits.known(wanted), {}, ""
+    try:
+        if models:
+            portrait = run.portraits.of(wanted, is_waiting)
+        if portrait is not None and to is not None:
+            gaps = {one.name: one for one in run.portraits.gap(wanted, to, is_waiting)}
+    except FedstreamError as error:  # without weights, or the rule that made it may not be loaded
+        problem = f"No models: {error}"
+    begin, end = columns.since_previous(wanted)
+    outside = columns.contained[begin:end] != wanted
+    return VersionView(
+        wanted, to, _facts_of(run, wanted), bool(columns.row(wanted)["begins"]),
+        shown(run, np.flatnonzero(columns.contained == wanted)),
+        shown(run, np.arange(begin, end)[outside]), portrait,
+        None if portrait is None else {push.offset: push for push in portrait.pushes},
+        gaps, problem,
+    )  # fmt: skip
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
@@ -278,11 +302,12 @@ def _number_in(names: Sequence[str], name: str, what: str) -> int:
 # templates
 
 
-def _page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -> str:
+def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -> str:
+    """A page of a template. ``here``: where the navigation stands."""
     head = run.past.head
     state, why = run.state
-    return render(
-        template, title=title, here=here, release=__version__,
+    # All that is shown is escaped: much of it is somebody else's.
+    return _templates().get_template(template).render( title=title, here=here, release=__version__,
         run={
             "name": head.run, "task": head.task, "strategy": head.strategy.get("name"),
             "state": state, "why": why, "oldest": run.oldest, "newest": run.newest,
@@ -290,11 +315,6 @@ def _page(run: RecordedRun, template: str, title: str, here: str, **about: Any) 
         },
         **about,
     )  # fmt: skip
-
-
-def render(template: str, **about: Any) -> str:
-    """A template's text. All that is shown was escaped: much of it is somebody else's."""
-    return _templates().get_template(template).render(about)
 
 
 @cache

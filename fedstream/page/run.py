@@ -23,12 +23,19 @@ from fedstream.runs.record import stands
 class RecordedRun:
     """A run's folder or a bare journal, as it stands. One thread at a time may use it."""
 
-    def __init__(self, path: Path, read: Callable[[int], object] = lambda _bytes: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[int], object] = lambda _bytes: None,
+        metrics: Path | None = None,
+    ) -> None:
         """Open it; ``read`` is told of the bytes of the journal that are read.
 
-        Raises FedstreamError if there is no run.
+        ``metrics``: another table of measurements than the run's own. Raises FedstreamError if
+        there is no run.
         """
         self.path = path
+        self._table = metrics or path / report.METRICS
         self.journal = journal_of(path)
         self._marks = marks(self.journal)
         if not self._marks:
@@ -69,8 +76,7 @@ class RecordedRun:
     @cached_property
     def measured(self) -> list[Measurement]:
         """What was measured, by ascending version. Raises FedstreamError for a foreign table."""
-        found = measurements(self.path / report.METRICS) if self.path.is_dir() else []
-        return sorted(found, key=lambda one: one.version)
+        return sorted(measurements(self._table), key=lambda one: one.version)
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:

@@ -340,6 +340,8 @@ def test_browser(reader: Open) -> None:
             with urllib.request.urlopen(link + path, timeout=60) as answer:  # noqa: S310
                 assert answer.status == 200
         assert (page.folder / "runs/demo/journal.index").is_file()
+        page.follow()
+        assert "Version 12" in (page.folder / "runs/demo/report/report.html").read_text()
         page.stop()
 
 

@@ -19,6 +19,9 @@ from typing import Any
 
 import pytest
 
+from fedstream.page import single
+from fedstream.page.run import RecordedRun
+
 pytestmark = pytest.mark.process
 
 PAGES = ("/", "/versions/30?models=1", "/updates", "/devices", "/devices/3")
@@ -203,6 +206,20 @@ def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) 
         page.get_by_role("link", name="distance").first.click()
         assert page.locator("tbody th").first.inner_text() == "3"
         tab.context.close()
+
+
+def test_report_in_one_file(browser: Any, recorded: Path, tmp_path: Path) -> None:
+    """Its policy lets its own scripts and styles run; a link to a version opens it."""
+    file = single.write(RecordedRun(recorded), tmp_path)
+    tab = Tab(browser, f"file://{tmp_path}/")
+    page = tab.go(f"{file.name}#version-31")
+    assert page.locator("figure.chart canvas").count() == 5
+    assert page.locator("header").evaluate("(one) => getComputedStyle(one).display") == "flex"
+    assert page.locator("#version-31").is_visible()
+    assert not page.locator("#version-30").is_visible()
+    assert tab.wrong == []
+    assert {url.partition("#")[0] for url in tab.asked} == {f"file://{file}"}
+    tab.context.close()
 
 
 @pytest.mark.parametrize("path", PAGES)

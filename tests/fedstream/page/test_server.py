@@ -6,7 +6,6 @@ import asyncio
 import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,46 +16,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import HEADERS, PageServer
 from tests.fedstream.conftest import Command
-from tests.fedstream.page.conftest import VERSIONS
+from tests.fedstream.page.conftest import VERSIONS, Page
 from tests.fedstream.recordings.scribes import FIRST, flip, two_segments
 from tests.journals import Scribe
 
 Client: TypeAlias = TestClient[web.Request, web.Application]
 Get = Callable[[str], Awaitable[tuple[int, str]]]
-
-
-class Page(HTMLParser):
-    """Tags and their attributes, and the text of cells and headings."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-        self.inline: list[str] = []  # what a strict policy would refuse to run
-        self.cells: list[str] = []
-        self._in: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        about = dict(attrs)
-        self._in.append(tag)
-        if tag in ("th", "td"):
-            self.cells.append("")
-        if tag == "a":
-            self.links.append(about.get("href") or "")
-        if tag == "script" and "src" not in about and about.get("type") != "application/json":
-            self.inline.append(tag)
-        self.inline += [name for name in about if name == "style" or name.startswith("on")]
-        if tag != "a":
-            self.loaded += [value for name in ("src", "href") if (value := about.get(name))]
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._in and self._in.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if {"th", "td"} & set(self._in) and self.cells:
-            self.cells[-1] += data
 
 
 @pytest.fixture

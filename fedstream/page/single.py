@@ -1,0 +1,69 @@
+"""`fedstream report --html`: a run's pages in one file, to attach to a ticket.
+
+The file asks nobody for anything: styles and scripts are in it, and its policy allows these alone,
+by their hashes.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from markupsafe import Markup
+
+from fedstream.broker.errors import ConfigError
+from fedstream.page import charts, pages
+from fedstream.page.devices import devices_of
+from fedstream.page.run import RecordedRun
+from fedstream.page.server import static
+
+NAME = "report.html"
+VERSIONS = 200  # in the file, evenly chosen: some 3 kB each
+
+
+def write(run: RecordedRun, folder: Path) -> Path:
+    """Write the file into a folder; returns its path. The models of its versions are made again.
+
+    Raises FedstreamError; ConfigError if there is such a file already.
+    """
+    text = single(run)
+    path = folder / NAME
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}: choose another folder") from error
+    return path
+
+
+def single(run: RecordedRun) -> str:
+    """The file's text. Raises FedstreamError."""
+    styles, scripts = (
+        [Markup(static(name).decode()) for name in names]  # noqa: S704  (our own files)
+        for names in (("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js"))
+    )
+    numbers = run.columns.numbers
+    chosen = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), VERSIONS)).astype(int))
+    views = [
+        pages.view(run, int(one), None, models=True, is_waiting=lambda: True)
+        for one in numbers[chosen]
+    ]
+    return pages.page(
+        run, "single.html", "Report", "",
+        policy=_policy(styles, scripts), styles=styles, scripts=scripts, total=len(numbers),
+        facts=pages.facts(run), charts=charts.of_run(run), outcomes=pages.outcomes(run),
+        devices=pages.sorted_devices(devices_of(run.columns), "device"), views=views,
+    )  # fmt: skip
+
+
+def _policy(styles: list[Markup], scripts: list[Markup]) -> str:
+    """A content security policy under which these run, and nothing else."""
+    allowed = {
+        kind: " ".join(
+            f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in texts
+        )
+        for kind, texts in (("style-src", styles), ("script-src", scripts))
+    }
+    return "; ".join(["default-src 'none'", *(f"{kind} {of}" for kind, of in allowed.items())])
