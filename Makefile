@@ -65,9 +65,10 @@ chaos: .venv/installed  ## 420 faults in real pipelines; the tables in benchmark
 chaos-mutants: .venv/installed  ## faults planted in the code, which chaos must notice (half an hour)
 	$(BIN)/python -m tests.chaos.mutants
 
-fuzz: .venv/installed  ## 100,000 hostile inputs for everything that reads what others wrote, and as many requests (ten minutes)
+fuzz: .venv/installed  ## 100,000 hostile inputs for everything that reads what others wrote, and as many requests (a quarter of an hour)
 	$(BIN)/python -m tests.fuzz --inputs 100000
 	$(BIN)/python -m tests.fuzz.raw_requests --inputs 100000
+	$(BIN)/python -m tests.fuzz.by_schema --inputs 5000
 
 mutants: .venv/installed  ## 200 small faults, one at a time: would a test notice? (an hour)
 	$(BIN)/python -m tests.mutants --mutants 40 --csv benchmarks/results/mutants.csv

@@ -6,7 +6,7 @@ fault is fixed, move the input to ``tests/fuzz/finds/TARGET``; ``test_fuzz.py`` 
 on.
 
 ``python -m tests.fuzz.raw_requests`` (also of ``make fuzz``) does the same to a gateway, with
-requests on real connections.
+requests on real connections; ``python -m tests.fuzz.by_schema`` draws them from its document.
 
 Why not a coverage-guided fuzzer: nearly every format here is msgpack, often behind a digest. Bytes
 changed blindly fail the digest; what gets past it is a well-formed value of the wrong type, size or

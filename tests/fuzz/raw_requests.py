@@ -36,8 +36,9 @@ from fedstream.broker.keys import Keys
 from fedstream.protocol.messages import Access, Enrolment
 from fedstream.protocol.signatures import pem_of, sign
 from tests.broker.servers import redis
+from tests.coordinator.gateway.attacks import SMUGGLED, TRICKS
 from tests.coordinator.gateway.places import SITE, Place, serving
-from tests.coordinator.gateway.raw import trickle
+from tests.coordinator.gateway.raw import request, trickle
 from tests.fuzz.mutation import mutated_bytes, mutated_value
 from tests.support import EveryRole, Hand
 
@@ -71,6 +72,8 @@ _TARGETS = (
     "http://elsewhere/v1/token", "elsewhere:443", "/v1/token?x=1", "/v1/token#x", "/v1/%ff%fe",
     "/v1/tasks/" + "a" * 5000 + "/heartbeat", "http://[::1", "/v1/tasks/a/updates/b",
 )  # fmt: skip
+_ATTACKED = (*SMUGGLED.values(), *(request("GET", target) for target in TRICKS))
+_ATTACKS = 0.1  # of the inputs
 _METHODS = (
     "GET",
     "HEAD",
@@ -192,7 +195,12 @@ def _json(value: Any) -> bytes:
 
 
 def mutated(valid: list[Request], rng: Random) -> bytes:
-    """One of them, changed in one to three places, and perhaps with another one behind it."""
+    """One of them, changed in one to three places, and perhaps with another one behind it.
+
+    Or one of the known attacks, with changes anywhere.
+    """
+    if rng.random() < _ATTACKS:
+        return mutated_bytes(rng.choice(_ATTACKED), rng)
     found = rng.choice(valid)
     changed = Request(found.method, found.target, list(found.headers), found.body)
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -208,7 +216,7 @@ def mutated(valid: list[Request], rng: Random) -> bytes:
 
 def _change(one: Request, rng: Random) -> None:
     at = rng.randrange(len(one.headers)) if one.headers else 0
-    match rng.randrange(12):
+    match rng.randrange(13):
         case 0:
             one.method = rng.choice(_METHODS)
         case 1:
@@ -236,6 +244,11 @@ def _change(one: Request, rng: Random) -> None:
             one.headers = [h for h in one.headers if h[0] != "Content-Length"]
             one.headers.append(("Transfer-Encoding", "chunked"))
             one.body = f"{size.format(len(one.body))}\r\n".encode() + one.body + b"\r\n0\r\n\r\n"
+        case 11:
+            if rng.random() < 0.5:
+                one.headers += [(f"X-{n}", "y") for n in range(rng.choice((60, 65, 500)))]
+            else:
+                one.headers.append(("X", "y" * rng.choice((8190, 8192, 70_000))))
         case _:
             one.end = rng.choice(("\n", "\r", "\r\n", "\r\n\r\n"))
 
@@ -250,9 +263,10 @@ def _body(body: bytes, rng: Random) -> bytes:
 
 
 def inputs(n: int, valid: list[Request], rng: Random) -> Iterator[bytes]:
-    """``n`` of them, the valid ones first."""
-    yield from (one.encode() for one in valid[:n])
-    for _ in range(n - len(valid)):
+    """``n`` of them, the valid ones first, and then the known attacks."""
+    known = [*(one.encode() for one in valid), *_ATTACKED][:n]
+    yield from known
+    for _ in range(n - len(known)):
         yield mutated(valid, rng)
 
 
