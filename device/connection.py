@@ -10,6 +10,7 @@ import asyncio
 import io
 import os
 import random
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -39,6 +40,8 @@ _SLOWEST = 16 << 10  # bytes per second of an upload
 _MOST_WAIT_S = 60.0  # between tries, unless the gateway asks for more
 _LONGEST_WAIT_S = 3600.0  # whatever the gateway asks for
 _PIECE = 1 << 16  # bytes
+_CLOSED = (ConnectionResetError, aiohttp.ServerDisconnectedError)
+_ABOUT_CERTIFICATES = re.compile("CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE")  # alerts
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -74,6 +77,7 @@ class Connection:
     def __init__(self, address: GatewayAddress, say: Callable[[str], None]) -> None:
         """Raises ConfigError."""
         self.base, self._tls, self._proxy = address.base, address.tls(), address.proxy()
+        self._cert = address.cert
         self._say = say
         self._backoff = Backoff(0.5, _MOST_WAIT_S, rng=random.Random())
         self._trouble_since: float | None = None
@@ -151,7 +155,7 @@ class Connection:
         except TimeoutError as error:
             raise NotNow(f"{self.base} did not answer in time") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise NotNow(f"cannot reach {self.base}: {_in_words(error)}") from error
+            raise self._unreachable(error) from error
 
     async def answered(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Call ``ask`` until it raises no NotNow, with a wait after each."""
@@ -183,6 +187,23 @@ class Connection:
             away_s = time.monotonic() - self._trouble_since
             self._trouble_since = None
             self._say(f"the gateway answers again after {away_s:.1f} s")
+
+    def _unreachable(self, error: Exception) -> FedstreamError:
+        """What a failed connection means: at first, perhaps a certificate that is asked for.
+
+        A server that isn't satisfied says so by an alert, or just closes the connection.
+        """
+        inner = getattr(error, "os_error", None) or error.__cause__ or error
+        why, asked = f"cannot reach {self.base}: {_in_words(error)}", ""
+        if isinstance(inner, ssl.SSLError) and _ABOUT_CERTIFICATES.search(inner.reason or ""):
+            asked = "asks for a certificate of the device"
+        elif self.base.scheme == "https" and isinstance(inner, _CLOSED):
+            asked = "may ask for a certificate of the device"
+        if self._has_worked or not asked:
+            return NotNow(why)
+        if self._cert is None:
+            return NotNow(f"{why}: it {asked}: name yours with --cert FILE")
+        return NotNow(f"{why}: it {asked}, and may not accept that of --cert {self._cert}")
 
     def _untrusted(self, error: Exception) -> str:
         why = getattr(error, "certificate_error", error)

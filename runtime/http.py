@@ -41,7 +41,7 @@ _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
 _BACKLOG = 1024  # connections that wait to be accepted, when many clients come back at once
 # Why, before any route is asked or without one; `internal` is a fault of ours.
-REFUSED = ("malformed", "no such route", "method", "busy", "address", "internal")
+REFUSED = ("malformed", "no such route", "method", "busy", "address", "certificate", "internal")
 _TOO_MANY: dict[TooMany, str] = {
     "busy": "too many connections: try again later",
     "address": "too many connections from this address",

@@ -5,6 +5,7 @@ Nothing here trusts a certificate.
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,12 +16,13 @@ from fedstream.broker.errors import ConfigError
 from fedstream.runtime.logging import stamp
 
 if TYPE_CHECKING:
-    import ssl
-
+    from prometheus_client import Counter
     from structlog.typing import FilteringBoundLogger
 
     from fedstream.coordinator.gateway.settings import GatewaySettings
 
+# What OpenSSL calls it if a device shows none, or one that its authority did not sign.
+_NO_CERTIFICATE = ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAILED")
 _Stamp: TypeAlias = "tuple[tuple[int, ...], ...] | None"
 
 
@@ -47,6 +49,35 @@ def certificate_in(pem: bytes) -> Certificate:
     )
 
 
+@dataclass(frozen=True)
+class Authority:
+    """Who signs devices' certificates."""
+
+    subject: str  # as in RFC 4514
+    ends: float  # seconds since 1970
+    may_sign: bool  # certificates
+
+
+def authorities_in(pem: bytes) -> list[Authority]:
+    """All certificates in a file. Raises ConfigError."""
+    try:
+        return [
+            Authority(
+                one.subject.rfc4514_string(), one.not_valid_after_utc.timestamp(), _may_sign(one)
+            )
+            for one in x509.load_pem_x509_certificates(pem)
+        ]
+    except ValueError as error:
+        raise ConfigError(f"no certificates in PEM: {error}") from error
+
+
+def _may_sign(found: x509.Certificate) -> bool:
+    try:
+        return found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
 def _names(found: x509.Certificate) -> tuple[str, ...]:
     try:
         said = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -54,6 +85,24 @@ def _names(found: x509.Certificate) -> tuple[str, ...]:
         return ()
     hosts = said.get_values_for_type(x509.DNSName)
     return (*hosts, *(str(one) for one in said.get_values_for_type(x509.IPAddress)))
+
+
+def _counted(refused: Counter) -> type[ssl.SSLObject]:
+    """Connections whose handshakes are counted if they fail for want of a certificate.
+
+    What is above TLS never hears of them.
+    """
+
+    class Counted(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except ssl.SSLError as error:
+                if error.reason in _NO_CERTIFICATE:
+                    refused.labels("certificate").inc()
+                raise
+
+    return Counted
 
 
 class ServedCertificate:
@@ -64,13 +113,22 @@ class ServedCertificate:
     """
 
     def __init__(
-        self, settings: GatewaySettings, context: ssl.SSLContext, log: FilteringBoundLogger
+        self,
+        settings: GatewaySettings,
+        context: ssl.SSLContext,
+        log: FilteringBoundLogger,
+        refused: Counter,
     ) -> None:
-        """``context``: which ``settings.tls()`` made, and connections begin with."""
+        """``context``: which ``settings.tls()`` made, and connections begin with.
+
+        ``refused``: counts, as ``certificate``, devices without one that is accepted.
+        """
         self._settings = settings
         self._context = context
         self._newest = context
         self._log = log
+        if settings.client_ca is not None:
+            context.sslobject_class = _counted(refused)
         self._seen = self._stamp()
         self.ends = self._read().ends
 
@@ -107,8 +165,10 @@ class ServedCertificate:
         except OSError as error:
             raise ConfigError(f"gateway.tls_cert: {error}") from error
 
-    def _files(self) -> tuple[Path, Path]:
-        return Path(str(self._settings.tls_cert)), Path(str(self._settings.tls_key))
+    def _files(self) -> list[Path]:
+        settings = self._settings
+        named = (settings.tls_cert, settings.tls_key, settings.client_ca)
+        return [Path(one) for one in named if one is not None]
 
     def _stamp(self) -> _Stamp:
         """What differs once a file was replaced or written; None while one is missing."""

@@ -46,6 +46,7 @@ class GatewaySettings(Section):
     proxies: Annotated[int, Field(ge=0)] = 0  # ours, in front, that add to X-Forwarded-For
     tls_cert: str | None = None  # PEM: the certificate and those that signed it
     tls_key: str | None = None  # PEM, without a password
+    client_ca: str | None = None  # PEM: who signs devices' certificates; None: they need none
     flower_app: str | None = None  # FAB that Flower's supernodes run; None: there are none
     flower_keys: str | None = None  # file: the supernodes' public keys, by device
     drain_s: Positive = 20.0
@@ -71,6 +72,16 @@ class GatewaySettings(Section):
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("gateway.tls_cert and gateway.tls_key go together: set both or none")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                "gateway.client_ca needs gateway.tls_cert: only who ends TLS can ask for "
+                "certificates; without it, that is the proxy in front"
+            )
+        if self.client_ca is not None and self.flower_app is not None:
+            raise ValueError(
+                "gateway.client_ca with gateway.flower_app: Flower's supernodes have no "
+                "certificates to show: serve them by a gateway of their own"
+            )
         if (self.flower_app is None) != (self.flower_keys is None):
             raise ValueError(
                 "gateway.flower_app and gateway.flower_keys go together: set both or none"
@@ -81,9 +92,11 @@ class GatewaySettings(Section):
         """What to serve TLS with; None: plain HTTP. Raises ConfigError if a file can't be used."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        for key, file in (("tls_cert", self.tls_cert), ("tls_key", self.tls_key)):
+        for key in ("tls_cert", "tls_key", "client_ca"):
+            file = getattr(self, key)
             try:
-                Path(file).read_bytes()
+                if file is not None:
+                    Path(file).read_bytes()
             except OSError as error:
                 raise ConfigError(f"gateway.{key} = {file!r}: {error.strerror}") from error
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -96,4 +109,15 @@ class GatewaySettings(Section):
                 f"gateway.tls_cert = {self.tls_cert!r} with gateway.tls_key = {self.tls_key!r}: "
                 f"not a certificate in PEM and its key without a password: {error}"
             ) from error
+        if self.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            # Whoever is in the file is trusted, though somebody else signed its certificate: or it
+            # would take a whole institution's root to trust its authority for devices.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            try:
+                context.load_verify_locations(self.client_ca)
+            except ssl.SSLError as error:
+                raise ConfigError(
+                    f"gateway.client_ca = {self.client_ca!r}: no certificates in PEM"
+                ) from error
         return context

@@ -40,6 +40,8 @@ def is_meant(settings: Settings, user: str) -> bool:
 def here(settings: GatewaySettings, *, now: float) -> Iterator[Finding]:
     """What can be seen on the gateway's machine. ``now``: seconds since 1970."""
     yield _certificate(settings, now)
+    if settings.client_ca is not None:
+        yield _authorities(settings.client_ca, now)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # up to which a gateway helps itself
     yield open_files(settings, None if most == resource.RLIM_INFINITY else most)
 
@@ -74,6 +76,32 @@ def _certificate(settings: GatewaySettings, now: float) -> Finding:
             about, f"{names}: ends in {days:.0f} days", "renew it, then restart the gateways"
         )
     return ok(about, f"{names}; ends in {days:.0f} days")
+
+
+def _authorities(file: str, now: float) -> Finding:
+    about = "gateway client_ca"
+    try:
+        from fedstream.coordinator.gateway.certificate import authorities_in
+    except ModuleNotFoundError as error:
+        return not_checked(about, f"needs {error.name}: pip install 'fedstream[gateway]'")
+    try:
+        found = authorities_in(Path(file).read_bytes())
+    except (OSError, ConfigError) as error:
+        return problem(about, f"{file}: {error}")
+    for one in found:
+        if not one.may_sign:
+            return problem(
+                about,
+                f"{one.subject}: may not sign certificates, so no device's is accepted by it",
+                "name the authority that signs those of devices",
+            )
+        if one.ends - now < _ENDS_S:
+            days = (one.ends - now) / _DAY
+            when = f"ends in {days:.0f} days" if days > 0 else f"ended {-days:.0f} days ago"
+            return (warning if days > 0 else problem)(
+                about, f"{one.subject}: {when}", "add its successor to the file"
+            )
+    return ok(about, f"devices need a certificate of {', '.join(one.subject for one in found)}")
 
 
 def open_files(settings: GatewaySettings, most: int | None) -> Finding:

@@ -198,7 +198,7 @@ class Settings(Section):
         if redis.tls is not None:
             files = {key: str(Path(path).absolute()) for key, path in redis.tls if path is not None}
             redis = redis.model_copy(update={"tls": redis.tls.model_copy(update=files)})
-        named = ("tls_cert", "tls_key", "flower_app", "flower_keys")
+        named = ("tls_cert", "tls_key", "client_ca", "flower_app", "flower_keys")
         files = {
             key: str(Path(path).absolute())
             for key in named

@@ -12,6 +12,7 @@ import trustme
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
+from fedstream.coordinator.gateway.certificate import authorities_in
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.doctor import checkup as doctor
 from fedstream.doctor import gateway
@@ -82,6 +83,44 @@ def test_files_that_the_gateway_could_not_use(tmp_path: Path) -> None:
         level, said = certificate(settings.model_copy(update={"tls_key": str(key)}))
         assert level == "problem"
         assert words in said
+
+
+def authorities(settings: GatewaySettings, file: Path, now: float = 0.0) -> tuple[str, str]:
+    """What is said about who signs devices' certificates."""
+    asking = settings.model_copy(update={"client_ca": str(file)})
+    [found] = [
+        one
+        for one in gateway.here(asking, now=now or time.time())
+        if one.about == "gateway client_ca"
+    ]
+    return found.level, str(found)
+
+
+def test_authority_of_devices_certificates(tmp_path: Path) -> None:
+    settings, file = issued(tmp_path, "gw.example.org"), tmp_path / "devices.pem"
+    authority = trustme.CA(organization_name="Clinics")
+    authority.cert_pem.write_to_path(str(file))
+    level, said = authorities(settings, file)
+    assert level == "ok"
+    assert "devices need a certificate of" in said
+    assert "O=Clinics" in said
+    ends = authorities_in(file.read_bytes())[0].ends
+    level, said = authorities(settings, file, now=ends - 3.5 * DAY)
+    assert (level, "ends in 4 days -> add its successor" in said) == ("warning", True)
+    level, said = authorities(settings, file, now=ends + 2.6 * DAY)
+    assert (level, "ended 3 days ago" in said) == ("problem", True)
+
+
+def test_authority_that_lets_no_device_in(tmp_path: Path) -> None:
+    settings, file = issued(tmp_path, "gw.example.org"), tmp_path / "devices.pem"
+    trustme.CA().issue_cert("device-3").cert_chain_pems[0].write_to_path(str(file))
+    level, said = authorities(settings, file)
+    assert (level, "may not sign certificates" in said) == ("problem", True)
+    file.write_text("junk")
+    level, said = authorities(settings, file)
+    assert (level, "no certificates in PEM" in said) == ("problem", True)
+    level, said = authorities(settings, tmp_path / "none.pem")
+    assert (level, "No such file" in said) == ("problem", True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""Devices that need a certificate: who has none of the authority's gets no further than TLS."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from pydantic import ValidationError
+from yarl import URL
+
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.device.address import GatewayAddress
+from fedstream.device.connection import Connection
+from fedstream.device.errors import NotNow
+from tests.coordinator.gateway.places import Place, serving
+from tests.support import Hand, counted, wait_until
+
+REFUSED = "fedstream_http_refused_total"
+
+
+class Authorities:
+    """One that signs the gateway's certificate, one that signs devices', and a stranger's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.of_gateway, self.of_devices, self.other = (trustme.CA() for _ in range(3))
+        issued = self.of_gateway.issue_cert("127.0.0.1")
+        self.ca, self.client_ca = folder / "ca.pem", folder / "devices.pem"
+        issued.private_key_pem.write_to_path(str(folder / "key.pem"))
+        issued.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
+        self.of_gateway.cert_pem.write_to_path(str(self.ca))
+        self.of_devices.cert_pem.write_to_path(str(self.client_ca))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        tls = {"tls_cert": self.folder / "cert.pem", "tls_key": self.folder / "key.pem"}
+        return {name: str(path) for name, path in (tls | {"client_ca": self.client_ca}).items()}
+
+    def issued(self, by: trustme.CA, *, days: float = 1) -> Path:
+        """A device's certificate with its key."""
+        ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+        file = self.folder / "device.pem"
+        made = by.issue_cert("device-3.example", not_after=ends)
+        made.private_key_and_cert_chain_pem.write_to_path(str(file))
+        return file
+
+
+@pytest.fixture
+def authorities(tmp_path: Path) -> Authorities:
+    return Authorities(tmp_path)
+
+
+async def asked(url: str, authorities: Authorities, cert: Path | None) -> int:
+    """A device's first request: the answer's status. Raises as the device does."""
+    address = GatewayAddress(url, authorities.ca, cert)
+    async with Connection(address, lambda _line: None) as connection:
+        return (await connection.once("POST", "/v1/none")).status
+
+
+def https(place: Place) -> str:
+    return f"https://127.0.0.1:{URL(place.url).port}"
+
+
+async def test_device_with_a_certificate_comes_through(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    await hand.create()
+    own = authorities.issued(authorities.of_devices)
+    async with serving(hand, redis, **authorities.settings) as place:
+        assert await asked(https(place), authorities, own) == 404  # by the gateway's routes
+        assert counted(place.context, REFUSED, reason="certificate") == 0
+
+
+async def test_device_without_one_is_told_what_it_may_need(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    await hand.create()
+    async with serving(hand, redis, **authorities.settings) as place:
+        with pytest.raises(NotNow, match=r"asks? for a certificate .*: name yours with --cert"):
+            await asked(https(place), authorities, None)
+        assert counted(place.context, REFUSED, reason="certificate") == 1
+        assert counted(place.context, "fedstream_gateway_refused_total", reason="token") == 0
+
+
+@pytest.mark.parametrize("whose", ["a stranger's", "the gateway's own", "one that has ended"])
+async def test_other_certificates_are_refused(
+    redis: RedisSettings, hand: Hand, authorities: Authorities, whose: str
+) -> None:
+    await hand.create()
+    if whose == "one that has ended":
+        cert = authorities.issued(authorities.of_devices, days=-1)
+    else:
+        by = {"a stranger's": authorities.other, "the gateway's own": authorities.of_gateway}
+        cert = authorities.issued(by[whose])
+    async with serving(hand, redis, **authorities.settings) as place:
+        with pytest.raises(NotNow, match=r"may not accept that of --cert .*device\.pem"):
+            await asked(https(place), authorities, cert)
+        assert counted(place.context, REFUSED, reason="certificate") == 1
+
+
+async def test_issuing_authority_is_enough(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    """Its root would let in everybody whom the institution ever gave a certificate."""
+    issuing = authorities.other.create_child_ca()
+    issuing.cert_pem.write_to_path(str(authorities.client_ca))
+    await hand.create()
+    async with serving(hand, redis, **authorities.settings) as place:
+        assert await asked(https(place), authorities, authorities.issued(issuing)) == 404
+        with pytest.raises(NotNow, match="may not accept"):
+            await asked(https(place), authorities, authorities.issued(authorities.other))
+
+
+async def test_other_authority_is_asked_without_a_restart(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    await hand.create()
+    async with serving(hand, redis, **authorities.settings) as place:
+        cert = authorities.issued(authorities.other)
+        with pytest.raises(NotNow):
+            await asked(https(place), authorities, cert)
+        authorities.other.cert_pem.write_to_path(str(authorities.client_ca))
+
+        async def is_let_in() -> bool:
+            try:
+                return await asked(https(place), authorities, cert) == 404
+            except NotNow:
+                return False
+
+        await wait_until(is_let_in)
+        with pytest.raises(NotNow):
+            await asked(https(place), authorities, authorities.issued(authorities.of_devices))
+
+
+@contextmanager
+def saying_why(authorities: Authorities) -> Iterator[str]:
+    """The address of a server whose alert is always read before the connection ends."""
+    context = GatewaySettings(**authorities.settings).tls()
+    assert context is not None
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            plain, _ = listening.accept()
+            with context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False) as one:
+                with pytest.raises(ssl.SSLError):
+                    one.do_handshake()
+                raw = socket.socket(fileno=one.detach())
+            with raw:  # reads what is still to come, or the system would reset the connection
+                raw.shutdown(socket.SHUT_WR)
+                while raw.recv(1 << 16):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"https://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(10)
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+async def test_server_that_says_why_is_quoted(authorities: Authorities, has_one: bool) -> None:
+    cert = authorities.issued(authorities.other) if has_one else None
+    words = "not accept that of --cert" if has_one else "name yours with --cert FILE"
+    with (
+        saying_why(authorities) as url,
+        pytest.raises(NotNow, match=f"asks for a certificate of the device.*{words}"),
+    ):
+        await asked(url, authorities, cert)
+
+
+async def test_gateway_that_asks_for_none_takes_any(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    await hand.create()
+    settings = authorities.settings | {"client_ca": None}
+    async with serving(hand, redis, **settings) as place:
+        for cert in (None, authorities.issued(authorities.other)):
+            assert await asked(https(place), authorities, cert) == 404
+
+
+def test_settings_that_would_let_nobody_or_anybody_in(authorities: Authorities) -> None:
+    with pytest.raises(ValidationError, match=r"client_ca needs gateway\.tls_cert"):
+        GatewaySettings(client_ca="devices.pem")
+    flower: dict[str, Any] = {"flower_app": "a.fab", "flower_keys": "keys"}
+    with pytest.raises(ValidationError, match="supernodes have no certificates"):
+        GatewaySettings(**authorities.settings, **flower)
+    authorities.client_ca.write_text("nothing")
+    with pytest.raises(ConfigError, match=r"client_ca = .*devices.pem': no certificates in PEM"):
+        GatewaySettings(**authorities.settings).tls()
+    authorities.client_ca.unlink()
+    with pytest.raises(ConfigError, match=r"client_ca = .*devices.pem': No such file"):
+        GatewaySettings(**authorities.settings).tls()
