@@ -77,6 +77,7 @@ class Attempt:
         self._newest = taken.newest  # version; None: not known any more
         self.update: Payload | None = None  # to be uploaded with the answer
         self.unsent: Floats | None = None  # of the update, for the device's next one
+        self.dropped = False  # whether what the one before left unsent is not in the update
         self._task = task
         self._lost = lost
         self._shop = shop
@@ -184,6 +185,7 @@ class Attempt:
     def _upload(self, start: Start, work: Work, learned: Learned) -> Upload:
         task, trained, size = self._task, learned.trained, learned.update.buffer.nbytes
         self.update, self.unsent = learned.update, learned.unsent
+        self.dropped = learned.dropped
         return Upload(
             task=task.task, attempt=self.id, device=task.device, trainer=self._shop.name,
             tau=start.version, base=start.digest, layout=self._shop.run.layout.signature,

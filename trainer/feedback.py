@@ -42,6 +42,7 @@ class Feedback:
         self._bytes = 4 * parameters
         self._metrics = metrics
         self._log = log
+        self._has_room = True  # in Redis, for what the last update left
         self._own: OrderedDict[int, Floats] = OrderedDict()  # least recently answered first
 
     async def of(self, device: int) -> Floats | None:
@@ -56,6 +57,7 @@ class Feedback:
         unsent = np.frombuffer(data, "<f4") if len(data) == self._bytes else None
         if unsent is None or not np.isfinite(unsent).all():  # any pool trainer may write there
             if data:
+                self._metrics.lost_feedback("unusable")
                 self._log.warning("discarding unusable error feedback", bytes=len(data))
             return None
         return unsent
@@ -71,7 +73,7 @@ class Feedback:
         """
         if self._settings.owns:
             return ()
-        key = self._key(device)
+        key, self._has_room = self._key(device), False
         staged = f"{key}.{attempt}"
         try:
             used, most = await self._ledger.memory()
@@ -82,22 +84,30 @@ class Feedback:
                 self._client, staged, unsent.view(np.uint8).data,
                 expire_s=self._settings.workspace_expiry_s,
             )  # fmt: skip
+            self._has_room = True
         except OutOfMemory as error:
             self._log.warning("error feedback not kept", reason=str(error))
         return staged, key
 
-    def answered(self, device: int, unsent: Floats, *, said: bool) -> None:
-        """Remember what an update left unsent, if it was ``said``.
+    def answered(self, device: int, unsent: Floats, *, said: bool, dropped: bool = False) -> None:
+        """Remember what an update left unsent, if it was ``said``, and count what is lost.
 
         Otherwise forget all about the device: a reply may have been lost, so it may have been said.
+        ``dropped``: what the one before left was too large to be added.
         """
-        if not self._settings.owns:
-            return  # the script that sends it has seen to this
+        if said and dropped:
+            self._metrics.lost_feedback("outlier")
+        if not self._settings.owns:  # the script that sends it has seen to it
+            if said and not self._has_room:
+                self._metrics.lost_feedback("no room")
+            return
         if not said:
-            self._own.pop(device, None)
+            if self._own.pop(device, None) is not None:
+                self._metrics.lost_feedback("in doubt")
             return
         self._own[device] = unsent
         self._own.move_to_end(device)
         most = max(1, self._settings.feedback_bytes // max(1, self._bytes))
         while len(self._own) > most:
             self._own.popitem(last=False)
+            self._metrics.lost_feedback("no room")

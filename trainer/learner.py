@@ -36,6 +36,7 @@ class Learned:
     update: Payload  # in its wire format
     digest: str
     unsent: Floats | None = None  # of the parameters, as it was encoded; None: not fed back
+    dropped: bool = False  # what the device's last one left unsent was too large to be added
 
 
 class Learner:
@@ -72,9 +73,9 @@ class Learner:
             trained, into, start.model, start.device_control, sends, work.solver.compression
         )
         if how.of_changes:
-            sent, unsent = fed_back(into, memory, how)
+            sent, unsent, dropped = fed_back(into, memory, how)
             update = Payload(sent)
-            return Learned(took, update, update.digest(), unsent)
+            return Learned(took, update, update.digest(), unsent, dropped)
         seed = work.seed if sends == "model" else None  # a model needs wire/dither.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
         return Learned(took, update, update.digest())

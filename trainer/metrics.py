@@ -7,7 +7,7 @@ from bisect import bisect_left
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PartOfTask = Literal["download", "training", "upload"]
+WhyLost = Literal["no room", "outlier", "in doubt", "unusable"]  # of error feedback
 
 # Histogram buckets: from a small model's download to an hour of training.
 _SECONDS = (
@@ -42,6 +43,18 @@ class TrainerMetrics:
             "Updates sent without what their device's last one lost: its first, or it was dropped.",
             registry=registry,
         )
+
+        self._feedback_lost = Counter(
+            "fedstream_trainer_feedback_lost",
+            "What devices' updates left unsent, and was dropped, by reason.", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        for reason in get_args(WhyLost):
+            self._feedback_lost.labels(reason)
+
+    def lost_feedback(self, reason: WhyLost) -> None:
+        """Count what a device's update left unsent, and is lost."""
+        self._feedback_lost.labels(reason).inc()
 
     def ended(self, end: str) -> None:
         """Count a task by what became of it here."""

@@ -336,7 +336,7 @@ class _Shift:
                 along=self._goes_on(),
             )  # fmt: skip
             if unsent is not None:
-                feedback.answered(task.device, unsent, said=said)
+                feedback.answered(task.device, unsent, said=said, dropped=attempt.dropped)
         await attempt.saved.discard()
         self.leases.settle()
         self.answers += said

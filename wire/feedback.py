@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,18 +24,25 @@ if TYPE_CHECKING:
 _MOST = 10.0
 
 
-def fed_back(
-    update: Model, memory: Floats | None, how: Format
-) -> tuple[npt.NDArray[np.uint8], Floats]:
+class FedBack(NamedTuple):
+    """An update, encoded, and what becomes of what it loses."""
+
+    data: npt.NDArray[np.uint8]
+    lost: Floats  # so far, for the device's next update
+    dropped: bool  # whether what was lost before was too large to be added
+
+
+def fed_back(update: Model, memory: Floats | None, how: Format) -> FedBack:
     """Encode an update together with what the device's last one lost.
 
     ``update``'s parameters become what their receiver decodes. ``memory``: what was lost so far, as
     long as the parameters; None: nothing. It is dropped if it is far larger than the update.
-    Returns the bytes, and what is lost now. If the update is not finite, its receiver refuses it,
-    and the memory stays as it was.
+    If the update is not finite, its receiver refuses it, and the memory stays as it was.
     """
+    known = memory
     if memory is not None and not _norm(memory) <= _MOST / how.share * _norm(update.parameters):
         memory = None
+    dropped = known is not memory
     if memory is not None:
         update.parameters[:] += memory
     wanted = update.parameters.copy()
@@ -44,8 +51,8 @@ def fed_back(
         how.decode(data, update)
         lost = np.subtract(wanted, update.parameters, out=wanted)
         if np.isfinite(lost).all():  # else its receiver refuses what was rounded to infinity
-            return data, lost
-    return data, memory if memory is not None else np.zeros_like(wanted)
+            return FedBack(data, lost, dropped)
+    return FedBack(data, memory if memory is not None else np.zeros_like(wanted), dropped)
 
 
 def _norm(values: Floats) -> float:

@@ -69,7 +69,7 @@ class Transport:
             self.update_bytes += update.buffer.nbytes
             return update, refusal
         if how.of_changes:
-            data, self._lost[device] = fed_back(update, self._lost.get(device), how)
+            data, self._lost[device], _ = fed_back(update, self._lost.get(device), how)
         else:
             data = how.encoded(update, seed=seed if self._sends == "model" else None)
         self.update_bytes += data.nbytes

@@ -119,7 +119,13 @@ async def answered(hand: Hand, kept: Feedback, unsent: Floats, *, again: bool = 
     for _ in range(2 if again else 1):
         keys = await kept.stage(3, upload.attempt, unsent)
         said.append(await hand.outbox.answer(hand.keys.tasks, entry, upload, feedback=keys))
+    kept.answered(3, unsent, said="said" in said)
     return said
+
+
+def lost(life: Context, reason: str) -> float:
+    """How often error feedback was lost for this reason."""
+    return counted(life, "fedstream_trainer_feedback_lost_total", reason=reason)
 
 
 async def test_answer_repeated_keeps_what_it_left_unsent_once(hand: Hand, life: Context) -> None:
@@ -149,9 +155,10 @@ async def test_attempt_that_lost_its_lease_leaves_it_as_it_was(hand: Hand, life:
 async def test_without_room_the_next_update_begins_from_zero(hand: Hand, life: Context) -> None:
     """What was kept before is in the update that was just said: it must not stay."""
     await hand.create(sends="delta")
-    await answered(hand, feedback(hand, life), UNSENT)
-    tight = feedback(hand, context(), workspace_bytes=15)
+    await answered(hand, feedback(hand, context()), UNSENT)
+    tight = feedback(hand, life, workspace_bytes=15)
     assert await answered(hand, tight, UNSENT) == ["said"]
+    assert lost(life, "no room") == 1
     assert await workspaces(hand) == []
     assert await feedback(hand, context()).of(3) is None
 
@@ -168,6 +175,9 @@ async def test_full_redis_keeps_none_and_takes_the_answer(
     finally:
         await hand.client.call("CONFIG", "SET", "maxmemory", 0)
     assert await workspaces(hand) == []
+    assert lost(life, "no room") == 1
+    assert await answered(hand, kept, UNSENT) == ["said"]
+    assert lost(life, "no room") == 1
 
 
 @pytest.mark.parametrize(
@@ -179,6 +189,7 @@ async def test_unusable_feedback_counts_as_zero(hand: Hand, life: Context, data:
     await hand.client.call("SET", hand.keys.workspace(POOL, "unsent.3"), data)
     assert await kept.of(3) is None
     assert counted(life, FROM_ZERO) == 1
+    assert lost(life, "unusable") == (data != b"")
 
 
 async def test_owner_forgets_where_an_answer_may_have_been_said(hand: Hand, life: Context) -> None:
@@ -186,6 +197,8 @@ async def test_owner_forgets_where_an_answer_may_have_been_said(hand: Hand, life
     kept.answered(3, UNSENT, said=True)
     kept.answered(4, UNSENT, said=True)
     kept.answered(3, 2 * UNSENT, said=False)
+    kept.answered(3, 2 * UNSENT, said=False)
+    assert lost(life, "in doubt") == 1
     assert await kept.of(3) is None
     assert await kept.of(4) is UNSENT
 
@@ -195,4 +208,16 @@ async def test_owners_memory_is_bounded(hand: Hand, life: Context) -> None:
     kept = feedback(hand, life, owns=(3, 4, 5), feedback_bytes=40)
     for device in (3, 4, 3, 5):
         kept.answered(device, UNSENT, said=True)
+    assert lost(life, "no room") == 1
     assert [await kept.of(device) is not None for device in (3, 4, 5)] == [True, False, True]
+
+
+async def test_what_an_outlier_left_is_counted_once_it_is_not_sent(hand: Hand, make: Make) -> None:
+    """Nobody has so much left unsent of usual updates: the receiver refused what it was left of."""
+    await hand.create(sends="delta")
+    life, outlier = context(), np.full(4, 1e6, "<f4")
+    await hand.client.call("SET", hand.keys.workspace(POOL, "unsent.3"), outlier.tobytes())
+    async with running(make("t1", wire=ONE_OF_FOUR), life):
+        assert await sent(hand, await asks(hand, 3, 1)) == [1, 0, 0, 0]
+        assert await sent(hand, await asks(hand, 3, 2)) == [0, 2, 0, 0]
+    assert (lost(life, "outlier"), counted(life, FROM_ZERO)) == (1, 0)

@@ -146,7 +146,8 @@ def test_error_feedback_loses_nothing_in_the_long_run(name: str) -> None:
     for seed in range(60):
         update = model_of(drawn(500, seed))
         wanted += update.parameters
-        data, memory = fed_back(update, memory, how)
+        data, memory, dropped = fed_back(update, memory, how)
+        assert not dropped
         received = Model(update.layout)
         how.decode(data, received)
         assert received.parameters.tobytes() == update.parameters.tobytes()
@@ -160,13 +161,13 @@ def test_an_update_that_is_not_finite_leaves_the_memory_alone() -> None:
     update, memory = model_of(drawn(10)), drawn(10, seed=9)
     update.parameters[3] = np.inf
     before = memory.copy()
-    _, after = fed_back(update, memory, format_of("int4"))
+    _, after, _ = fed_back(update, memory, format_of("int4"))
     assert after.tobytes() == before.tobytes()
 
 
 def test_infinity_made_by_rounding_is_not_remembered() -> None:
     update = model_of(np.array([3.4e38, 1.0, 2.0], np.float32))  # no bfloat16 is as large
-    _, lost = fed_back(update, None, format_of("topk:1"))
+    _, lost, _ = fed_back(update, None, format_of("topk:1"))
     assert np.isfinite(lost).all()
 
 
@@ -174,9 +175,9 @@ def test_infinity_made_by_rounding_is_not_remembered() -> None:
 def test_what_an_outlier_left_is_dropped(name: str) -> None:
     """Its receiver refused it, and must not get it piece by piece with later updates."""
     outlier, usual = model_of(drawn(500) * np.float32(1e6)), drawn(500, seed=1)
-    _, memory = fed_back(outlier, None, format_of(name))
+    _, memory, _ = fed_back(outlier, None, format_of(name))
     update = model_of(usual)
-    fed_back(update, memory, format_of(name))
+    assert fed_back(update, memory, format_of(name)).dropped
     assert np.abs(update.parameters).max() <= np.abs(usual).max() * 1.01
 
 
