@@ -102,6 +102,9 @@ def ui(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="folder of a run or of its journal")
     ],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="OTHER", help="a run to compare it with")
+    ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")
     ] = 0,
@@ -128,14 +131,18 @@ def ui(
         shown = f"[{host}]" if ":" in host else host
         line(f"http://{shown}:{at}/  (Ctrl-C ends it)")
 
-    journal = journal_of(folder)
-    total = sum(file.stat().st_size for file in journal.glob("*")) if journal.is_dir() else 0
-    with recorded_programs(folder, trust=trust, changed=changed):
+    def opened(path: Path, other: RecordedRun | None = None) -> RecordedRun:
+        files = journal_of(path)
+        total = sum(file.stat().st_size for file in files.glob("*")) if files.is_dir() else 0
         with progress("reading the journal", total, quiet=False, parts=False) as step:
-            found = RecordedRun(folder, adding(step, total))
+            found = RecordedRun(path, adding(step, total), other=other)
         for text in found.columns.damage:
             line(f"fedstream: {text}: what follows is not shown", err=True)
-        asyncio.run(serve(found, host, port, ready))
+        return found
+
+    with recorded_programs(folder, trust=trust, changed=changed):
+        beside = None if other is None else opened(other)
+        asyncio.run(serve(opened(folder, beside), host, port, ready))
 
 
 def report_run(

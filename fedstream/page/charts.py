@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -58,6 +58,31 @@ def of_run(run: RecordedRun) -> list[Chart]:
     """The charts of a whole run, those that have anything to show."""
     found = [*_measured(run), _loss(run), _staleness_over(run), _staleness(run)]
     return [chart for chart in found if chart is not None and chart.x]
+
+
+def of_both(run: RecordedRun, other: RecordedRun) -> list[Chart]:
+    """The metrics that both runs have, and training loss, each as two curves."""
+    ours, theirs = ({one.name: one for one in _curves(each)} for each in (run, other))
+    found = []
+    for name, one in ours.items():
+        if name in theirs:
+            two = theirs[name]
+            x = sorted({*one.x, *two.x})
+            series = [
+                Curve(label, [known.get(at) for at in x])
+                for label, chart in (("A", one), ("B", two))
+                for known in [dict(zip(chart.x, chart.series[0].values, strict=True))]
+            ]
+            found.append(Chart(name, one.title, one.unit, x, series))
+    return found
+
+
+def _curves(run: RecordedRun) -> list[Chart]:
+    """What is measured over the versions, by the metric's name."""
+    measured = zip(run.metrics, _measured(run), strict=True)
+    found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
+    loss = _loss(run)
+    return [*found, loss] if loss is not None else found
 
 
 def of_device(run: RecordedRun, device: int) -> list[Chart]:

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from fedstream import __version__
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import OUTCOMES
+from fedstream.journal import JournalError
 from fedstream.page import charts
 from fedstream.page.columns import each
 from fedstream.page.devices import OUTLIER, DeviceRow, devices_of
@@ -148,6 +149,33 @@ def version(
         run, "version.html", f"Version {wanted}", "Versions",
         query="" if to is None else f"?to={to}", before=before, after=after,
         view=view(run, wanted, to, models=models, is_waiting=is_waiting),
+    )  # fmt: skip
+
+
+def beside(run: RecordedRun) -> str:
+    """The run beside the other one, and where the two part. Raises NotThere without another."""
+    other = run.other
+    if other is None:
+        raise NotThere("no other run: give its folder too, as in fedstream ui RUN OTHER")
+    views: list[VersionView | None] = [None, None]
+    try:
+        found = run.parting
+        told = "" if found is None else found.text
+        at = None if found is None else found.version
+        if at is not None:
+            views = [
+                view(one, at, None, models=False, is_waiting=lambda: True)
+                if one.columns.has(at)
+                else None
+                for one in (run, other)
+            ]
+    except JournalError as error:  # nothing in common, or a part that cannot be read
+        at, told = None, str(error)
+    a, b = dict(facts(run)), dict(facts(other))
+    rows = [(name, a.get(name, _LACKING), b.get(name, _LACKING)) for name in {**a, **b}]
+    return page(
+        run, "beside.html", "Beside another", "Beside", names=(run.path, other.path), told=told,
+        at=at, views=views, rows=rows, charts=charts.of_both(run, other),
     )  # fmt: skip
 
 
@@ -311,7 +339,7 @@ def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -
         run={
             "name": head.run, "task": head.task, "strategy": head.strategy.get("name"),
             "state": state, "why": why, "oldest": run.oldest, "newest": run.newest,
-            "damage": run.columns.damage, "path": run.path,
+            "damage": run.columns.damage, "path": run.path, "other": run.other is not None,
         },
         **about,
     )  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.journal import journal_of
+from fedstream.journal import journal_of, opened
+from fedstream.journal.inspection import Parting, parting
 from fedstream.observe import report
 from fedstream.observe.recall import Measurement, measurements
 from fedstream.page.columns import NONE, Columns
@@ -27,14 +28,17 @@ class RecordedRun:
         self,
         path: Path,
         read: Callable[[int], object] = lambda _bytes: None,
+        *,
         metrics: Path | None = None,
+        other: RecordedRun | None = None,
     ) -> None:
         """Open it; ``read`` is told of the bytes of the journal that are read.
 
-        ``metrics``: another table of measurements than the run's own. Raises FedstreamError if
-        there is no run.
+        ``metrics``: another table of measurements than the run's own. ``other``: a run to compare
+        it with. Raises FedstreamError if there is no run.
         """
         self.path = path
+        self.other = other
         self._table = metrics or path / report.METRICS
         self.journal = journal_of(path)
         self._marks = marks(self.journal)
@@ -48,16 +52,30 @@ class RecordedRun:
         self._portraits: Portraits | None = None
 
     def refresh(self) -> RecordedRun:
-        """The run as it stands now: this one, unless its journal has grown."""
-        if marks(self.journal) == self._marks:
+        """The run as it stands now: this one, unless its journal, or the other's, has grown."""
+        other = self.other and self.other.refresh()
+        if marks(self.journal) == self._marks and other is self.other:
             return self
-        self.close()
-        return RecordedRun(self.path)
+        self._closing()
+        return RecordedRun(self.path, metrics=self._table, other=other)
 
     def close(self) -> None:
         """Close the files."""
+        self._closing()
+        if self.other is not None:
+            self.other.close()
+
+    def _closing(self) -> None:
         if self._past is not None:
             self._past.close()
+
+    @cached_property
+    def parting(self) -> Parting | None:
+        """Where this run and the other one part; None without another. Raises JournalError."""
+        if self.other is None:
+            return None
+        with opened(self.journal) as ours, opened(self.other.journal) as theirs:
+            return parting(ours, theirs)
 
     @property
     def past(self) -> Past:

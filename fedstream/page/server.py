@@ -86,6 +86,7 @@ class PageServer:
                 web.get("/versions", self._go),
                 web.get("/versions/{number}", self._version),
                 web.get("/updates", self._updates),
+                web.get("/beside", self._beside),
                 web.get("/devices", self._devices),
                 web.get("/devices/{number}", self._device),
                 web.get("/static/{name}", _static),
@@ -113,6 +114,9 @@ class PageServer:
 
     async def _overview(self, _request: web.Request) -> web.Response:
         return await self._page(pages.overview)
+
+    async def _beside(self, _request: web.Request) -> web.Response:
+        return await self._page(pages.beside)
 
     async def _devices(self, request: web.Request) -> web.Response:
         sort = request.query.get("sort", "device")

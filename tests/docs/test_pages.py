@@ -333,14 +333,16 @@ def test_compare(reader: Open) -> None:
 def test_browser(reader: Open) -> None:
     with reader("docs/how-to/browser.md") as page:
         page.follow("fedstream ui")
-        served = page.begin()
-        page.wait(served, r"http://\S+/ ")
-        [link] = re.findall(r"http://\S+/", served.log.read_text())
-        for path in ("", "versions/12?to=10&models=1", "updates", "devices", "devices/3"):
-            with urllib.request.urlopen(link + path, timeout=60) as answer:  # noqa: S310
-                assert answer.status == 200
+        paths = ("", "versions/12?to=10&models=1", "updates", "devices", "devices/3")
+        for more in (paths, ("beside",)):
+            served = page.begin()
+            page.wait(served, r"http://\S+/ ")
+            [link] = re.findall(r"http://\S+/", served.log.read_text())
+            for path in more:
+                with urllib.request.urlopen(link + path, timeout=60) as answer:  # noqa: S310
+                    assert answer.status == 200
+            page.follow("fedstream ui" if more is paths else "")
         assert (page.folder / "runs/demo/journal.index").is_file()
-        page.follow()
         assert "Version 12" in (page.folder / "runs/demo/report/report.html").read_text()
         page.stop()
 

@@ -11,9 +11,11 @@ import pytest
 from fedstream.broker.layout import Payload
 from fedstream.broker.messages import Upload
 from fedstream.journal import Taken
+from fedstream.strategies import FedAsyncSettings
 from tests.journals import Scribe
 
 VERSIONS = 60
+CHANGED = 25  # updates by the same rule in both runs
 
 
 class Page(HTMLParser):
@@ -60,17 +62,14 @@ class _Measuring(Scribe):
         return super()._taken(upload, sent, **about)
 
 
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 versions by fedasync from 10 devices; device 3 was refused five times, device 7 once."""
-    folder = tmp_path_factory.mktemp("recorded") / "run"
-    scribe = _Measuring(folder / "journal", versions=VERSIONS)
+def _written(folder: Path, alpha: float) -> Path:
+    scribe = _Measuring(folder / "journal", FedAsyncSettings(alpha=0.5), versions=VERSIONS)
     for n in range(VERSIONS):
         if n in (20, 40):
             scribe.segment()
-        scribe.update(
-            n % 10, late=min(n, n % 4), sizes=(50.0 if n % 10 == 3 else 1.0 + n / 100,) * 3
-        )
+        if n == CHANGED:
+            scribe.segment(FedAsyncSettings(alpha=alpha))
+        scribe.update(n % 10, late=min(n, n % 4))
         if n % 12 == 11:
             scribe.refuse(3)
     scribe.refuse(7, "too stale")
@@ -79,3 +78,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines += [f"{v},{v * 1.5},10,{v},{v / 100},{2 - v / 50}" for v in range(0, VERSIONS + 1, 10)]
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 versions by fedasync from 10 devices; device 3 was refused five times, device 7 once."""
+    return _written(tmp_path_factory.mktemp("recorded") / "run", 0.5)
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with another weight from version 26 on."""
+    return _written(tmp_path_factory.mktemp("recorded") / "other", 0.25)

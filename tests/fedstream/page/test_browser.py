@@ -24,7 +24,7 @@ from fedstream.page.run import RecordedRun
 
 pytestmark = pytest.mark.process
 
-PAGES = ("/", "/versions/30?models=1", "/updates", "/devices", "/devices/3")
+PAGES = ("/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside")
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
@@ -52,10 +52,10 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def served(run: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+def served(*runs: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """`fedstream ui`: the link that it prints, and a function to end it with Ctrl-C."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "fedstream", "ui", run], text=True,
+        [sys.executable, "-m", "fedstream", "ui", *runs], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout
@@ -75,9 +75,9 @@ def served(run: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 @pytest.fixture(scope="module")
-def address(recorded: Path) -> Iterator[str]:
-    """Where a run is served for all tests of this module."""
-    with served(recorded) as (link, _):
+def address(recorded: Path, other: Path) -> Iterator[str]:
+    """Where a run is served, beside another one, for all tests of this module."""
+    with served(recorded, other) as (link, _):
         yield link
 
 

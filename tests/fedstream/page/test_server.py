@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import HEADERS, PageServer
 from tests.fedstream.conftest import Command
-from tests.fedstream.page.conftest import VERSIONS, Page
+from tests.fedstream.page.conftest import CHANGED, VERSIONS, Page
 from tests.fedstream.recordings.scribes import FIRST, flip, two_segments
 from tests.journals import Scribe
 
@@ -157,6 +157,53 @@ async def test_other_hosts_names_and_methods_are_refused(client: Client) -> None
     for host in ("localhost:1234", "127.0.0.1", "[::1]:8"):
         assert (await client.get("/", headers={"Host": host})).status == 200, host
     assert (await client.post("/")).status == 405
+
+
+async def test_two_runs_side_by_side_and_where_they_part(recorded: Path, other: Path) -> None:
+    run = RecordedRun(recorded, other=RecordedRun(other))
+    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+        text = " ".join((await (await client.get("/beside")).text()).split())
+    assert f"They part with version {CHANGED + 1}: the same update of device 5 weighs" in text
+    assert f"Version {CHANGED + 1} of A" in text
+    assert f"Version {CHANGED + 1} of B" in text
+    charts = re.findall(r'data-chart="(.*?)"', text)
+    assert charts == ["metric-accuracy", "metric-loss", "loss"]
+    assert Page(text).cells[:4] == ["version", "A", "B", "0"]
+
+
+async def test_a_run_beside_its_own_beginning(recorded: Path, tmp_path: Path) -> None:
+    """The shorter one is being written."""
+    scribe = Scribe(tmp_path / "journal")
+    scribe.update()
+    scribe.writer.sync()
+    shutil.copytree(tmp_path / "journal", tmp_path / "was" / "journal")
+    run = RecordedRun(tmp_path, other=RecordedRun(tmp_path / "was"))
+    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+        assert "identical, versions 0 to 1" in await (await client.get("/beside")).text()
+        scribe.update()
+        scribe.close()
+        text = await (await client.get("/beside")).text()
+    assert "They part with version 2: identical up to version 1, where B ends" in text
+    assert "Version 2 of A" in text
+    assert "of B" not in text
+
+
+async def test_runs_without_a_version_in_common(tmp_path: Path) -> None:
+    two_segments(tmp_path / "a" / "journal")
+    (tmp_path / "a" / "journal" / FIRST).unlink()
+    scribe = Scribe(tmp_path / "b" / "journal")
+    scribe.update()
+    scribe.close()
+    run = RecordedRun(tmp_path / "a", other=RecordedRun(tmp_path / "b"))
+    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+        answer = await client.get("/beside")
+        assert (answer.status, "no version in common" in await answer.text()) == (200, True)
+
+
+async def test_without_another_run_there_is_nothing_beside(get: Get) -> None:
+    status, text = await get("/beside")
+    assert (status, "fedstream ui RUN OTHER" in text) == (404, True)
+    assert "/beside" not in Page(text).links
 
 
 async def test_a_run_that_goes_on_is_shown_as_it_stands(tmp_path: Path) -> None:
