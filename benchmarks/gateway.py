@@ -39,6 +39,7 @@ WITHIN_S = 300.0
 MANY = 0.7  # of the devices wait at any time once all have come; the others are between check-ins
 BACK_S = 60.0  # in which they come back after a restart
 LOOK_S = 0.25
+SCRAPE_S = 10.0  # between two looks at metrics while nothing happens, as of a Prometheus
 # Issue 15's, for ten thousand devices.
 MEMORY_MB, IDLE_SHARE, TASKS_PER_S, TASK_MS = 600.0, 0.05, 300.0, 100.0
 POLL_S, RETRY_S = 50.0, (1.0, 10.0)
@@ -89,6 +90,7 @@ class Cluster:
             "FEDSTREAM_GATEWAY__POLL_S": str(POLL_S),
             "FEDSTREAM_GATEWAY__RETRY_S": json.dumps(RETRY_S),
             "FEDSTREAM_GATEWAY__DEVICES": str(max(20_000, asked.devices)),
+            "FEDSTREAM_GATEWAY__MODEL_BYTES": str(64 << 20),  # 271 of these models
             # All devices come from one address.
             "FEDSTREAM_GATEWAY__ADDRESS_RATE": "100000",
             "FEDSTREAM_GATEWAY__ADDRESS_CONNECTIONS": "100000",
@@ -309,7 +311,7 @@ def idle(at: Cluster, seconds: float) -> dict[str, Any]:
     until = before.at + seconds
     while time.monotonic() < until:
         polls.append(at.polls())
-        time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+        time.sleep(min(SCRAPE_S, max(0.0, until - time.monotonic())))
     after = Look.now(at)
     seconds = after.at - before.at
     return {

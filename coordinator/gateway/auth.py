@@ -7,7 +7,6 @@ run and one gateway; it ends early if the device is revoked or enrols with anoth
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -22,6 +21,7 @@ from fedstream.coordinator.gateway.invites import device_in
 from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.registry import Registry
+from fedstream.coordinator.gateway.verified import ALGORITHM, VerifiedTokens, untrusted
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
 from fedstream.protocol.messages import Access, Body, Enrolled, Enrolment, Nothing
@@ -44,11 +44,8 @@ DEVICES: Final = "/v1/devices"
 TOKEN: Final = "/v1/token"  # noqa: S105  (a path)
 TOKEN_S: Final = 600
 
-_ALGORITHM = "HS256"
-_SKEW_S = 5.0  # between the clocks of two replicas
 # As long as a request would be accepted: its clock may be ahead of ours, and behind.
 _NONCE_S = 2 * WINDOW_S + 10.0
-_DEVICE = re.compile(r"0|[1-9][0-9]{0,9}")
 _SIGNED = ("Content-Digest", "Signature-Input", "Signature")
 
 _WHY_NOT: dict[Enrolling, str] = {
@@ -76,6 +73,7 @@ class Auth:
         )
         self._run = ledger.keys.name
         self._audience = f"{self._run}/{settings.site}"
+        self._verified = VerifiedTokens(self._audience)
         self._body_s = settings.body_s
         self._clock = clock
         self._of_device = Quota("device", settings.device_rate)  # each token leaves its nonce
@@ -136,7 +134,7 @@ class Auth:
             "sub": str(device), "aud": self._audience, "iat": now, "exp": now + TOKEN_S,
             "key": _thumbprint(registration),
         }  # fmt: skip
-        made = jwt.encode(claims, await self._registry.secret(), _ALGORITHM)
+        made = jwt.encode(claims, await self._registry.secret(), ALGORITHM)
         return _json(Access(token=made, expires_in=TOKEN_S))
 
     async def _signed(self, request: web.Request, path: str) -> tuple[Signature, bytes]:
@@ -166,35 +164,20 @@ class Auth:
         """The device that a request's token is for. Raises Refusal, Unavailable."""
         given = request.headers.getall(hdrs.AUTHORIZATION, ())
         if len(given) != 1:
-            raise _untrusted("send Authorization: Bearer with the token of /v1/token")
+            raise untrusted("send Authorization: Bearer with the token of /v1/token")
         try:
             token = headers.bearer(given[0])
         except BadHeader as error:
-            raise _untrusted(str(error)) from error
-        device, key = self._claimed(token, await self._registry.secret())
+            raise untrusted(str(error)) from error
+        device, key = self._verified.claims(token, await self._registry.secret(), self._clock())
         registration = await self._registry.get(device)
         if registration is None or key != _thumbprint(registration):
-            raise _untrusted("the device was revoked, or has enrolled with another key")
+            raise untrusted("the device was revoked, or has enrolled with another key")
         return device
 
     async def revoked(self) -> frozenset[int]:
         """The devices that an operator has revoked. Raises Unavailable."""
         return await self._registry.revoked()
-
-    def _claimed(self, token: str, secret: bytes) -> tuple[int, object]:
-        """The device and key that a token of ours is for. Raises Refusal."""
-        try:
-            claims = jwt.decode(
-                token, secret, algorithms=[_ALGORITHM], audience=self._audience, leeway=_SKEW_S,
-                options={"require": ["sub", "aud", "iat", "exp", "key"], "strict_aud": True},
-            )  # fmt: skip
-        except jwt.ExpiredSignatureError as error:
-            raise _untrusted("the token has expired: ask for another at /v1/token") from error
-        except jwt.InvalidTokenError as error:
-            raise _untrusted("not a token of this gateway and run") from error
-        if not _DEVICE.fullmatch(claims["sub"]):
-            raise _untrusted("not a token of a device")
-        return int(claims["sub"]), claims["key"]
 
 
 def _verify(signature: Signature, key: PublicKey, path: str, body: bytes) -> None:
@@ -206,10 +189,6 @@ def _verify(signature: Signature, key: PublicKey, path: str, body: bytes) -> Non
 
 def _thumbprint(registration: Registration) -> str:
     return digest_of(registration.key.encode())
-
-
-def _untrusted(text: str) -> Refusal:
-    return Refusal(401, "token", text, headers={hdrs.WWW_AUTHENTICATE: 'Bearer realm="fedstream"'})
 
 
 def _revoked(status: int) -> Refusal:

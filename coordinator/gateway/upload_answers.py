@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 EXPIRE_S: Final = 600.0  # after the last chunk came, an upload that was not completed is gone
 
-_ASK_AGAIN_S = 1
+_ASK_AGAIN_S = (1, 3)  # whoever asked together would come together again
 _STATUS: Final = {"admitted": 200, "received": 202, "refused": 422, "given up": 422}
 
 
@@ -58,7 +59,7 @@ def receipt(said: Receipt) -> web.Response:
     """What became of an update, for the request that completes its upload and for those after."""
     about = {headers.COMPLETE: headers.as_boolean(True), hdrs.CACHE_CONTROL: "no-store"}
     if said.state == "received":
-        about[hdrs.RETRY_AFTER] = str(_ASK_AGAIN_S)
+        about[hdrs.RETRY_AFTER] = str(random.randint(*_ASK_AGAIN_S))
     return web.Response(
         status=_STATUS[said.state], body=said.encode(), headers=about,
         content_type=headers.CONTENT_TYPE,

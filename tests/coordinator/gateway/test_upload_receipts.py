@@ -26,7 +26,7 @@ async def test_the_last_part_may_come_again(make: Any, scene: Scene) -> None:
         assert (await phone.posts(at, phone.data[: 4 * CHUNK], complete=False)).status == 201
         undecided = await phone.patches(at, 4 * CHUNK)
         assert undecided.receipt == (202, "received", None)
-        assert undecided.headers["Retry-After"] == "1"
+        assert undecided.headers["Retry-After"] in ("1", "2", "3")
         state = (await phone.looks(at)).headers
         assert (state["Upload-Complete"], state["Upload-Offset"]) == ("?1", str(len(phone.data)))
         told = await phone.asks(at, "DELETE", phone.about())  # somebody may just be deciding

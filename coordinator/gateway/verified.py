@@ -1,0 +1,74 @@
+"""Tokens of devices: each is verified once, not with every request that shows it."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+import jwt
+from aiohttp import hdrs
+
+from fedstream.coordinator.gateway.refusals import Refusal
+
+ALGORITHM: Final = "HS256"
+
+_SKEW_S = 5.0  # between the clocks of two replicas
+_DEVICE = re.compile(r"0|[1-9][0-9]{0,9}")
+_REMEMBERED = 50_000  # tokens; of more than that, those shown first are verified anew
+
+
+class _Claims(NamedTuple):
+    device: int
+    key: object
+    ends: float  # seconds since 1970
+
+
+class VerifiedTokens:
+    """The tokens for one run and gateway that devices have shown.
+
+    To verify one took a sixth of a task's processor time. Whether its device may still come is no
+    matter of the token: the registry is asked with each request.
+    """
+
+    def __init__(self, audience: str) -> None:
+        self._audience = audience
+        self._secret = b""
+        self._known: dict[bytes, _Claims] = {}  # by their SHA-256, which nobody can use
+
+    def claims(self, token: str, secret: bytes, now: float) -> tuple[int, object]:
+        """The device and key that a token of ours is for. Raises Refusal.
+
+        ``now``: seconds since 1970.
+        """
+        if secret != self._secret:
+            self._known.clear()
+            self._secret = secret
+        name = sha256(token.encode()).digest()
+        found = self._known.get(name)
+        if found is None or now >= found.ends:
+            self._known.pop(name, None)
+            found = self._known[name] = self._verify(token)
+            if len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
+        return found.device, found.key
+
+    def _verify(self, token: str) -> _Claims:
+        try:
+            claims = jwt.decode(
+                token, self._secret, algorithms=[ALGORITHM], audience=self._audience,
+                leeway=_SKEW_S,
+                options={"require": ["sub", "aud", "iat", "exp", "key"], "strict_aud": True},
+            )  # fmt: skip
+        except jwt.ExpiredSignatureError as error:
+            raise untrusted("the token has expired: ask for another at /v1/token") from error
+        except jwt.InvalidTokenError as error:
+            raise untrusted("not a token of this gateway and run") from error
+        if not _DEVICE.fullmatch(claims["sub"]):
+            raise untrusted("not a token of a device")
+        return _Claims(int(claims["sub"]), claims["key"], float(claims["exp"]))
+
+
+def untrusted(text: str) -> Refusal:
+    """What a request without a valid token is answered."""
+    return Refusal(401, "token", text, headers={hdrs.WWW_AUTHENTICATE: 'Bearer realm="fedstream"'})

@@ -1,0 +1,78 @@
+"""Tokens are verified once, and no longer believed than they are valid."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jwt
+import pytest
+
+from fedstream.coordinator.gateway import verified
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.verified import ALGORITHM, VerifiedTokens
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+NOW = time.time()
+
+
+def token(device: int = 3, *, seconds: float = 600, secret: bytes = SECRET) -> str:
+    claims = {
+        "sub": str(device), "aud": "run/gateway", "iat": int(NOW), "exp": int(NOW + seconds),
+        "key": f"key-{device}",
+    }  # fmt: skip
+    return jwt.encode(claims, secret, ALGORITHM)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tokens whose signature was computed."""
+    found: list[str] = []
+    decode = jwt.decode
+
+    def noted(one: str, *rest: Any, **about: Any) -> Any:
+        found.append(one)
+        return decode(one, *rest, **about)
+
+    monkeypatch.setattr(jwt, "decode", noted)
+    return found
+
+
+def test_a_token_is_verified_once(decoded: list[str]) -> None:
+    tokens, mine, others = VerifiedTokens("run/gateway"), token(3), token(4)
+    for _ in range(3):
+        assert tokens.claims(mine, SECRET, NOW) == (3, "key-3")
+        assert tokens.claims(others, SECRET, NOW) == (4, "key-4")
+    assert decoded == [mine, others]
+
+
+def test_a_forged_token_is_never_remembered(decoded: list[str]) -> None:
+    tokens, forged = VerifiedTokens("run/gateway"), token(secret=OTHER)
+    for _ in range(2):
+        with pytest.raises(Refusal, match="not a token"):
+            tokens.claims(forged, SECRET, NOW)
+    assert decoded == [forged, forged]
+
+
+def test_a_known_token_ends_with_its_secret() -> None:
+    tokens, mine = VerifiedTokens("run/gateway"), token()
+    assert tokens.claims(mine, SECRET, NOW) == (3, "key-3")
+    with pytest.raises(Refusal, match="not a token"):
+        tokens.claims(mine, OTHER, NOW)
+
+
+def test_an_expired_token_is_verified_anew(decoded: list[str]) -> None:
+    tokens, mine = VerifiedTokens("run/gateway"), token(seconds=60)
+    tokens.claims(mine, SECRET, NOW + 59)
+    tokens.claims(mine, SECRET, NOW + 59)
+    assert len(decoded) == 1
+    tokens.claims(mine, SECRET, NOW + 60)
+    assert len(decoded) == 2
+
+
+def test_memory_is_bounded(decoded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "_REMEMBERED", 2)
+    tokens, three = VerifiedTokens("run/gateway"), [token(device) for device in range(3)]
+    for one in (*three, three[2], three[1], three[0]):
+        tokens.claims(one, SECRET, NOW)
+    assert decoded == [*three, three[0]]
