@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ PAIRS = (
     ("f32", "f32"), ("bf16", "f32"), ("bf16", "bf16"), ("int8", "f32"), ("int8", "int8"),
     ("int8+zstd", "int8"), ("int4", "bf16"), ("topk:0.1", "bf16"), ("topk:0.01", "bf16"),
 )  # fmt: skip
+
+Rows = dict[str, dict[str, float]]  # by format, or formats
+Lines = list[str]
 
 
 class Noise(echo.Echo):
@@ -105,52 +109,78 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="pipelines per format and size")
     parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
     parser.add_argument("--codec", action="store_true", help="only encode and decode")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine.described(), "codec": {}, "pipeline": {}}
-    for size in map(int, options.sizes.split(",")):
-        rows = found["codec"][f"{size:,}"] = {name: codec(size, name) for name in CODEC}
+    about = machine.described() | {"load when it began": f"{os.getloadavg()[0]:.1f}"}
+    sizes = [int(size) for size in options.sizes.split(",")]
+    found: dict[str, Any] = {}
+    for size in sizes:
+        rows = found[f"{size:,}"] = {name: codec(size, name) for name in CODEC}
         for name, row in rows.items():
             print(f"{size:>11,} {name:15} " + _shown(row), flush=True)
-        found["pipeline"][f"{size:,}"] = made = {}
-        for update, model in () if options.codec else PAIRS:
+    _written(options.out / "wire-codec", about, found, _coded)
+    if options.codec:
+        return
+    found = {}
+    for size in sizes:
+        made = found[f"{size:,}"] = {}
+        for update, model in PAIRS:
             runs = [pipeline(size, update, model) for _ in range(options.runs)]
             row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             made[f"{update} | {model}"] = row
             print(f"{size:>11,} {update:>10} {model:>5} " + _shown(row), flush=True)
-    if options.codec:
-        return
-    (RESULTS / "wire.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "wire.md").write_text(_tables(found))
-    print(f"written to {RESULTS}/wire.json and .md")
+    _written(options.out / "wire", about, found, _piped)
 
 
 def _shown(row: dict[str, float]) -> str:
     return "  ".join(f"{key} {value:,.2f}" for key, value in row.items())
 
 
-def _tables(found: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    about = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
-    what = "`python -m benchmarks.wire`, of normally distributed updates."
-    lines = ["# Wire formats", "", what, "", about]
-    for size, rows in found["codec"].items():
-        lines += ["", f"## {size} parameters", ""]
-        lines += ["| format | bytes | smaller by | encode, ms | decode, ms |", "|---" * 5 + "|"]
-        lines += [
+def _written(
+    path: Path,
+    about: Mapping[str, object],
+    found: Mapping[str, Rows],
+    table: Callable[[Rows], Lines],
+) -> None:
+    """Write the results as JSON and as Markdown."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"machine": about, "measured": found}
+    path.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+    what = f"`python -m benchmarks.wire{' --codec' if table is _coded else ''}`"
+    lines = ["# Wire formats", "", f"{what}, of normally distributed updates.", ""]
+    lines.append(", ".join(f"{name} {value}" for name, value in about.items()))
+    for size, rows in found.items():
+        lines += ["", f"## {size} parameters", "", *table(rows)]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print(f"written to {path}.json and .md")
+
+
+def _coded(rows: Rows) -> Lines:
+    """What encoding and decoding came to."""
+    return [
+        "Processor time, in ms.", "",
+        "| format | bytes | smaller by | encode | decode |", "|---" * 5 + "|",
+        *(
             f"| {name} | {row['bytes']:,.0f} | {row['smaller']:.1f} | {row['encode_ms']:.2f} | "
             f"{row['decode_ms']:.2f} |"
             for name, row in rows.items()
-        ]
-        columns = ("updates", "models", "updates/s", "processor, ms an update",
-                   "updater's peak, MB", "Redis's peak, MB")  # fmt: skip
-        lines += ["", "Through every service, the journal synced at intervals, four in flight:", ""]
-        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        lines += [
+        ),
+    ]  # fmt: skip
+
+
+def _piped(rows: Rows) -> Lines:
+    """What whole runs came to."""
+    columns = ("updates", "models", "updates/s", "processor, ms an update",
+               "updater's peak, MB", "Redis's peak, MB")  # fmt: skip
+    return [
+        "Through every service, the journal synced at intervals, four in flight:", "",
+        f"| {' | '.join(columns)} |", "|---" * len(columns) + "|",
+        *(
             f"| {name} | {row['updates_per_s']:.1f} | {row['cpu_ms']:.2f} | "
             f"{row['updater_peak_mb']:.0f} | {row['redis_peak_mb']:.0f} |"
-            for name, row in found["pipeline"][size].items()
-        ]
-    return "\n".join(lines) + "\n"
+            for name, row in rows.items()
+        ),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

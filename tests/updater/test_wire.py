@@ -5,6 +5,7 @@ What is refused is counted by its reason, and the model stays as it was.
 
 from __future__ import annotations
 
+import math
 import struct
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -99,13 +100,14 @@ def framed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(data)
 
 
-NAN, NEGATIVE = struct.pack("<f", float("nan")), struct.pack("<f", -1.0)
+NAN, NEGATIVE, INFINITE = (struct.pack("<f", one) for one in (math.nan, -1.0, math.inf))
 FRAME = encoded("int8+zstd")
 BOMB = framed(bytes(1 << 28))
 BEYOND = struct.pack("<IH", 1, 0x3F80) + b"\xac\x02"  # one value, 300 places on
 BY_CONTENT = {
     "negative scale": ("int8", with_bytes(encoded("int8"), 0, NEGATIVE), "wire scale"),
     "scale that is no number": ("int8", with_bytes(encoded("int8"), 4, NAN), "wire scale"),
+    "infinite scale": ("int8", with_bytes(encoded("int8"), 4, INFINITE), "wire scale"),
     "the same of four bits": ("int4", with_bytes(encoded("int4"), 0, NAN), "wire scale"),
     "index beyond the last": ("topk:0.1", BEYOND, "wire index"),
     "more values than announced": ("topk:0.1", struct.pack("<I", 31) + bytes(90), "wire length"),
