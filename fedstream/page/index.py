@@ -4,12 +4,17 @@ Reading 100,000 records takes seconds, reading their index a moment. ``journal.i
 rows of each segment with the segment's name, size and time of change, so that only segments that
 are new or were written since are read again. It is a cache: whatever is wrong with it, it is made
 anew, and where it can't be written it is made each time.
+
+The time of change is the file system's (ctime), which nobody can set: the index in a recording that
+came from elsewhere does not fit its files here, and is not used.
+
+The file has a line of its own, the length of what follows as JSON (8 bytes, little-endian), that,
+and the rows.
 """
 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +25,19 @@ import numpy as np
 from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened
 from fedstream.journal.inspection import Read
 from fedstream.journal.writer import FILE_MODE
-from fedstream.page.columns import MADE, UPDATE, Columns, Reasons, SegmentRows, joined, rows_of
+from fedstream.page.columns import (
+    MADE,
+    UPDATE,
+    Columns,
+    Reasons,
+    RowArray,
+    SegmentRows,
+    joined,
+    rows_of,
+)
 
-_FORMAT = 1
-_ABOUT = "about"
-_ROWS = {"made": MADE, "updates": UPDATE}
+_BEGIN = b"fedstream journal index 1\n"
+_LENGTH = 8  # bytes
 
 File: TypeAlias = tuple[str, int, int]  # name, bytes, time of change in ns
 Mark: TypeAlias = tuple[str, int, int, int]  # the same, and its cut
@@ -48,7 +61,7 @@ def columns_of(journal: Path, read: Read = lambda _bytes: None) -> Columns:
     files = marks(journal)
     if kept is not None and kept.files == files:
         return _columns(kept.parts, kept.reasons)
-    known, reasons = ({}, Reasons()) if kept is None else (dict(kept.parts), kept.reasons)
+    known, reasons = _fitting(kept, files)
     with opened(journal) as chain:
         parts: dict[Mark, SegmentRows] = {}
         for segment, cut in cuts(chain):
@@ -62,6 +75,13 @@ def columns_of(journal: Path, read: Read = lambda _bytes: None) -> Columns:
     if not journal.is_file():
         _save(journal, _Kept(files, parts, reasons))
     return _columns(parts, reasons)
+
+
+def _fitting(kept: _Kept | None, files: Sequence[File]) -> tuple[dict[Mark, SegmentRows], Reasons]:
+    """What of an index fits the files as they are, and its reasons if anything does."""
+    there = set(files)
+    fits = {mark: part for mark, part in kept.parts.items() if mark[:3] in there} if kept else {}
+    return fits, kept.reasons if kept is not None and fits else Reasons()
 
 
 def index_of(journal: Path) -> Path:
@@ -78,7 +98,7 @@ def marks(journal: Path) -> tuple[File, ...]:
     """A journal's files as they stand; empty if there is none."""
     paths = [journal] if journal.is_file() else sorted(journal.glob(f"*{SUFFIX}"))
     looked = [(path.name, path.stat()) for path in paths]
-    return tuple((name, about.st_size, about.st_mtime_ns) for name, about in looked)
+    return tuple((name, about.st_size, about.st_ctime_ns) for name, about in looked)
 
 
 def _mark(segment: Segment, cut: Cut | None, files: Sequence[File]) -> Mark:
@@ -94,24 +114,26 @@ def _mark(segment: Segment, cut: Cut | None, files: Sequence[File]) -> Mark:
 def _save(journal: Path, kept: _Kept) -> None:
     """Write an index file, unless the place is not ours to write to."""
     about = {
-        "format": _FORMAT,
         "files": kept.files,
         "reasons": kept.reasons.names,
         "parts": [
-            {"mark": mark, "finished": part.finished, "damage": part.damage}
+            {
+                "mark": mark, "made": len(part.made), "updates": len(part.updates),
+                "finished": part.finished, "damage": part.damage,
+            }
             for mark, part in kept.parts.items()
         ],
-    }
-    arrays: dict[str, Any] = {_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8)}
-    for number, part in enumerate(kept.parts.values()):
-        arrays |= {f"{name}-{number}": getattr(part, name) for name in _ROWS}
+    }  # fmt: skip
+    header = json.dumps(about).encode()
     path = index_of(journal)
     aside = path.with_name(f"{path.name}.new")
     try:
         aside.unlink(missing_ok=True)
         aside.touch(mode=FILE_MODE, exist_ok=False)
         with aside.open("wb") as file:
-            np.savez(file, **arrays)
+            file.write(_BEGIN + len(header).to_bytes(_LENGTH, "little") + header)
+            for part in kept.parts.values():
+                file.write(part.made.tobytes() + part.updates.tobytes())
         aside.replace(path)
     except OSError:
         return  # a recording on a read-only disk, or a full one: it is only slower next time
@@ -122,22 +144,32 @@ def _load(journal: Path) -> _Kept | None:
     if journal.is_file():
         return None
     try:
-        with np.load(index_of(journal), allow_pickle=False) as found:
-            about = json.loads(found[_ABOUT].tobytes())
-            if about["format"] != _FORMAT:
-                return None
-            parts: dict[Mark, SegmentRows] = {}
-            for number, one in enumerate(about["parts"]):
-                name, size, changed, cut = one["mark"]
-                rows = {what: found[f"{what}-{number}"] for what in _ROWS}
-                if any(rows[what].dtype != of for what, of in _ROWS.items()):
-                    return None
-                parts[name, size, changed, cut] = SegmentRows(
-                    rows["made"], rows["updates"], one["finished"], one["damage"]
-                )
-            return _Kept(_files(about["files"]), parts, Reasons(about["reasons"]))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        data = index_of(journal).read_bytes()
+        if not data.startswith(_BEGIN):
+            return None
+        at = len(_BEGIN) + _LENGTH
+        length = int.from_bytes(data[len(_BEGIN) : at], "little")
+        about = json.loads(data[at : at + length])
+        at += length
+        parts: dict[Mark, SegmentRows] = {}
+        for one in about["parts"]:
+            made, at = _rows(data, MADE, one["made"], at)
+            updates, at = _rows(data, UPDATE, one["updates"], at)
+            name, size, changed, cut = one["mark"]
+            mark = name, size, changed, cut
+            parts[mark] = SegmentRows(made, updates, one["finished"], one["damage"])
+        return _Kept(_files(about["files"]), parts, Reasons(about["reasons"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _rows(data: bytes, of: Any, count: int, at: int) -> tuple[RowArray, int]:
+    """The rows at an offset, and the offset after them. Raises ValueError, TypeError."""
+    if count < 0:
+        raise ValueError("fewer than no rows")
+    # Of nothing, numpy makes no array.
+    rows = np.frombuffer(data, of, count, at) if count else np.empty(0, of)
+    return rows, at + count * of.itemsize
 
 
 def _files(rows: Sequence[Sequence[Any]]) -> tuple[File, ...]:

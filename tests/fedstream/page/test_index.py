@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -106,12 +107,35 @@ def test_a_deleted_first_segment_leaves_a_journal_that_begins_later(tmp_path: Pa
     assert columns_of(tmp_path / "journal").numbers.tolist() == list(range(6, 13))
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x05\x06" + bytes(18)])
-def test_a_spoiled_index_is_made_anew(tmp_path: Path, content: bytes) -> None:
+def test_a_spoiled_index_is_made_anew(tmp_path: Path) -> None:
+    """Cut off anywhere, of another format, or with lengths that nothing can have."""
     two_segments(tmp_path / "journal")
     found = columns_of(tmp_path / "journal")
-    index_of(tmp_path / "journal").write_bytes(content)
-    assert same(columns_of(tmp_path / "journal"), found)
+    file = index_of(tmp_path / "journal")
+    whole = file.read_bytes()
+    begin = whole.index(b"\n") + 1
+    spoiled = [whole[:n] for n in (0, 10, begin, begin + 5, begin + 20, len(whole) // 2, -1)]
+    spoiled += [whole.replace(b"index 1", b"index 9"), b"something else"]
+    spoiled += [whole[:begin] + bytes([255]) * 8 + whole[begin + 8 :]]
+    spoiled += [whole.replace(b'"made": 7', made) for made in (b'"made":-7', b'"made": 1e9')]
+    spoiled += [re.sub(rb'"parts": \[.', b'"parts": 5,', whole), whole.replace(b"mark", b"work")]
+    assert len({*spoiled, whole}) == len(spoiled) + 1
+    for content in spoiled:
+        file.write_bytes(content)
+        assert same(columns_of(tmp_path / "journal"), found), content[:60]
+        assert file.read_bytes() == whole
+
+
+def test_an_index_that_came_with_a_recording_is_not_believed(tmp_path: Path) -> None:
+    """A copy has the same names, sizes and times of modification."""
+    two_segments(tmp_path / "theirs" / "journal")
+    columns_of(tmp_path / "theirs" / "journal")
+    index_of(tmp_path / "theirs" / "journal").write_bytes(
+        index_of(tmp_path / "theirs" / "journal").read_bytes().replace(b"not finite", b"not at all")
+    )
+    assert "not at all" in columns_of(tmp_path / "theirs" / "journal").reasons  # so it is used
+    shutil.copytree(tmp_path / "theirs", tmp_path / "ours")
+    assert "not at all" not in columns_of(tmp_path / "ours" / "journal").reasons
 
 
 def test_a_place_that_is_not_ours_is_left_alone(
