@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from ipaddress import IPv4Address, ip_address
 from typing import Literal, TypeAlias
 
 TooMany: TypeAlias = Literal["busy", "address"]  # in all; from one address
 
 
+@lru_cache(maxsize=1 << 14)  # asked for each request
 def network_of(address: str) -> str:
     """Whom an address is charged to: itself, or the /64 of IPv6, of which one host has any."""
     try:

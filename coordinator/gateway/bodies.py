@@ -14,6 +14,11 @@ async def body_of(request: web.Request, *, within_s: float, most: int = BODY) ->
     """Read a body of at most ``most`` bytes, whatever its headers say. Raises Refusal."""
     if (request.content_length or 0) > most:
         raise _too_large(most)
+    if request.content.is_eof():  # it came with the headers, as most do
+        whole = request.content.read_nowait()
+        if len(whole) > most:
+            raise _too_large(most)
+        return whole
     found = bytearray()
     try:
         async with asyncio.timeout(within_s):

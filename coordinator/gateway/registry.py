@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fedstream.broker.ledger.gateway import GatewayLedger, Registration
 
 LOOK_S = 2.0  # between two looks at whether anything has changed
-_ANEW_S = 60.0  # then everything is asked again, whatever the look says
+# Then everything is asked again, whatever the look says. A device that waits checks in each minute,
+# so with less, each check-in would cost an exchange.
+_ANEW_S = 600.0
 _SECRET = 32  # bytes
 
 

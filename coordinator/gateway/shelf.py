@@ -47,11 +47,7 @@ class Shelf:
         self._volumes: dict[str, Volume] = {}  # least recently asked for first
         self._making: dict[str, asyncio.Task[Volume]] = {}
         self._reserved = 0  # bytes of those that are being made
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the shelf."""
-        return sum(one.data.nbytes for one in self._volumes.values())
+        self.nbytes = 0  # on the shelf
 
     def there(self, name: str) -> Volume | None:
         """The bytes of this name, if they are on the shelf."""
@@ -82,15 +78,18 @@ class Shelf:
         del self._making[name]
         self._reserved -= size
         if not making.cancelled() and making.exception() is None:
-            self._volumes[name] = making.result()
+            made = self._volumes[name] = making.result()
+            self.nbytes += made.data.nbytes
 
     def tidy(self, size: int = 0) -> bool:
         """Drop the oldest that nobody reads, until ``size`` more bytes fit: whether they do."""
-        used = self._reserved + self.nbytes
+        room = self._budget - self._reserved - size
+        if self.nbytes <= room:
+            return True
         for name, volume in tuple(self._volumes.items()):
-            if used + size <= self._budget:
-                return True
             if not volume.readers:
                 del self._volumes[name]
-                used -= volume.data.nbytes
-        return used + size <= self._budget
+                self.nbytes -= volume.data.nbytes
+                if self.nbytes <= room:
+                    return True
+        return False
