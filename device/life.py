@@ -26,6 +26,7 @@ from fedstream.protocol.signatures import pem_of
 from fedstream.trainer.devices import DeviceSettings
 
 if TYPE_CHECKING:
+    from fedstream.protocol.messages import Attestation
     from fedstream.protocol.signatures import PrivateKey
     from fedstream.trainer.choices import Solvers
     from fedstream.trainer.learner import Learner
@@ -46,6 +47,7 @@ class DeviceOptions:
     threads: int = 1  # of torch
     place: Processor = "cpu"
     invite: str | None = None  # None: it has enrolled before
+    attestation: Attestation | None = None  # shown with the invite
     once: bool = False  # end after one answered task
     save_s: float = 30.0  # between two savings of training's state
 
@@ -110,7 +112,7 @@ async def _enrolled(
         )
     gateway = OwnGateway(connection, key, None)
     try:
-        asks = Enrolment(invite=options.invite, public_key=pem)
+        asks = Enrolment(invite=options.invite, public_key=pem, attestation=options.attestation)
     except ValidationError:
         raise ConfigError(
             "--invite: that is not an invite: copy all of it, and nothing else"

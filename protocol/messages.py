@@ -7,6 +7,7 @@ other change needs another version of the protocol, with routes of its own.
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +16,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Sends, first_wrong
 
 BODY: Final = 1 << 16  # most bytes of a JSON body
+ATTESTATION: Final = 32 << 10  # most bytes of an attestation
 WAIT_S: Final = 50.0  # longest that a check-in may wait for a task
 KEY_CHARS: Final = 400  # of a public key in PEM; one of P-256 takes 178
 ATTEMPT_DIGITS: Final = 12  # hexadecimal
@@ -74,11 +76,29 @@ class Problem(Body):
 # enrolment and access
 
 
+class Attestation(Body):
+    """What somebody else says of a device, such as who made it: for whom the operator chose."""
+
+    format: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,39}$")]
+    data: Annotated[str, Field(max_length=4 * -(-ATTESTATION // 3))]  # base64
+
+    @model_validator(mode="after")
+    def _decodes(self) -> Attestation:
+        _ = self.evidence
+        return self
+
+    @property
+    def evidence(self) -> bytes:
+        """The data's bytes."""
+        return base64.b64decode(self.data, validate=True)
+
+
 class Enrolment(Body):
     """``POST /v1/devices``: an invite and the key of the device that has it."""
 
     invite: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
     public_key: Annotated[str, Field(min_length=1, max_length=KEY_CHARS)]  # PEM
+    attestation: Attestation | None = None
 
 
 class Enrolled(Body):
@@ -220,8 +240,8 @@ class WrongOffset(Body):
 
 
 BODIES: Final[tuple[type[Body], ...]] = (
-    Nothing, Problem, Enrolment, Enrolled, Access, CheckIn, Offer, Beat, Advice, Surrender,
-    UpdateReport, Receipt, WrongOffset,
+    Nothing, Problem, Attestation, Enrolment, Enrolled, Access, CheckIn, Offer, Beat, Advice,
+    Surrender, UpdateReport, Receipt, WrongOffset,
 )  # fmt: skip
 
 

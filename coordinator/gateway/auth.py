@@ -7,6 +7,8 @@ run and one gateway; it ends early if the device is revoked or enrols with anoth
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -16,6 +18,7 @@ import jwt
 from aiohttp import hdrs, web
 
 from fedstream.broker.digest import digest_of
+from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.invites import device_in
 from fedstream.coordinator.gateway.quotas import Quota
@@ -38,7 +41,10 @@ from fedstream.protocol.signatures import (
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.gateway import Enrolling, GatewayLedger, Registration
+    from fedstream.coordinator.gateway.attestation import Doubt
+    from fedstream.coordinator.gateway.refusals import RefusalReason
     from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.protocol.messages import Attestation
 
 DEVICES: Final = "/v1/devices"
 TOKEN: Final = "/v1/token"  # noqa: S105  (a path)
@@ -46,8 +52,19 @@ TOKEN_S: Final = 600
 
 # As long as a request would be accepted: its clock may be ahead of ours, and behind.
 _NONCE_S = 2 * WINDOW_S + 10.0
+_VERIFY_S = 10.0  # for an attestation
+_RETRY_S = 10.0  # after a verifier that failed
+_LOG = logging.getLogger("fedstream.gateway")
 _SIGNED = ("Content-Digest", "Signature-Input", "Signature")
 
+_DOUBTS: dict[Doubt, RefusalReason] = {
+    "missing": "attestation missing",
+    "format": "attestation format",
+    "forged": "attestation forged",
+    "key": "attestation key",
+    "expired": "attestation expired",
+    "denied": "attestation denied",
+}
 _WHY_NOT: dict[Enrolling, str] = {
     "unknown": "no such invite: it was for another run, or a newer one took its place",
     "expired": "this invite has expired: ask for another",
@@ -75,6 +92,7 @@ class Auth:
         self._audience = f"{self._run}/{settings.site}"
         self._verified = VerifiedTokens(self._audience)
         self._body_s = settings.body_s
+        self._verifier = settings.attestation
         self._clock = clock
         self._of_device = Quota("device", settings.device_rate)  # each token leaves its nonce
 
@@ -98,6 +116,7 @@ class Auth:
         device, digest = device_in(said.invite), digest_of(said.invite.encode())
         if device is None:
             raise Refusal(403, "invite", "not an invite of `fedstream devices invite`")
+        await self._attested(said.attestation, Newcomer(device, self._run, pem_of(key)))
         verdict = await self._ledger.enrol(
             device, digest, pem_of(key), signature.nonce, nonce_s=_NONCE_S
         )
@@ -111,6 +130,20 @@ class Auth:
                 raise _replayed()
             case _:
                 raise Refusal(403, "invite", _WHY_NOT[verdict])
+
+    async def _attested(self, shown: Attestation | None, newcomer: Newcomer) -> None:
+        """Raise Refusal unless the operator's verifier lets a device enrol."""
+        try:
+            async with asyncio.timeout(_VERIFY_S):
+                await self._verifier.verify(shown, newcomer)
+        except NotAttested as error:
+            raise Refusal(403, _DOUBTS[error.why], str(error)) from error
+        except Exception as error:
+            _LOG.exception("the verifier of attestations failed for device %d", newcomer.device)
+            raise Refusal(
+                503, "unavailable", "attestations can't be verified now: try again later",
+                retry_after_s=_RETRY_S,
+            ) from error  # fmt: skip
 
     async def token(self, request: web.Request) -> web.Response:
         """Give a device a token for its other requests. Raises Refusal."""

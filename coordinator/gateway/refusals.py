@@ -14,6 +14,12 @@ RefusalReason: TypeAlias = Literal[
     "clock",  # the device's differs by more than a minute
     "nonce",  # used before
     "invite",  # unknown, expired or used
+    "attestation missing",  # what the verifier said, if there is one
+    "attestation format",
+    "attestation forged",
+    "attestation key",  # about another key
+    "attestation expired",
+    "attestation denied",
     "key",  # no public key that we take, or another one than enrolled
     "unknown device",
     "revoked",  # by an operator

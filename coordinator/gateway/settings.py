@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY, POOL, check_name
 from fedstream.broker.messages import OWNED
+from fedstream.coordinator.gateway.attestation import NoVerifier, VerifierSettings
 from fedstream.protocol.messages import WAIT_S
 from fedstream.runtime.config import Positive, Section
 
@@ -47,6 +48,7 @@ class GatewaySettings(Section):
     tls_cert: str | None = None  # PEM: the certificate and those that signed it
     tls_key: str | None = None  # PEM, without a password
     client_ca: str | None = None  # PEM: who signs devices' certificates; None: they need none
+    attestation: VerifierSettings = NoVerifier()  # who judges what devices that enrol show
     flower_app: str | None = None  # FAB that Flower's supernodes run; None: there are none
     flower_keys: str | None = None  # file: the supernodes' public keys, by device
     drain_s: Positive = 20.0

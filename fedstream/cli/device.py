@@ -57,6 +57,14 @@ def device(
         Path | None,
         typer.Option(metavar="FILE", help="its private key (PEM); default: in the same file"),
     ] = None,
+    attestation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT:FILE",
+            help="what to show when the device enrols, for gateways that ask for more than an "
+            "invite",
+        ),
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -84,6 +92,7 @@ def device(
         )
     with process.importing():
         from fedstream.device.address import GatewayAddress
+        from fedstream.device.attested import attestation_in
         from fedstream.device.life import DeviceOptions
         from fedstream.local.parent import end_with_parent
         from fedstream.settings.services import loaded
@@ -97,7 +106,7 @@ def device(
         load=partial(loaded, settings.task),
         solvers=Solvers(settings.solver, settings.solvers), devices=settings.devices,
         threads=settings.trainer.threads, place=settings.trainer.device,
-        invite=invite, once=once,
+        invite=invite, attestation=attestation_in(attestation), once=once,
     )  # fmt: skip
     with Stop() as stop:
         asyncio.run(_lived(options, stop))

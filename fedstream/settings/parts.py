@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.gateway.attestation import VERIFIERS
 from fedstream.coordinator.policies import POLICIES
 from fedstream.sinks.choice import SINKS
 from fedstream.strategies import FUNCTIONS, RULES, StalenessFunction
@@ -28,6 +29,7 @@ DOORS: dict[str, Door[Any]] = {
     "task.partition.kind": PARTITIONS,
     "scheduler.policy.kind": POLICIES,
     "sinks.kind": SINKS,
+    "gateway.attestation.kind": VERIFIERS,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import re
@@ -19,6 +20,9 @@ import pytest
 import yaml
 
 from fedstream.broker.client import RedisSettings
+from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
+from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.device.attested import attestation_in
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
 from fedstream.local.ports import HeldPort
@@ -497,9 +501,28 @@ def test_gateway(reader: Open) -> None:
         assert "revoked: device 3\n" in said["revoke"]
         assert "admitted: device 3\n" in said["admit"]
         page.shell.interrupt()
+        asking = read(page.save("asking.toml", "toml")).gateway
+        assert (asking.client_ca, asking.tls_cert) == ("devices-ca.pem", "fullchain.pem")
         offer = Offer.decode(page.text("json"))
         assert offer.update.url == f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
         assert offer.model.url == f"/v1/models/{offer.model.digest}"
+
+
+def test_attest_devices(reader: Open) -> None:
+    with reader("docs/how-to/attest-devices.md") as page:
+        page.save("my_attestation.py")
+        table = tomllib.loads(page.text("toml"))["gateway"]["attestation"]
+        page.save("vouch.py")
+        page.follow()
+        program, _, name = table["kind"].partition(":")
+        named = {"kind": f"{page.folder / program}:{name}", "key": str(page.folder / table["key"])}
+        verifier = GatewaySettings.model_validate({"attestation": named}).attestation
+        newcomer = Newcomer(3, "demo", (page.folder / "device.pub").read_text())
+        shown = attestation_in(f"manufacturer:{page.folder / 'device.attestation'}")
+        asyncio.run(verifier.verify(shown, newcomer))
+        other = Newcomer(3, "demo", (page.folder / "manufacturer.pem").read_text())
+        with pytest.raises(NotAttested):
+            asyncio.run(verifier.verify(shown, other))
 
 
 def test_devices_over_http(reader: Open) -> None:

@@ -22,10 +22,10 @@ MADE = {
     "devices.csv",
     ".../run.toml", "best.toml", "compare.py", "devices.py", "dist/fedstream.cdx.json",
     "journal-pod.yaml", "lines.py",
-    "metrics.csv", "my_partitions.py", "my_policies.py", "my_solvers.py",
+    "metrics.csv", "my_attestation.py", "my_partitions.py", "my_policies.py", "my_solvers.py",
     "my_task.py", "poisoned.py", "replay.csv", "results.csv", "run.toml", "runs.jsonl", "sized.py",
     "my_rules.py", "my_staleness.py", "summary.json", "sweep.png", "test_my_rules.py",
-    "task.py", "test.txt", "train.txt", "valid.txt",
+    "task.py", "test.txt", "train.txt", "valid.txt", "vouch.py",
 }  # fmt: skip
 
 

@@ -52,7 +52,10 @@ REPORT: dict[str, Any] = {
 SAMPLES: dict[str, dict[str, Any]] = {
     "Nothing": {},
     "Problem": {"error": "too old", "reason": "clock"},
-    "Enrolment": {"invite": "i" * 32, "public_key": "-----BEGIN PUBLIC KEY-----"},
+    "Attestation": {"format": "tpm2.0", "data": "AAECAw=="},
+    "Enrolment": {
+        "invite": "i" * 32, "public_key": "-----BEGIN PUBLIC KEY-----", "attestation": None,
+    },
     "Enrolled": {"device": 17, "run": "demo"},
     "Access": {"token": "a.b.c", "expires_in": 600},
     "CheckIn": CHECK_IN,

@@ -33,7 +33,10 @@ async def replica(hand: Hand) -> AsyncIterator[Replica]:
 
     async def start(site: str = SITE, secret: str | None = None, **about: Any) -> Phone:
         ledger = GatewayLedger(hand.client, about.pop("keys", hand.keys), "gateway-0", site)
-        settings = GatewaySettings.model_validate({"site": site, "secret": secret, "body_s": 0.2})
+        settings = GatewaySettings.model_validate({
+            "site": site, "secret": secret, "body_s": 0.2,
+            "attestation": about.pop("attestation", {"kind": "none"}),
+        })  # fmt: skip
         auth = Auth(ledger, settings, **about)
 
         async def who(request: web.Request) -> web.Response:
