@@ -252,6 +252,12 @@ class Tally:
         return {outcome: self.counts.get(outcome, 0) for outcome in OUTCOMES}
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of the kept models, if all were published like the newest."""
+        one = self.head.encoded.size if self.head.encoded else self.run.layout.nbytes
+        return self.kept * one
+
+    @property
     def encoded(self) -> EncodedUpdates:
         """The updates admitted in a wire format other than ``f32``."""
         number, size = self.counts.get("encoded", 0), self.counts.get("encoded_bytes", 0)

@@ -116,7 +116,7 @@ def _of_run(view: Tally, training: int, event_at: float) -> Iterator[Metric]:
     yield _gauge("run_quarantined_devices", "Devices in quarantine.", barred)
     yield _gauge("run_kept_versions", "Models kept in Redis.", view.kept)
     updates = view.admitted + head.retained
-    blobs = {"models": view.kept * run.layout.nbytes, "updates": updates * run.layout.nbytes}
+    blobs = {"models": view.kept_bytes, "updates": updates * run.layout.nbytes}
     yield _labelled("run_blob_bytes", "Models and updates in Redis.", "kind", blobs)
     yield _gauge("run_dead_letters", "Entries waiting for an operator.", view.dead)
 

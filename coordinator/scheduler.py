@@ -266,7 +266,7 @@ class Scheduler:
             open=mirror.tasks,
             queue=view.queue,
             backlog=view.backlog,
-            kept=view.kept + vectors(view.run.layout, view.run.devices),
+            kept=kept(view),
             held=view.head.held,
             # Entries of the queue that are not admitted answers are the ends of rounds.
             round_ending=self._asked[0] == version and view.backlog > view.admitted,
@@ -286,6 +286,12 @@ class Scheduler:
         """Bytes that the run may use in Redis; 0: no known limit."""
         _, limit = await self._ledger.memory()
         return int(limit * BUDGET_SHARE)
+
+
+def kept(view: Tally) -> int:
+    """The size, in models, of the versions in Redis, as published, and of the devices' vectors."""
+    layout = view.run.layout
+    return -(-view.kept_bytes // max(1, layout.nbytes)) + vectors(layout, view.run.devices)
 
 
 def vectors(layout: Layout, devices: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import Assignment, Trigger
 from fedstream.broker.records import Head, Run, View
@@ -19,6 +21,7 @@ from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
 
 LEASE_MS = 15_000
+INT8 = Encoded("int8", 5, "d")
 
 
 def view_of(**changes: Any) -> View:
@@ -26,7 +29,8 @@ def view_of(**changes: Any) -> View:
         "run": Run(layout_of(4), "fedasync", "digits", 10, 100, 0, 1.5),
         "head": Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1),
         "counts": {"issued": 5}, "open": (), "admitted": 0, "queue": 0, "triggers": 0,
-        "inbox": 0, "trainers": 2, "kept": 3, "dead": 1, "owned": (), "pool": False, "now": 100.0,
+        "inbox": 0, "trainers": 2, "workers": 2, "kept": 3, "dead": 1, "owned": (),
+        "pool": False, "now": 100.0,
     }  # fmt: skip
     about |= changes
     return View(**about, tasks=len(about["open"]), owners=len(about["owned"]))
@@ -63,6 +67,8 @@ def test_blobs_are_counted_by_number_and_size() -> None:
     value = registry.get_sample_value
     assert value("fedstream_run_blob_bytes", {"kind": "models"}) == 3 * 16
     assert value("fedstream_run_blob_bytes", {"kind": "updates"}) == (3 + 4) * 16
+    metrics.saw(Seen(100.0, 5000, 0, replace(view, head=replace(head, encoded=INT8))))
+    assert value("fedstream_run_blob_bytes", {"kind": "models"}) == 3 * 5
     assert value("fedstream_run_published_timestamp_seconds") == 99.5
     assert value("fedstream_redis_memory_max_bytes") == 0
 

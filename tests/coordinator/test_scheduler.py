@@ -6,22 +6,24 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import ConfigError, Fenced, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
-from fedstream.broker.records import Changes, Commit, End, Run, Tally
+from fedstream.broker.records import Changes, Commit, End, Head, Run, Tally
 from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
-from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, vectors
+from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, kept, vectors
 from fedstream.runtime.leading import lead
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS
@@ -705,6 +707,18 @@ async def test_long_lease_is_renewed_often_enough(
     await wait_until(lambda: held > 3)
     watched.stop.set()
     await leading
+
+
+def test_versions_take_as_much_memory_as_was_published() -> None:
+    head = Head(version=7, digest="d", blob="7.1", time=1.0, epoch=1)
+    run = Run(layout_of(1000), "fedasync", "digits", 10, 100, 0, 1.5)
+    seen = Tally(
+        run=run, head=head, counts={}, tasks=0, admitted=0, queue=0, triggers=0, inbox=0,
+        trainers=1, workers=1, kept=5, dead=0, owners=0, pool=True, now=1.0,
+    )  # fmt: skip
+    assert kept(seen) == 5
+    small = replace(head, encoded=Encoded("int8", 1016, "d"))
+    assert kept(replace(seen, head=small)) == 2  # 5,080 bytes, in models of 4,000
 
 
 def test_device_vectors_count_twice_in_memory() -> None:
