@@ -8,10 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-from prometheus_client import Counter
 
 from fedstream.broker import reasons
 from fedstream.broker.errors import BadMessage, NoRun
@@ -33,6 +31,7 @@ from fedstream.broker.messages import (
 )
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.sites import Site
+from fedstream.runtime.counts import Counts
 from fedstream.wire import F32, Undecodable, format_of
 
 if TYPE_CHECKING:
@@ -64,15 +63,15 @@ class Entries:
         self._settings = settings
         self._context = context
         self._anarchic = anarchic
-        # Both know their labels: verdicts and reasons are closed sets.
-        self._answers = cache(Counter(
+        # Of both there are few labels: verdicts and reasons are closed sets.
+        self._answers = Counts(
             "fedstream_answers", "Trainers' answers, by admission's verdict.",
             ["verdict", "reason"], registry=context.registry,
-        ).labels)  # fmt: skip
-        self._dispatched = cache(Counter(
+        )  # fmt: skip
+        self._dispatched = Counts(
             "fedstream_tasks_dispatched", "Triggers, by what became of them.", ["verdict"],
             registry=context.registry,
-        ).labels)  # fmt: skip
+        )  # fmt: skip
         self._idle: set[str] = set()  # trainers without devices that were reported
         self._layout: Layout | None = None  # of the run, once an encoded update needed it
         self._layout_at = 0.0  # when it was read last
@@ -193,7 +192,7 @@ class Entries:
         self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
     ) -> None:
         """``at``: when it was decided, in seconds since 1970, before the wait for more entries."""
-        self._dispatched(verdict).inc()
+        self._dispatched.add(verdict)
         if isinstance(message, Trigger):
             what = "dispatched" if verdict == "sent" else "not dispatched"
             self._context.trace(
@@ -204,7 +203,7 @@ class Entries:
         self, answer: Upload | GiveUp, trainer: str, at: float, decided: tuple[str, str]
     ) -> None:
         verdict, reason = decided
-        self._answers(verdict, reason).inc()
+        self._answers.add(verdict, reason)
         if verdict in ("admitted", "given_up"):
             why: dict[str, Any] = {"reason": reason} if reason else {}
             self._context.trace(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedstream.broker.errors import FedstreamError
@@ -15,7 +16,7 @@ from fedstream.broker.ledger.trainer import TakenTask
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from fedstream.broker.commands import Command
     from fedstream.broker.ledger.trainer import ComingTask, TrainerLedger
@@ -112,27 +113,9 @@ class Leases:
             return None
         return TakenTask(entries[0], again=True)
 
-    @asynccontextmanager
-    async def held(self, entry: Entry) -> AsyncIterator[asyncio.Event]:
+    def held(self, entry: Entry) -> AbstractAsyncContextManager[asyncio.Event]:
         """Renew the lease inside the block; the event is set if it is lost."""
-        lost = asyncio.Event()
-        renewing: asyncio.Task[None] | None = None
-
-        def begin() -> None:
-            nonlocal renewing
-            renewing = asyncio.create_task(self._renew(entry, lost), name="renew")
-
-        # Most tasks of a fast device end before the first renewal.
-        timer = asyncio.get_running_loop().call_later(self._settings.seconds / 4, begin)
-        try:
-            yield lost
-        finally:
-            timer.cancel()
-            if renewing is not None:
-                renewing.cancel()
-                await asyncio.wait({renewing})
-                if not renewing.cancelled():
-                    renewing.result()  # re-raises if renewing failed
+        return _Renewals(partial(self._renew, entry), self._settings.seconds / 4)
 
     async def _renew(self, entry: Entry, lost: asyncio.Event) -> None:
         while True:
@@ -153,3 +136,31 @@ class Leases:
     def settle(self) -> None:
         """Note that the trainer holds no task."""
         self._unsure = None
+
+
+class _Renewals(AbstractAsyncContextManager[asyncio.Event]):
+    """Renews a lease inside the block, once that has lasted for a while."""
+
+    def __init__(
+        self, renew: Callable[[asyncio.Event], Coroutine[Any, Any, None]], after_s: float
+    ) -> None:
+        self._renew = renew
+        self._after_s = after_s
+        self._lost = asyncio.Event()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> asyncio.Event:
+        # Most tasks of a fast device end before the first renewal.
+        self._timer = asyncio.get_running_loop().call_later(self._after_s, self._begin)
+        return self._lost
+
+    def _begin(self) -> None:
+        self._renewing = asyncio.create_task(self._renew(self._lost), name="renew")
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._timer.cancel()
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
+            if not self._renewing.cancelled():
+                self._renewing.result()  # re-raises if renewing failed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from contextlib import AbstractContextManager
-from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -13,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from fedstream.runtime.counts import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,10 +32,10 @@ class TrainerMetrics:
     """The metrics of one trainer."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._ended = cache(Counter(  # it knows its labels: there are few ends
+        self._ended = Counts(
             "fedstream_trainer_tasks", "Tasks, by what became of them here.", ["end"],
             registry=registry,
-        ).labels)  # fmt: skip
+        )  # fmt: skip
         self._seconds: dict[str, _Durations] = {}
         registry.register(_Seconds(self._seconds))
 
@@ -58,7 +59,7 @@ class TrainerMetrics:
 
     def ended(self, end: str) -> None:
         """Count a task by what became of it here."""
-        self._ended(end).inc()
+        self._ended.add(end)
 
     def took(self, seconds: float) -> None:
         """Record how long a whole task took."""
