@@ -31,7 +31,7 @@ from fedstream.broker.messages import (
 )
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.sites import Site
-from fedstream.runtime.counts import Counts
+from fedstream.runtime.event_counts import EventCounts
 from fedstream.wire import F32, Undecodable, format_of
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ class Entries:
         self._context = context
         self._anarchic = anarchic
         # Of both there are few labels: verdicts and reasons are closed sets.
-        self._answers = Counts(
+        self._answers = EventCounts(
             "fedstream_answers", "Trainers' answers, by admission's verdict.",
             ["verdict", "reason"], registry=context.registry,
         )  # fmt: skip
-        self._dispatched = Counts(
+        self._dispatched = EventCounts(
             "fedstream_tasks_dispatched", "Triggers, by what became of them.", ["verdict"],
             registry=context.registry,
         )  # fmt: skip

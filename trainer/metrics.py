@@ -13,7 +13,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from fedstream.runtime.counts import Counts
+from fedstream.runtime.event_counts import EventCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ class TrainerMetrics:
     """The metrics of one trainer."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._ended = Counts(
+        self._ended = EventCounts(
             "fedstream_trainer_tasks", "Tasks, by what became of them here.", ["end"],
             registry=registry,
         )  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from fedstream.runtime.counts import Counts
+from fedstream.runtime.event_counts import EventCounts
 
 
 def test_counts_are_shown_by_their_labels() -> None:
     registry = CollectorRegistry()
-    answers = Counts("answers", "What became of them.", ["verdict", "reason"], registry=registry)
+    answers = EventCounts(
+        "answers", "What became of them.", ["verdict", "reason"], registry=registry
+    )
     for labels in (("admitted", ""), ("refused", "size"), ("admitted", ""), ("refused", "digest")):
         answers.add(*labels)
     assert generate_latest(registry).decode().splitlines() == [

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 
-class Counts(Collector):
+class EventCounts(Collector):
     """Counts by labels, shown at each scrape. To be used by one thread.
 
     prometheus_client makes five calls and takes a lock for each that is added.
