@@ -88,6 +88,11 @@ def _curves(run: RecordedRun) -> list[Chart]:
 def of_device(run: RecordedRun, device: int) -> list[Chart]:
     """How a device's updates change over the run."""
     rows = run.columns.updates[run.columns.used & (run.columns.updates["device"] == device)]
+    shares = run.directions.shares
+    if shares is not None and device in shares:
+        apart = shares[device].distance.values
+        if len(apart) == len(rows):  # all were recorded with their weights
+            rows["norm"] = apart
     shown = rows[_spread(len(rows))]
     x = shown["version"].astype(float).tolist()
     found = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from statistics import fmean, median
@@ -10,13 +10,14 @@ from statistics import fmean, median
 import numpy as np
 
 from fedstream.broker.messages import OUTCOMES
+from fedstream.journal.shares import Share
 from fedstream.page.columns import Columns, RowArray
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993)
 _NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
 _MEAN = 1.2533  # the same in mean absolute deviations
 
-JUDGED = ("staleness", "weight", "loss", "norm", "largest", "refused_share", "bytes")
+JUDGED = ("staleness", "weight", "loss", "norm", "largest", "cosine", "refused_share", "bytes")
 """The figures for which a device is compared with the others."""
 
 
@@ -34,6 +35,7 @@ class DeviceRow:
     loss: float | None  # mean, of training
     norm: float | None  # mean of how far its updates alone would move the parameters
     largest: float | None  # of these norms
+    cosine: float | None  # mean, to the model's later movement; None: not measured either
     bytes: float | None  # mean of an update's, as sent
     last: int | None  # the newest version when its last update was decided
     scores: dict[str, float] = field(default_factory=dict)  # robust z-scores, by figure
@@ -44,8 +46,11 @@ class DeviceRow:
         return [name for name, score in self.scores.items() if abs(score) > OUTLIER]
 
 
-def devices_of(columns: Columns) -> list[DeviceRow]:
-    """A row for each device that sent an update, by number."""
+def devices_of(columns: Columns, shares: Mapping[int, Share] | None = None) -> list[DeviceRow]:
+    """A row for each device that sent an update, by number.
+
+    ``shares``: what models say of its updates, if that was measured; norms are then these.
+    """
     updates, used = columns.updates, columns.used
     order = np.argsort(updates["device"], kind="stable")
     numbers, begins = np.unique(updates["device"][order], return_index=True)
@@ -55,12 +60,16 @@ def devices_of(columns: Columns) -> list[DeviceRow]:
         mine = updates[places]
         good = mine[used[places]]
         bad = int((mine["outcome"] == refused).sum())
+        norm, largest, cosine = _mean(good, "norm"), _most(good, "norm"), None
+        if shares is not None and device in shares:
+            apart, cosine = shares[device].distance, shares[device].cosine.mean
+            norm, largest = apart.mean, apart.most
         found.append(
             DeviceRow(
                 device, len(good), bad, bad / len(mine), _mean(good, "staleness"),
                 int(good["staleness"].max()) if len(good) else None, _mean(good, "weight"),
-                _mean(good, "loss"), _mean(good, "norm"), _most(good, "norm"),
-                _mean(mine, "bytes"), int(mine["version"][-1]),
+                _mean(good, "loss"), norm, largest, cosine, _mean(mine, "bytes"),
+                int(mine["version"][-1]),
             )
         )  # fmt: skip
     for name in JUDGED:

@@ -42,6 +42,7 @@ DEVICE_COLUMNS = (
     ("loss", "loss", "mean"),
     ("norm", "distance", "mean"),
     ("largest", "distance", "most"),
+    ("cosine", "cosine", "mean"),
     ("bytes", "size", "mean"),
     ("last", "last seen", "version"),
 )
@@ -82,20 +83,28 @@ def overview(run: RecordedRun) -> str:
     )  # fmt: skip
 
 
-def devices(run: RecordedRun, sort: str) -> str:
-    """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere."""
-    rows = sorted_devices(devices_of(run.columns), sort)
-    return page(run, "devices.html", "Devices", "Devices", devices=rows, sort=sort)
+def devices(run: RecordedRun, sort: str, *, models: bool = False) -> str:
+    """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere.
+
+    ``models``: measure what all models say of their updates, if that was not done yet.
+    """
+    if models:
+        run.directions.begin()
+    rows = sorted_devices(devices_of(run.columns, run.directions.shares), sort)
+    return page(
+        run, "devices.html", "Devices", "Devices", devices=rows, sort=sort,
+        directions=run.directions,
+    )  # fmt: skip
 
 
 def device(run: RecordedRun, wanted: int) -> str:
     """One device's part and drift. Raises NotThere."""
-    for row in devices_of(run.columns):
+    for row in devices_of(run.columns, run.directions.shares):
         if row.device == wanted:
             break
     else:
         raise NotThere(f"device {wanted} sent no update that the journal has")
-    labels = {key: name for key, name, _ in DEVICE_COLUMNS}
+    labels = {key: f"{name}, {unit}" for key, name, unit in DEVICE_COLUMNS}
     about = [
         (f"{name}, {unit}" if unit else name, _cell_of(getattr(row, key), key))
         for key, name, unit in DEVICE_COLUMNS[1:]

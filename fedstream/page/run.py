@@ -15,6 +15,7 @@ from fedstream.journal.inspection import Parting, parting
 from fedstream.observe import report
 from fedstream.observe.recall import Measurement, measurements
 from fedstream.page.columns import NONE, Columns
+from fedstream.page.directions import Directions
 from fedstream.page.index import columns_of, marks
 from fedstream.page.past import Past
 from fedstream.page.portraits import Portraits
@@ -48,6 +49,7 @@ class RecordedRun:
                 "a segment"
             )
         self.columns: Columns = columns_of(self.journal, read)
+        self.directions = Directions(self.journal)
         self._past: Past | None = None
         self._portraits: Portraits | None = None
 
@@ -66,6 +68,7 @@ class RecordedRun:
             self.other.close()
 
     def _closing(self) -> None:
+        self.directions.end()
         if self._past is not None:
             self._past.close()
 

@@ -120,7 +120,8 @@ class PageServer:
 
     async def _devices(self, request: web.Request) -> web.Response:
         sort = request.query.get("sort", "device")
-        return await self._page(lambda run: pages.devices(run, sort))
+        models = "models" in request.query
+        return await self._page(lambda run: pages.devices(run, sort, models=models))
 
     async def _device(self, request: web.Request) -> web.Response:
         wanted = _whole("device", request.match_info["number"])

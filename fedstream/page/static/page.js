@@ -121,6 +121,7 @@ function follow() {
 }
 
 drawAll();
+if (document.querySelector("[data-again]")) setTimeout(() => location.reload(), 1000);
 if (form) follow();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 let width = innerWidth;

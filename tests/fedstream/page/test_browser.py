@@ -204,7 +204,7 @@ def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) 
         page.get_by_role("link", name="Norms, cosines and layers").click()
         assert page.get_by_text("distance to version 10").count() == 1
         page.get_by_role("link", name="Devices").click()
-        page.get_by_role("link", name="distance").first.click()
+        page.get_by_role("link", name="distance", exact=True).first.click()
         assert page.locator("tbody th").first.inner_text() == "3"
         tab.context.close()
 

@@ -13,6 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from fedstream.journal import opened
+from fedstream.journal.shares import stats
+from fedstream.page.portraits import AHEAD
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import HEADERS, PageServer
 from tests.fedstream.conftest import Command
@@ -121,6 +124,50 @@ async def test_devices_are_sorted_and_the_outlier_is_marked(get: Get) -> None:
     _, text = await get("/devices/3")
     assert "It stands out in" in text
     assert (await get("/devices?sort=nothing"))[0] == 404
+
+
+async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path: Path) -> None:
+    """Here no update's size was noted, as without the guard against unusual ones."""
+    two_segments(tmp_path)
+    run = RecordedRun(tmp_path)
+    with opened(tmp_path) as chain:
+        share = stats(chain, AHEAD)[1]
+    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+        text = await (await client.get("/devices")).text()
+        assert "/devices?models=1&sort=device" in Page(text).links
+        assert run.directions.shares is None
+        async with asyncio.timeout(60):
+            while "being made again" in (text := await _text(client, "/devices?models=1")):
+                pass
+        assert share.cosine.mean is not None
+        wanted = {f"{share.distance.mean:.4g}", f"{share.cosine.mean:.4g}"}
+        assert wanted <= {cell.strip("▲▼ ") for cell in Page(text).cells}
+        assert "device-norm" in await _text(client, "/devices/1")  # its drift
+
+
+async def test_why_devices_could_not_be_measured_is_told(tmp_path: Path, recorded: Path) -> None:
+    shutil.copytree(recorded / "journal", tmp_path / "journal")
+    segment = tmp_path / "journal" / FIRST
+    run = RecordedRun(tmp_path)
+    flip(segment, int(run.columns.updates["offset"][5]) + 4096)  # an update's weights
+    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+        async with asyncio.timeout(60):
+            while "being made again" in (text := await _text(client, "/devices?models=1")):
+                pass
+    assert "No cosines:" in text
+    assert FIRST in text
+
+
+async def test_who_ends_it_does_not_wait_for_a_measurement(recorded: Path) -> None:
+    run = RecordedRun(recorded)
+    run.close()
+    run.directions.begin()
+    assert run.directions.shares is None
+    assert run.directions.problem == "ended"
+
+
+async def _text(client: Client, path: str) -> str:
+    return await (await client.get(path)).text()
 
 
 @pytest.mark.parametrize(

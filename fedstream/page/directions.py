@@ -1,0 +1,64 @@
+"""What all models say of each device's updates. It takes a replay, so it is measured when asked."""
+
+from __future__ import annotations
+
+import contextvars
+from pathlib import Path
+from threading import Thread
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.journal import counted_bytes, opened
+from fedstream.journal.shares import Share, stats
+from fedstream.page.past import Unwanted
+from fedstream.page.portraits import AHEAD
+
+_WAIT_S = 0.5  # for a short run, whose answer can be on the page that asked
+
+
+class Directions:
+    """A measurement in a thread of its own, at most one for each look at a run."""
+
+    def __init__(self, journal: Path) -> None:
+        self.shares: dict[int, Share] | None = None  # by device, once all is measured
+        self.problem = ""  # why it could not be measured
+        self.part = 0.0  # of the journal that was read
+        self._journal = journal
+        self._thread: Thread | None = None
+        self._ended = False
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._thread is not None and self.shares is None and not self.problem
+
+    def begin(self) -> None:
+        """Begin to measure, unless that was done; wait a moment for the end."""
+        if self._thread is None:
+            # The rules that may be loaded are those that may be where this is called.
+            context = contextvars.copy_context()
+            self._thread = Thread(target=context.run, args=(self._measure,), daemon=True)
+            self._thread.start()
+        self._thread.join(_WAIT_S)
+
+    def end(self) -> None:
+        """Stop soon: nobody wants to know any more."""
+        self._ended = True
+
+    def _measure(self) -> None:
+        passed = 0
+        try:
+            with opened(self._journal) as chain:
+                total = counted_bytes(chain)
+
+                def read(length: int) -> None:
+                    nonlocal passed
+                    if self._ended:
+                        raise Unwanted
+                    passed += length
+                    self.part = passed / total
+
+                self.shares = stats(chain, AHEAD, read)
+        except Unwanted:
+            self.problem = "ended"
+        except FedstreamError as error:  # damage, or a rule that may not be loaded
+            self.problem = str(error)
