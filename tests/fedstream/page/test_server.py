@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +23,7 @@ from fedstream.page.server import HEADERS, PageServer
 from tests.fedstream.conftest import Command
 from tests.fedstream.page.conftest import CHANGED, VERSIONS, Page
 from tests.fedstream.recordings.scribes import FIRST, flip, two_segments
-from tests.journals import Scribe
+from tests.journals import GOLDEN, Scribe
 
 Client: TypeAlias = TestClient[web.Request, web.Application]
 Get = Callable[[str], Awaitable[tuple[int, str]]]
@@ -143,6 +145,25 @@ async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path
         wanted = {f"{share.distance.mean:.4g}", f"{share.cosine.mean:.4g}"}
         assert wanted <= {cell.strip("▲▼ ") for cell in Page(text).cells}
         assert "device-norm" in await _text(client, "/devices/1")  # its drift
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+async def test_every_strategy_and_format_can_be_looked_at(tmp_path: Path, name: str) -> None:
+    """Rounds, buffers, control variates, encoded updates and models, quarantines."""
+    for packed in (GOLDEN / name).glob("*.gz"):
+        (tmp_path / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
+    run = RecordedRun(tmp_path)
+    made = json.loads((GOLDEN / f"{name}.json").read_text())
+    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+        for version, digest in made.items():
+            answer = await client.get(f"/versions/{version}?models=1&to=0")
+            text = await answer.text()
+            assert answer.status == 200
+            assert digest[:16] in text
+            assert {"norm", "cosine"} <= {cell.split()[0] for cell in Page(text).cells if cell}
+        assert 'class="warning"' not in text
+        for path in ("/", "/updates", "/devices?models=1"):
+            assert (await client.get(path)).status == 200, path
 
 
 async def test_why_devices_could_not_be_measured_is_told(tmp_path: Path, recorded: Path) -> None:
