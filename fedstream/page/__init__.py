@@ -5,6 +5,7 @@ From what is read to what is shown:
     columns, index     the journal's versions and updates as arrays; a file that keeps them
     past, portraits      models made again on demand; what they say of one version
     run                all that a page may ask about one run
+    directions         what all models say of each device, measured when asked
     devices, charts    figures of each device; curves and bars
     pages              HTML, from ``templates/`` and ``static/``
     server             `fedstream ui`: routes, on this machine only

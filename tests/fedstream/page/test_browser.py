@@ -21,8 +21,9 @@ import pytest
 
 from fedstream.page import single
 from fedstream.page.run import RecordedRun
+from tests.integration.command import TEST_GUARD_S
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 PAGES = ("/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside")
 
@@ -87,6 +88,7 @@ class Tab:
     def __init__(self, browser: Any, address: str, **about: Any) -> None:
         self.context = browser.new_context(base_url=address, **about)
         self.page = self.context.new_page()
+        self.page.set_default_timeout(1000 * TEST_GUARD_S / 2)  # on a machine that others slow down
         self.wrong: list[str] = []
         self.asked: list[str] = []
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
