@@ -255,6 +255,8 @@ def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
     return isinstance(old, _Leaf) and isinstance(new, _Leaf) and old.value != new.value
 
 
+_SHOWN = 20  # wrong keys in an error: each looks up what would be right
+
 # Validation, by way of JSON: from JSON, pydantic's strict mode accepts a list for a tuple and a
 # string for a path; from Python values it does not.
 
@@ -268,11 +270,18 @@ def _validate(schema: type[M], tree: _Tree, at: Sequence[str] = ()) -> M:
         if any([item.becomes_text() or item.becomes_default() for item in wrong]):  # noqa: C419
             return _validate(schema, tree, at)
         lines: dict[str, list[str]] = {}
+        left: set[str] = set()
         for item in wrong:  # the alternatives of a union each complain about the same key
-            lines.setdefault(item.given(), []).append(item.expected())
-        message = (
+            given = item.given()
+            if given in lines or len(lines) < _SHOWN:
+                lines.setdefault(given, []).append(item.expected())
+            else:
+                left.add(given)
+        message = [
             f"{given}: {' or '.join(dict.fromkeys(expected))}" for given, expected in lines.items()
-        )
+        ]
+        if left:
+            message.append(f"and {len(left)} more")
         raise ConfigError("\n".join(message)) from None  # pydantic's own says the same again
 
 

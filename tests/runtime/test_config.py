@@ -241,6 +241,20 @@ def test_a_missing_key_is_named() -> None:
     ]
 
 
+def test_error_shows_only_the_first_of_many() -> None:
+    """Each takes time, and nobody reads a thousand."""
+
+    class Many(Section):
+        numbers: tuple[int, ...] = ()
+
+    wrong = [f"numbers={['x'] * 1000}"]
+    with pytest.raises(ConfigError) as error:
+        load(Many, path=None, environ={}, sets=wrong)
+    *first, last = str(error.value).splitlines()
+    assert [line.partition(" ")[0] for line in first] == [f"numbers[{n}]" for n in range(20)]
+    assert last == "and 980 more"
+
+
 def test_error_across_tables_names_no_key() -> None:
     class Whole(Section):
         seed: int = 0
