@@ -170,8 +170,9 @@ class OwnGateway:
 
     async def _signed_once(self, path: str, body: bytes, keyid: str) -> Reply:
         headers = sign(
-            self._key, method="POST", path=path, body=body, keyid=keyid, created=int(time.time())
-        )
+            self._key, method="POST", authority=self.connection.base.host_port_subcomponent or "",
+            path=path, body=body, keyid=keyid, created=int(time.time()),
+        )  # fmt: skip
         reply = await self.connection.once("POST", path, body=body, headers=headers)
         if reply.status == 401 and (refusal := reply.refusal("a signature")).reason == NONCE:
             # Something on the way sent it twice, and the other one was first.

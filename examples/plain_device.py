@@ -40,14 +40,16 @@ def train(model, device, steps):
 class Gateway:
     def __init__(self, url, ca=None):
         self.url, self.http, self.ca = url, requests.Session(), ca or True
+        self.host = url.partition("://")[2].lower().removesuffix(":443")
         self.key, self.keyid = Ed25519PrivateKey.generate(), "new"  # keep the key: it is the device
 
     def signed(self, path, **fields):  # RFC 9421, in the one form that gateways accept
         body = json.dumps(fields).encode()
         digest = f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
-        about = f'("@method" "@path" "content-digest");created={int(time.time())};'
+        about = f'("@method" "@authority" "@path" "content-digest");created={int(time.time())};'
         about += f'nonce="{secrets.token_urlsafe(16)}";keyid="{self.keyid}";alg="ed25519"'
-        base = f'"@method": POST\n"@path": {path}\n"content-digest": {digest}\n'
+        base = f'"@method": POST\n"@authority": {self.host}\n"@path": {path}\n'
+        base += f'"content-digest": {digest}\n'
         signature = self.key.sign(f'{base}"@signature-params": {about}'.encode())
         headers = {"Content-Type": "application/json", "Content-Digest": digest}
         headers["Signature"] = f"fedstream=:{base64.b64encode(signature).decode()}:"

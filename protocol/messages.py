@@ -19,11 +19,13 @@ BODY: Final = 1 << 16  # most bytes of a JSON body
 ATTESTATION: Final = 32 << 10  # most bytes of an attestation
 WAIT_S: Final = 50.0  # longest that a check-in may wait for a task
 KEY_CHARS: Final = 400  # of a public key in PEM; one of P-256 takes 178
+AUTHORITY: Final = r"[a-z0-9._:\[\]-]{1,260}"  # a host, perhaps with a port
 ATTEMPT_DIGITS: Final = 12  # hexadecimal
 # Ids stand in URLs; fedstream's own of tasks are UUIDs.
 TASK_ID: Final = r"[A-Za-z0-9_-]{1,64}"
 ATTEMPT_ID: Final = rf"[0-9a-f]{{{ATTEMPT_DIGITS}}}"
 
+UrlHost = Annotated[str, Field(pattern=rf"^{AUTHORITY}$")]
 TaskId = Annotated[str, Field(pattern=rf"^{TASK_ID}$")]
 AttemptId = Annotated[str, Field(pattern=rf"^{ATTEMPT_ID}$")]
 Nonce = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]

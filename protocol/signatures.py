@@ -1,15 +1,18 @@
 """Signed requests: RFC 9421 (HTTP Message Signatures) in the one form that we send and accept.
 
-A request is signed over its method, its path, and the digest of its body:
+A request is signed over its method, the gateway that it is for, its path, and the digest of its
+body:
 
     Content-Digest: sha-256=:...:
-    Signature-Input: fedstream=("@method" "@path" "content-digest");created=1763884800;
-        nonce="...";keyid="17";alg="ed25519"                        (one line)
+    Signature-Input: fedstream=("@method" "@authority" "@path" "content-digest");
+        created=1763884800;nonce="...";keyid="17";alg="ed25519"     (one line)
     Signature: fedstream=:...:
 
 Everything is fixed but the values: the label, the components, the parameters and their order. What
 differs in one character is refused, so nothing has to be parsed that could be read in two ways. The
-path is the request's, without a query: a signed request has none.
+path is the request's, without a query: a signed request has none. ``authority`` is the gateway's
+host in lower case, with its port unless that is the scheme's own (RFC 9421, 2.2.3), as the signer
+knows it: so a gateway can't hand a signature on to another one that knows the same key.
 
 Whoever verifies must also compare ``created`` with the clock and take a nonce once, and must get
 the key by ``keyid``; :func:`read` therefore comes before :meth:`Signature.verify`.
@@ -50,7 +53,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.protocol.messages import KEY_CHARS
+from fedstream.protocol.messages import AUTHORITY, KEY_CHARS
 
 PrivateKey: TypeAlias = EllipticCurvePrivateKey | Ed25519PrivateKey
 PublicKey: TypeAlias = EllipticCurvePublicKey | Ed25519PublicKey
@@ -62,14 +65,15 @@ NEW: Final = "new"  # the keyid of a device that has no number yet
 WINDOW_S: Final = 60  # between ``created`` and the verifier's clock, to either side
 
 _COORDINATE = 32  # bytes of r and of s, big-endian
-_COMPONENTS = '("@method" "@path" "content-digest")'
+_COMPONENTS = '("@method" "@authority" "@path" "content-digest")'
 _INPUT = re.compile(
-    r'fedstream=\("@method" "@path" "content-digest"\);created=(0|[1-9][0-9]{0,11})'
+    r'fedstream=\("@method" "@authority" "@path" "content-digest"\);created=(0|[1-9][0-9]{0,11})'
     r';nonce="([A-Za-z0-9_-]{22,64})";keyid="(new|0|[1-9][0-9]{0,9})"'
     r';alg="(ecdsa-p256-sha256|ed25519)"'
 )
 _SIGNATURE = re.compile(r"fedstream=:([A-Za-z0-9+/]{86}==):")
 _METHOD = re.compile(r"[A-Z]{1,20}")
+_AUTHORITY = re.compile(AUTHORITY)
 _PATH = re.compile(r"/[A-Za-z0-9._~/-]{0,400}")
 
 
@@ -97,14 +101,16 @@ class Signature:
         """The number of the device that claims to have signed; None for a new one."""
         return None if self.keyid == NEW else int(self.keyid)
 
-    def verify(self, key: PublicKey, *, method: str, path: str, body: bytes) -> None:
+    def verify(
+        self, key: PublicKey, *, method: str, authority: str, path: str, body: bytes
+    ) -> None:
         """Check that this key signed this request. Raises BadSignature."""
         if self.digest != content_digest(body):
             raise BadSignature("Content-Digest is not the digest of the body")
         if self.alg != algorithm_of(key):
             raise BadSignature(f"alg is {self.alg}, but the key is for {algorithm_of(key)}")
         try:
-            base = signature_base(self._parameters(), method, path, self.digest)
+            base = signature_base(self._parameters(), method, authority, path, self.digest)
         except ValueError as error:
             raise BadSignature(str(error)) from error
         try:
@@ -114,7 +120,9 @@ class Signature:
                 r, s = (int.from_bytes(one) for one in _halves(self.value))
                 key.verify(encode_dss_signature(r, s), base, ECDSA(SHA256()))
         except InvalidSignature as error:
-            raise BadSignature("the signature is not that of the request by this key") from error
+            raise BadSignature(
+                f"the signature is not that of the request to {authority} by this key"
+            ) from error
 
     def _parameters(self) -> str:
         return parameters(self.created, self.nonce, self.keyid, self.alg)
@@ -148,6 +156,7 @@ def sign(
     key: PrivateKey,
     *,
     method: str,
+    authority: str,
     path: str,
     body: bytes,
     keyid: str,
@@ -163,7 +172,7 @@ def sign(
     if not _INPUT.fullmatch(f"fedstream={about}"):
         raise ValueError(f"not of the form that a gateway accepts: {about}")
     digest = content_digest(body)
-    base = signature_base(about, method, path, digest)
+    base = signature_base(about, method, authority, path, digest)
     if isinstance(key, Ed25519PrivateKey):
         value = key.sign(base)
     else:
@@ -176,17 +185,23 @@ def sign(
     }
 
 
-def signature_base(parameters: str, method: str, path: str, digest: str) -> bytes:
-    """What is signed (RFC 9421, 2.5). Raises ValueError for another method or path than ours.
+def signature_base(parameters: str, method: str, authority: str, path: str, digest: str) -> bytes:
+    """What is signed (RFC 9421, 2.5). Raises ValueError for what is not of our form.
 
     ``parameters``: as :func:`parameters` writes them.
     """
     if not _METHOD.fullmatch(method):
         raise ValueError(f"method {method[:20]!r} can't be signed: expected capital letters")
+    if not _AUTHORITY.fullmatch(authority):
+        raise ValueError(
+            f"authority {authority[:80]!r} can't be signed: expected a host in lower case, and "
+            "perhaps a port"
+        )
     if not _PATH.fullmatch(path):
         raise ValueError(f"path {path[:80]!r} can't be signed: only letters, digits and ._~/- may")
     return (
-        f'"@method": {method}\n"@path": {path}\n"content-digest": {digest}\n'
+        f'"@method": {method}\n"@authority": {authority}\n"@path": {path}\n'
+        f'"content-digest": {digest}\n'
         f'"@signature-params": {parameters}'
     ).encode()
 

@@ -21,6 +21,7 @@ from fedstream.broker.digest import digest_of
 from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.invites import device_in
+from fedstream.coordinator.gateway.names import OwnNames
 from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.registry import Registry
@@ -91,6 +92,7 @@ class Auth:
         self._run = ledger.keys.name
         self._audience = f"{self._run}/{settings.site}"
         self._verified = VerifiedTokens(self._audience)
+        self._names = OwnNames(settings)
         self._body_s = settings.body_s
         self._verifier = settings.attestation
         self._clock = clock
@@ -112,7 +114,7 @@ class Auth:
             key = public_key(said.public_key)
         except BadKey as error:
             raise Refusal(400, "key", str(error)) from error
-        _verify(signature, key, DEVICES, body)
+        self._verify(request, signature, key, body)
         device, digest = device_in(said.invite), digest_of(said.invite.encode())
         if device is None:
             raise Refusal(403, "invite", "not an invite of `fedstream devices invite`")
@@ -156,7 +158,7 @@ class Auth:
         registration, revoked = await self._ledger.registration(device)
         if registration is None:
             raise Refusal(401, "unknown device", f"device {device} has not enrolled in this run")
-        _verify(signature, public_key(registration.key), TOKEN, body)
+        self._verify(request, signature, public_key(registration.key), body)
         await self._of_device.take(device)
         if revoked:
             raise _revoked(401)
@@ -191,6 +193,22 @@ class Auth:
             )  # fmt: skip
         return signature, await body_of(request, within_s=self._body_s)
 
+    def _verify(
+        self, request: web.Request, signature: Signature, key: PublicKey, body: bytes
+    ) -> None:
+        """Check that this key signed this request for this gateway. Raises Refusal."""
+        why: BadSignature | None = None
+        for name in self._names.of(request.host):
+            try:
+                signature.verify(
+                    key, method="POST", authority=name, path=request.raw_path, body=body
+                )
+            except BadSignature as error:
+                why = why or error
+            else:
+                return
+        raise Refusal(401, "signature", str(why)) from why
+
     # all other requests
 
     async def device_of(self, request: web.Request) -> int:
@@ -211,13 +229,6 @@ class Auth:
     async def revoked(self) -> frozenset[int]:
         """The devices that an operator has revoked. Raises Unavailable."""
         return await self._registry.revoked()
-
-
-def _verify(signature: Signature, key: PublicKey, path: str, body: bytes) -> None:
-    try:
-        signature.verify(key, method="POST", path=path, body=body)
-    except BadSignature as error:
-        raise Refusal(401, "signature", str(error)) from error
 
 
 def _thumbprint(registration: Registration) -> str:

@@ -147,7 +147,8 @@ class Gateway:
         if served is None:
             context.log.warning(
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
-                "ends TLS"
+                "ends TLS, and set gateway.names to the host of the devices' URL",
+                names=list(self._settings.names),
             )
         wanted = self._settings.connections + OTHER_FILES
         files = allow_files(wanted)

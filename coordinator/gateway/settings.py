@@ -12,7 +12,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY, POOL, check_name
 from fedstream.broker.messages import OWNED
 from fedstream.coordinator.gateway.attestation import NoVerifier, VerifierSettings
-from fedstream.protocol.messages import WAIT_S
+from fedstream.protocol.messages import WAIT_S, UrlHost
 from fedstream.runtime.config import Positive, Section
 
 OTHER_FILES = 256  # that a gateway opens besides its devices' connections
@@ -49,6 +49,8 @@ class GatewaySettings(Section):
     tls_key: str | None = None  # PEM, without a password
     client_ca: str | None = None  # PEM: who signs devices' certificates; None: they need none
     attestation: VerifierSettings = NoVerifier()  # who judges what devices that enrol show
+    # Host, or host:port, of the URLs that devices have for it; none: the certificate's names.
+    names: Annotated[tuple[UrlHost, ...], Field(max_length=16)] = ()
     flower_app: str | None = None  # FAB that Flower's supernodes run; None: there are none
     flower_keys: str | None = None  # file: the supernodes' public keys, by device
     drain_s: Positive = 20.0

@@ -66,6 +66,11 @@ class DeviceLine:
         self._bytes_per_s = bytes_per_s
         self._session: aiohttp.ClientSession | None = None
 
+    @property
+    def authority(self) -> str:
+        """The gateway's name, as requests are signed for it."""
+        return self._base.host_port_subcomponent or ""
+
     async def ask(
         self,
         route: str,

@@ -140,8 +140,8 @@ class LoadDevice:
         """Send a signed request, anew for each try, since a nonce is accepted once."""
         while True:
             signed = sign(
-                key_of(self._invite), method="POST", path=path, body=body, keyid=keyid,
-                created=int(time.time() + self._skew_s),
+                key_of(self._invite), method="POST", authority=self._line.authority, path=path,
+                body=body, keyid=keyid, created=int(time.time() + self._skew_s),
             )  # fmt: skip
             reply = await self._try(route, "POST", path, body=body, headers=signed)
             if reply is None:

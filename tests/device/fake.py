@@ -232,7 +232,7 @@ class FakeGateway:
         signature, body = await self._signer(request)
         asks = Enrolment.decode(body)
         key = signatures.public_key(asks.public_key)
-        signature.verify(key, method="POST", path=request.path, body=body)
+        signature.verify(key, method="POST", authority=request.host, path=request.path, body=body)
         assert signature.keyid == signatures.NEW
         if asks.invite not in self.invites:
             return refused(401, "invite")
@@ -251,7 +251,7 @@ class FakeGateway:
         if signature.device not in self.keys:
             return refused(401, "unknown device")
         key = self.keys[signature.device]
-        signature.verify(key, method="POST", path=request.path, body=body)
+        signature.verify(key, method="POST", authority=request.host, path=request.path, body=body)
         Nothing.decode(body)
         token = ".".join(secrets.token_urlsafe(9) for _ in range(3))
         self.tokens[token] = signature.device

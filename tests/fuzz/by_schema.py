@@ -40,7 +40,7 @@ from fedstream.coordinator.gateway import openapi
 from fedstream.protocol.messages import Offer
 from tests.broker.servers import redis
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
-from tests.fuzz.raw_requests import Devices
+from tests.fuzz.raw_requests import NAME, Devices
 from tests.support import EveryRole, Hand, wait_until
 
 schemathesis.serializer.alias("application/partial-upload", "application/octet-stream")
@@ -133,7 +133,7 @@ async def attack(
     limits: dict[str, Any] = {"device_rate": 1e6, "address_rate": 1e6, "poll_s": 0.0}
     async with (
         coordinating(hand, at),
-        serving(hand, at, device_of=None, **limits) as place,
+        serving(hand, at, device_of=None, names=(NAME,), **limits) as place,
     ):
         devices = Devices(place)
         await devices.enrol(hand, DEVICE)

@@ -61,7 +61,7 @@ def _body(data: bytes) -> None:
 
 
 def _signed(key: PrivateKey) -> dict[str, Any]:
-    where = {"method": "POST", "path": "/v1/token"}
+    where = {"method": "POST", "authority": "gateway", "path": "/v1/token"}
     given = sign(key, **where, body=b"{}", keyid="17", created=1_763_884_800, nonce="n" * 22)
     return {
         **where, "body": "{}", "pem": pem_of(key.public_key()),
@@ -84,7 +84,9 @@ def _signature(data: bytes) -> None:
     if not all(isinstance(one, str) for one in (method, path, body, pem)):
         return
     key = public_key(pem)
-    read(given).verify(key, method=method, path=path, body=body.encode(errors="surrogatepass"))
+    read(given).verify(
+        key, method=method, authority="gateway", path=path, body=body.encode(errors="surrogatepass")
+    )
     about = {name: said[name] for name in _ABOUT[:3]} | {
         "headers": {name: given[name] for name in _SIGNED[0]["headers"]}
     }

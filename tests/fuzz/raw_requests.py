@@ -47,6 +47,7 @@ LIMIT_S = 30.0  # for an answer, or to be cut off
 WAITS_S = 15.0  # that an honest check-in takes, of a gateway that shares its processor with us
 GROWN = 64 << 20  # bytes of memory, of the gateway and this client together
 _CUT_S, _IDLE_S = 0.5, 2.0  # after which the gateway cuts off who does not go on
+NAME = "gateway"  # of the gateway, for which devices sign
 _ANEW = {"Connection": "close"}  # so that no connection is used while it is closed for idleness
 _AT_ONCE = 128
 _EACH = 1000  # inputs between two tokens, and two looks at the memory
@@ -136,7 +137,10 @@ class Devices:
 
     def signed(self, path: str, body: bytes, keyid: str) -> dict[str, str]:
         created = int(time.time())
-        return sign(self.key, method="POST", path=path, body=body, keyid=keyid, created=created)
+        return sign(
+            self.key, method="POST", authority=NAME, path=path, body=body, keyid=keyid,
+            created=created,
+        )  # fmt: skip
 
     async def enrol(self, hand: Hand, device: int) -> None:
         invite = f"{device}-{'i' * 32}"
@@ -165,7 +169,7 @@ class Devices:
         def made(method: str, target: str, body: Any = None, **more: str) -> Request:
             data = body if isinstance(body, bytes) else b"" if body is None else _json(body)
             about = {
-                "Host": "gateway",
+                "Host": NAME,
                 **token,
                 **{n.replace("_", "-"): v for n, v in more.items()},
             }
@@ -345,7 +349,7 @@ async def attack(hand: Hand, settings: RedisSettings, *, n: int, slow: int, seed
         "device_rate": 1e6, "address_rate": 1e6, "poll_s": _CUT_S, "body_s": _CUT_S,
         "chunk_s": _CUT_S, "idle_s": _IDLE_S,
     }  # fmt: skip
-    async with serving(hand, settings, device_of=None, **limits) as place:
+    async with serving(hand, settings, device_of=None, names=(NAME,), **limits) as place:
         port, devices = int(place.url.rpartition(":")[2]), Devices(place)
         for device in (_HONEST, _HOSTILE):
             await devices.enrol(hand, device)

@@ -54,6 +54,7 @@ ED25519 = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 P256 = derive_private_key(0xFED57EA4, SECP256R1())
 KEYS: dict[str, PrivateKey] = {"ed25519": ED25519, "ecdsa-p256-sha256": P256}
 NOW = 1_763_884_800
+HOST = "gateway.example:8443"
 BODY = b'{"invite": "abc"}'
 ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 
@@ -63,14 +64,21 @@ nonces = st.text(string.ascii_letters + string.digits + "-_", min_size=22, max_s
 def signed(key: PrivateKey, body: bytes = BODY) -> dict[str, str]:
     """Headers in lower case, as a server finds them."""
     headers = sign(
-        key, method="POST", path="/v1/token", body=body, keyid="17", created=NOW, nonce="n" * 22
+        key,
+        method="POST",
+        authority=HOST,
+        path="/v1/token",
+        body=body,
+        keyid="17",
+        created=NOW,
+        nonce="n" * 22,
     )
     return {name.lower(): value for name, value in headers.items()}
 
 
 def check(key: PrivateKey, headers: dict[str, str], body: bytes = BODY) -> Signature:
     found = read(headers)
-    found.verify(key.public_key(), method="POST", path="/v1/token", body=body)
+    found.verify(key.public_key(), method="POST", authority=HOST, path="/v1/token", body=body)
     return found
 
 
@@ -103,9 +111,9 @@ def test_rfc_9421s_signature_of_ecdsa_is_verified(monkeypatch: pytest.MonkeyPatc
         1618884473, "n" * 22, "17", "ecdsa-p256-sha256", content_digest(b""),
         base64.b64decode(value),
     )  # fmt: skip
-    found.verify(public_key(RFC_P256), method="POST", path="/", body=b"")
+    found.verify(public_key(RFC_P256), method="POST", authority=HOST, path="/", body=b"")
     with pytest.raises(BadSignature):
-        found.verify(P256.public_key(), method="POST", path="/", body=b"")
+        found.verify(P256.public_key(), method="POST", authority=HOST, path="/", body=b"")
 
 
 def test_rfc_9421s_signature_of_ed25519_is_made_and_verified(
@@ -132,13 +140,14 @@ def test_rfc_9421s_signature_of_ed25519_is_made_and_verified(
 def test_a_request_is_signed_in_the_documented_form() -> None:
     """The bytes that a device in another language must sign."""
     assert signed(ED25519)["signature-input"] == (
-        'fedstream=("@method" "@path" "content-digest");created=1763884800;'
+        'fedstream=("@method" "@authority" "@path" "content-digest");created=1763884800;'
         'nonce="nnnnnnnnnnnnnnnnnnnnnn";keyid="17";alg="ed25519"'
     )
     about = signatures.parameters(NOW, "n" * 22, "17", "ed25519")
-    base = signatures.signature_base(about, "POST", "/v1/token", content_digest(BODY))
+    base = signatures.signature_base(about, "POST", HOST, "/v1/token", content_digest(BODY))
     assert base.decode().splitlines() == [
         '"@method": POST',
+        '"@authority": gateway.example:8443',
         '"@path": /v1/token',
         f'"content-digest": {content_digest(BODY)}',
         f'"@signature-params": {about}',
@@ -162,7 +171,7 @@ def test_a_request_is_signed_in_the_documented_form() -> None:
 def test_what_was_signed_is_verified(
     alg: str, body: bytes, device: int, created: int, nonce: str, path: str
 ) -> None:
-    where = {"method": "POST", "path": f"/{path}", "body": body}
+    where = {"method": "POST", "authority": HOST, "path": f"/{path}", "body": body}
     headers = sign(KEYS[alg], keyid=str(device), created=created, nonce=nonce, **where)  # type: ignore[arg-type]
     found = read({name.lower(): value for name, value in headers.items()})
     assert (found.created, found.nonce, found.device, found.alg) == (created, nonce, device, alg)
@@ -170,7 +179,15 @@ def test_what_was_signed_is_verified(
 
 
 def test_a_new_device_has_no_number() -> None:
-    headers = sign(ED25519, method="POST", path="/v1/devices", body=b"", keyid="new", created=NOW)
+    headers = sign(
+        ED25519,
+        method="POST",
+        authority=HOST,
+        path="/v1/devices",
+        body=b"",
+        keyid="new",
+        created=NOW,
+    )
     assert read({name.lower(): value for name, value in headers.items()}).device is None
 
 
@@ -182,7 +199,9 @@ def test_nonces_are_fresh() -> None:
 def test_a_key_survives_its_text(key: PrivateKey) -> None:
     found = public_key(pem_of(key.public_key()))
     assert found == key.public_key()
-    check(key, signed(key)).verify(found, method="POST", path="/v1/token", body=BODY)
+    check(key, signed(key)).verify(
+        found, method="POST", authority=HOST, path="/v1/token", body=BODY
+    )
 
 
 # attacks
@@ -214,6 +233,9 @@ def test_a_header_changed_in_one_character_is_refused(
     [
         {"method": "PUT"},
         {"method": "post"},
+        {"authority": "gateway.example"},
+        {"authority": "another.example:8443"},
+        {"authority": 'gateway.example:8443\n"@path": /x'},
         {"path": "/v1/devices"},
         {"path": "/v1/token/"},
         {"path": "/v1/token?x=1"},
@@ -226,7 +248,7 @@ def test_a_header_changed_in_one_character_is_refused(
 def test_another_request_with_the_same_headers_is_refused(
     alg: str, other: dict[str, str | bytes]
 ) -> None:
-    where = {"method": "POST", "path": "/v1/token", "body": BODY, **other}
+    where = {"method": "POST", "authority": HOST, "path": "/v1/token", "body": BODY, **other}
     with pytest.raises(BadSignature):
         read(signed(KEYS[alg])).verify(KEYS[alg].public_key(), **where)  # type: ignore[arg-type]
 
@@ -244,7 +266,9 @@ def test_every_parameter_is_signed() -> None:
         headers["signature-input"] = headers["signature-input"].replace(old, new)
         found = read(headers)
         with pytest.raises(BadSignature, match="not that of the request"):
-            found.verify(ED25519.public_key(), method="POST", path="/v1/token", body=BODY)
+            found.verify(
+                ED25519.public_key(), method="POST", authority=HOST, path="/v1/token", body=BODY
+            )
 
 
 def test_a_key_decides_which_algorithm_it_is_for() -> None:
@@ -261,6 +285,7 @@ def test_a_key_decides_which_algorithm_it_is_for() -> None:
     ("old", "new"),
     [
         ('"@path" "content-digest"', '"content-digest" "@path"'),
+        ('"@authority" ', ""),
         (' "content-digest"', ""),
         ('created=1763884800;nonce="nnnnnnnnnnnnnnnnnnnnnn"', 'nonce="n";created=1763884800'),
         ('nonce="nnnnnnnnnnnnnnnnnnnnnn";', ""),
@@ -314,11 +339,12 @@ def test_the_other_s_of_ecdsa_needs_the_same_nonce() -> None:
 
 def test_what_a_gateway_would_refuse_is_not_signed() -> None:
     for wrong in (
-        {"method": "post"}, {"path": "/v1/token?x"}, {"keyid": "me"}, {"nonce": "short"},
-        {"created": -1},
+        {"method": "post"}, {"authority": "Gateway.example"}, {"path": "/v1/token?x"},
+        {"keyid": "me"}, {"nonce": "short"}, {"created": -1},
     ):  # fmt: skip
         where = {
-            "method": "POST", "path": "/", "body": b"", "keyid": "1", "created": 1, **wrong,
+            "method": "POST", "authority": HOST, "path": "/", "body": b"", "keyid": "1",
+            "created": 1, **wrong,
         }  # fmt: skip
         with pytest.raises(ValueError, match=r"can't be signed|not of the form"):
             sign(ED25519, **where)  # type: ignore[arg-type]

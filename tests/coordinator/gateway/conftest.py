@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from fedstream.coordinator.gateway import receipts
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import (
+    NAME,
     SITE,
     Phone,
     Replica,
@@ -31,10 +32,12 @@ async def replica(hand: Hand) -> AsyncIterator[Replica]:
     await hand.create()
     clients: list[TestClient[web.Request, web.Application]] = []
 
-    async def start(site: str = SITE, secret: str | None = None, **about: Any) -> Phone:
+    async def start(
+        site: str = SITE, secret: str | None = None, names: Sequence[str] = (NAME,), **about: Any
+    ) -> Phone:
         ledger = GatewayLedger(hand.client, about.pop("keys", hand.keys), "gateway-0", site)
         settings = GatewaySettings.model_validate({
-            "site": site, "secret": secret, "body_s": 0.2,
+            "site": site, "secret": secret, "body_s": 0.2, "names": names,
             "attestation": about.pop("attestation", {"kind": "none"}),
         })  # fmt: skip
         auth = Auth(ledger, settings, **about)

@@ -22,6 +22,7 @@ from tests.support import Hand
 
 SITE = "gateway"
 INVITE = "3-" + "i" * 32
+NAME = "gateway.example"
 SECRET = "s" * 32
 
 
@@ -47,14 +48,21 @@ class Phone:
     http: TestClient[web.Request, web.Application]
     key: PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     number: int = 3
+    authority: str = NAME  # for which it signs
     token: str = ""
+
+    def signing(self, path: str, body: bytes, **about: Any) -> dict[str, str]:
+        """The headers that sign a request."""
+        given = {"keyid": str(self.number), "created": int(time.time()), **about}
+        return sign(
+            self.key, method="POST", authority=self.authority, path=path, body=body, **given
+        )  # fmt: skip
 
     async def signed(
         self, path: str, body: bytes, *, headers: dict[str, str] | None = None, **about: Any
     ) -> ClientResponse:
         """A signed request, unless ``headers`` sign it."""
-        given = {"keyid": str(self.number), "created": int(time.time()), **about}
-        headers = headers or sign(self.key, method="POST", path=path, body=body, **given)
+        headers = headers or self.signing(path, body, **about)
         return await self.http.post(path, data=body, headers=headers)
 
     def enrolment(self, invite: str = INVITE) -> bytes:

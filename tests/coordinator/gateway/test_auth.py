@@ -131,9 +131,7 @@ async def test_unsigned_requests_are_refused(phone: Phone) -> None:
 
 async def test_a_signature_is_for_one_body_and_one_route(phone: Phone) -> None:
     await phone.join()
-    headers = sign(
-        phone.key, method="POST", path=TOKEN, body=b"{}", keyid="3", created=int(time.time())
-    )
+    headers = phone.signing(TOKEN, b"{}")
     for path, body in ((TOKEN, b'{"a": 1}'), (DEVICES, b"{}"), (TOKEN + "?x=1", b"{}")):
         assert (await phone.signed(path, body, headers=headers)).status in (400, 401)
     assert (await phone.signed(TOKEN, b"{}", headers=headers)).status == 200
@@ -142,9 +140,7 @@ async def test_a_signature_is_for_one_body_and_one_route(phone: Phone) -> None:
 async def test_a_header_given_twice_is_refused(phone: Phone) -> None:
     """Who checks the first and who checks the last would not mean the same request."""
     body = phone.enrolment()
-    headers = sign(
-        phone.key, method="POST", path=DEVICES, body=body, keyid="new", created=int(time.time())
-    )
+    headers = phone.signing(DEVICES, body, keyid="new")
     for name, value in headers.items():
         twice = [*headers.items(), (name, value)]
         response = await phone.http.post(DEVICES, data=body, headers=twice)
@@ -155,9 +151,7 @@ async def test_a_request_is_accepted_once(phone: Phone, replica: Replica) -> Non
     """By all replicas together."""
     await phone.join()
     other = await replica()
-    headers = sign(
-        phone.key, method="POST", path=TOKEN, body=b"{}", keyid="3", created=int(time.time())
-    )
+    headers = phone.signing(TOKEN, b"{}")
     copies = [
         await one.signed(TOKEN, b"{}", headers=headers) for one in (phone, phone, other, other)
     ]
@@ -167,18 +161,14 @@ async def test_a_request_is_accepted_once(phone: Phone, replica: Replica) -> Non
 
 async def test_of_simultaneous_copies_one_is_accepted(phone: Phone) -> None:
     await phone.join()
-    headers = sign(
-        phone.key, method="POST", path=TOKEN, body=b"{}", keyid="3", created=int(time.time())
-    )
+    headers = phone.signing(TOKEN, b"{}")
     copies = await asyncio.gather(*(phone.signed(TOKEN, b"{}", headers=headers) for _ in range(10)))
     assert sorted(one.status for one in copies) == [200] + [401] * 9
 
 
 async def test_a_copied_enrolment_is_refused(phone: Phone) -> None:
     body = phone.enrolment()
-    headers = sign(
-        phone.key, method="POST", path=DEVICES, body=body, keyid="new", created=int(time.time())
-    )
+    headers = phone.signing(DEVICES, body, keyid="new")
     assert (await phone.signed(DEVICES, body, headers=headers)).status == 201
     assert await said(await phone.signed(DEVICES, body, headers=headers)) == (401, "nonce")
 
@@ -259,9 +249,7 @@ async def test_a_body_is_bounded_whatever_is_said_of_its_length(phone: Phone) ->
         for _ in range(100):
             yield b" " * 1024
 
-    headers = sign(
-        phone.key, method="POST", path=DEVICES, body=b"", keyid="new", created=int(time.time())
-    )
+    headers = phone.signing(DEVICES, b"", keyid="new")
     for data in (b" " * (BODY + 1), parts()):
         response = await phone.http.post(DEVICES, data=data, headers=headers)
         assert await said(response) == (413, "too large")
@@ -272,9 +260,7 @@ async def test_a_body_that_does_not_arrive_is_not_awaited(phone: Phone) -> None:
         yield b"{"
         await asyncio.sleep(30)
 
-    headers = sign(
-        phone.key, method="POST", path=DEVICES, body=b"", keyid="new", created=int(time.time())
-    )
+    headers = phone.signing(DEVICES, b"", keyid="new")
     response = await phone.http.post(DEVICES, data=parts(), headers=headers)
     assert await said(response) == (408, "too slow")
 
@@ -321,7 +307,13 @@ async def test_header_bombs_are_refused_while_honest_devices_enrol(
         url = URL(place.url)
         body = Enrolment(invite=INVITE, public_key=pem_of(key.public_key())).encode()
         signed = sign(
-            key, method="POST", path=DEVICES, body=body, keyid="new", created=int(time.time())
+            key,
+            method="POST",
+            authority=url.host_port_subcomponent or "",
+            path=DEVICES,
+            body=body,
+            keyid="new",
+            created=int(time.time()),
         )
         for bomb in _bombs(signed):
             reader, writer = await asyncio.open_connection(url.host, url.port)

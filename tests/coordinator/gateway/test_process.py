@@ -99,7 +99,8 @@ async def test_device_enrols_and_takes_part_over_tls(tmp_path: Path) -> None:
 
                 async def signed(path: str, body: bytes, keyid: str) -> bytes:
                     about = sign(
-                        key, method="POST", path=path, body=body, keyid=keyid,
+                        key, method="POST", authority=f"127.0.0.1:{line['port']}", path=path,
+                        body=body, keyid=keyid,
                         created=int(time.time()),
                     )  # fmt: skip
                     async with session.post(path, data=body, headers=about) as answer:

@@ -7,6 +7,7 @@ import secrets
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from fedstream.broker import reasons
 from fedstream.broker.blobs import CHUNK
@@ -29,7 +30,7 @@ async def test_its_task_ends_and_its_tokens_too(redis: RedisSettings, hand: Hand
         aiohttp.ClientSession(place.url) as http,
     ):
         await invite(hand)
-        phone = Phone(http)  # type: ignore[arg-type]
+        phone = Phone(http, authority=URL(place.url).authority)  # type: ignore[arg-type]
         await phone.join()
 
         async def asks(path: str, **body: Any) -> aiohttp.ClientResponse:

@@ -1,0 +1,84 @@
+"""A signature is for one gateway: nobody can hand it on to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trustme
+from pydantic import ValidationError
+
+from fedstream.coordinator.gateway.auth import TOKEN
+from fedstream.coordinator.gateway.names import OwnNames
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.settings import GatewaySettings
+from tests.coordinator.gateway.phones import NAME, Phone, Replica, invite, said
+from tests.support import Hand
+
+
+async def test_a_signature_for_another_gateway_is_refused(phone: Phone) -> None:
+    """Whatever Host says, and although both know the device's key."""
+    await phone.join()
+    led_astray = Phone(phone.http, phone.key, authority="evil.example")
+    for host in ("evil.example", NAME):
+        headers = led_astray.signing(TOKEN, b"{}") | {"Host": host}
+        refused = await phone.signed(TOKEN, b"{}", headers=headers)
+        assert await said(refused) == (401, "signature")
+    assert await said(await led_astray.enrol()) == (401, "signature")
+    assert (await phone.ask_token()).status == 200
+
+
+async def test_a_gateway_may_have_several_names(replica: Replica, hand: Hand) -> None:
+    phone = await replica(names=("gateway.example:8443", NAME))
+    await invite(hand)
+    assert (await phone.enrol()).status == 201
+    phone.authority = "gateway.example:8443"
+    assert (await phone.ask_token()).status == 200
+
+
+async def test_without_names_the_header_says_it(replica: Replica, hand: Hand) -> None:
+    phone = await replica(names=())
+    await invite(hand)
+    assert await said(await phone.enrol()) == (401, "signature")
+    phone.authority = phone.http.make_url("/").authority
+    assert (await phone.enrol()).status == 201
+
+
+def names_of(folder: Path, *names: str) -> OwnNames:
+    """Of a gateway with a certificate for these."""
+    issued = trustme.CA().issue_cert(*names)
+    file = folder / "pair.pem"
+    issued.private_key_and_cert_chain_pem.write_to_path(file)
+    return OwnNames(GatewaySettings(tls_cert=str(file), tls_key=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("host", "signed_for"),
+    [
+        ("gateway.example", "gateway.example"),
+        ("Gateway.Example:443", "gateway.example"),
+        ("gateway.example:8443", "gateway.example:8443"),
+        ("a.phones.example", "a.phones.example"),
+        ("127.0.0.1:8443", "127.0.0.1:8443"),
+        ("[::1]:8443", "[::1]:8443"),
+    ],
+)
+def test_names_of_the_certificate_count(tmp_path: Path, host: str, signed_for: str) -> None:
+    found = names_of(tmp_path, "gateway.example", "*.phones.example", "127.0.0.1", "::1")
+    assert found.of(host) == (signed_for,)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "evil.example", "gateway.example.evil.example", "phones.example", "b.a.phones.example",
+     "gateway.example:x", "[::1", "gateway.example@evil.example"],
+)  # fmt: skip
+def test_other_hosts_are_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(Refusal, match=r"gateway\.names"):
+        names_of(tmp_path, "gateway.example", "*.phones.example", "127.0.0.1", "::1").of(host)
+
+
+def test_a_name_is_as_devices_sign_it() -> None:
+    for wrong in ("Gateway.example", "https://gateway.example", ""):
+        with pytest.raises(ValidationError):
+            GatewaySettings(names=(wrong,))
