@@ -35,6 +35,7 @@ from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.coordinator.gateway.uploads import Uploads
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.files import allow_files
+from fedstream.runtime.garbage import short_pauses
 from fedstream.runtime.service import Context, repeat
 
 if TYPE_CHECKING:
@@ -172,17 +173,18 @@ class Gateway:
             if self._fleet:
                 self._fleet.open(opened)
             within_s = max(30.0, self._lease.seconds)
-            async with asyncio.TaskGroup() as group:
-                for name, step in (
-                    ("run", partial(self._look, lasting)),
-                    ("tasks", tasks.take),
-                    ("leases", partial(self._renew, lasting, tasks)),
-                    ("devices", partial(self._sweep, lasting, tasks, served)),
-                    ("heartbeat", partial(self._announce, lasting, tasks, moves)),
-                    ("moves", moves.follow),
-                ):
-                    group.create_task(repeat(lasting, name, step, within_s=within_s))
-                group.create_task(self._drain(context, uploads, drained))
+            with short_pauses():
+                async with asyncio.TaskGroup() as group:
+                    for name, step in (
+                        ("run", partial(self._look, lasting)),
+                        ("tasks", tasks.take),
+                        ("leases", partial(self._renew, lasting, tasks)),
+                        ("devices", partial(self._sweep, lasting, tasks, served)),
+                        ("heartbeat", partial(self._announce, lasting, tasks, moves)),
+                        ("moves", moves.follow),
+                    ):
+                        group.create_task(repeat(lasting, name, step, within_s=within_s))
+                    group.create_task(self._drain(context, uploads, drained))
         finally:
             await self._leave(context)
             await self._client.close()
