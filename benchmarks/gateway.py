@@ -90,7 +90,7 @@ class Cluster:
             "FEDSTREAM_GATEWAY__POLL_S": str(POLL_S),
             "FEDSTREAM_GATEWAY__RETRY_S": json.dumps(RETRY_S),
             "FEDSTREAM_GATEWAY__DEVICES": str(max(20_000, asked.devices)),
-            "FEDSTREAM_GATEWAY__MODEL_BYTES": str(64 << 20),  # 271 of these models
+            "FEDSTREAM_GATEWAY__MODEL_BYTES": str(32 << 20),  # 135 of these models
             # All devices come from one address.
             "FEDSTREAM_GATEWAY__ADDRESS_RATE": "100000",
             "FEDSTREAM_GATEWAY__ADDRESS_CONNECTIONS": "100000",
