@@ -25,8 +25,7 @@ def train(model, device, steps):
     """Full gradient steps on `model`: weights (classes, inputs), then biases."""
     y = np.arange(SAMPLES) % CLASSES  # the device's data, which never leaves it
     x = np.random.default_rng(device).normal(size=(SAMPLES, INPUTS)) + 3 * y[:, None]
-    weight = model[: CLASSES * INPUTS].reshape(CLASSES, INPUTS)
-    bias = model[CLASSES * INPUTS :]
+    weight, bias = model[:-CLASSES].reshape(CLASSES, INPUTS), model[-CLASSES:]
     for _ in range(steps):
         p = np.exp(x @ weight.T + bias)
         p /= p.sum(axis=1, keepdims=True)
@@ -48,9 +47,8 @@ class Gateway:
         digest = f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
         about = f'("@method" "@authority" "@path" "content-digest");created={int(time.time())};'
         about += f'nonce="{secrets.token_urlsafe(16)}";keyid="{self.keyid}";alg="ed25519"'
-        base = f'"@method": POST\n"@authority": {self.host}\n"@path": {path}\n'
-        base += f'"content-digest": {digest}\n'
-        signature = self.key.sign(f'{base}"@signature-params": {about}'.encode())
+        base = f'"@method": POST\n"@authority": {self.host}\n"@path": {path}\n"content-digest": '
+        signature = self.key.sign(f'{base}{digest}\n"@signature-params": {about}'.encode())
         headers = {"Content-Type": "application/json", "Content-Digest": digest}
         headers["Signature"] = f"fedstream=:{base64.b64encode(signature).decode()}:"
         headers["Signature-Input"] = f"fedstream={about}"
@@ -60,8 +58,8 @@ class Gateway:
 
     def enrol(self, invite):
         pem = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        enrolled = self.signed("/v1/devices", invite=invite, public_key=pem.decode())
-        self.keyid = str(enrolled["device"])
+        enrols = {"invite": invite, "public_key": pem.decode()}
+        self.keyid = str(self.signed("/v1/devices", **enrols)["device"])
 
     def ask(self, method, path, **how):
         """A request with the token, again with a new token or when the gateway is busy."""

@@ -32,3 +32,7 @@ async def test_a_task_of_another_model_is_given_up_with_a_reason(
     assert (process.returncode, gateway.given_up) == (1, [("task-1", "raised ValueError")])
     said = f"given up: `train` is for another model than one of {model.layout.nbytes} bytes"
     assert err.decode().startswith(f"task task-1: {said}")
+
+
+def test_it_stays_within_120_lines() -> None:
+    assert len(PLAIN.read_text().splitlines()) <= 120
