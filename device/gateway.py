@@ -34,12 +34,13 @@ CLOCK = "clock"  # reasons of refusals
 TOKEN = "token"  # noqa: S105  (no secret)
 RUN_OVER = "run over"
 UNKNOWN = "unknown device"
+UNSAID = ""  # an answer to HEAD has no body that could say it; that to the request for a token has
 NONCE = "nonce"
 _RENEWED = 0.2  # of a token's life that is left when the next one is asked for
 _PAUSE_S = 5.0  # between check-ins, if the gateway doesn't say
 # May be a moment's fault of the gateway, such as a replica whose clock jumped, or a Redis that fell
 # back to an older state: a device that was known is patient.
-_DOUBTFUL = {CLOCK, TOKEN, UNKNOWN}
+_DOUBTFUL = {CLOCK, TOKEN, UNKNOWN, UNSAID}
 _PATIENCE_S = 300.0
 
 
@@ -112,7 +113,7 @@ class OwnGateway:
                 method, path, body=body, wait_s=wait_s,
                 headers={**(headers or {}), "Authorization": as_bearer(token)},
             )  # fmt: skip
-            if reply.status != 401 or reply.refusal("").reason != TOKEN:
+            if reply.status != 401 or reply.refusal("").reason not in (TOKEN, UNSAID):
                 break
         if reply.status == 401:
             raise self._refused(reply, "this device")

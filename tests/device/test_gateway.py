@@ -86,6 +86,20 @@ async def test_refused_token_is_asked_for_anew_once(own: OwnGateway, gateway: Fa
     assert gateway.asked == [TOKEN, CHECK_IN, CHECK_IN, TOKEN, CHECK_IN]
 
 
+async def test_token_is_asked_for_anew_where_nothing_says_that_it_was_refused(
+    own: OwnGateway, gateway: FakeGateway
+) -> None:
+    """An answer to HEAD has no body. The one to the request for a token tells who is revoked."""
+    path = "/v1/tasks/t/updates/a"
+    gateway.fails("HEAD", path, status=401, reason="token")
+    assert (await own.once("HEAD", path)).status == 404, "it has not begun, but is known"
+    assert gateway.asked == [TOKEN, f"HEAD {path}", TOKEN, f"HEAD {path}"]
+    gateway.fails("HEAD", path, status=401, reason="revoked")
+    gateway.fails("POST", "/v1/token", status=401, reason="revoked")
+    with pytest.raises(TurnedAway, match="revoked"):
+        await own.once("HEAD", path)
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [("/v1/check-in", "token"), ("/v1/token", "unknown device"), ("/v1/token", "clock")],
