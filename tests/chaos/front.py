@@ -18,7 +18,7 @@ from yarl import URL
 _LATE_S = 2.0  # that a copy comes behind the request, at most
 _HOLD_S = 0.2  # that requests overtake one another by, at most
 _PATIENCE_S = 60.0  # with the gateway, beyond the longest check-in
-_HOPS = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect"}
+_HOPS = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
 
 
 class Front:
