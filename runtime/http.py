@@ -23,7 +23,7 @@ from pydantic import Field, SecretStr
 from fedstream.broker.errors import FedstreamError
 from fedstream.runtime.config import Section
 from fedstream.runtime.crowd import Crowd, TooMany
-from fedstream.runtime.tls import READ, TlsConnection
+from fedstream.runtime.tls import READ, CurrentTls, TlsConnection, TlsFailure
 
 if TYPE_CHECKING:
     import ssl
@@ -41,7 +41,10 @@ _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
 _BACKLOG = 1024  # connections that wait to be accepted, when many clients come back at once
 # Why, before any route is asked or without one; `internal` is a fault of ours.
-REFUSED = ("malformed", "no such route", "method", "busy", "address", "certificate", "internal")
+REFUSED = (
+    "malformed", "no such route", "method", "busy", "address", "tls", "timeout", "certificate",
+    "internal",
+)  # fmt: skip
 _TOO_MANY: dict[TooMany, str] = {
     "busy": "too many connections: try again later",
     "address": "too many connections from this address",
@@ -96,6 +99,13 @@ class _Entrance:
         """Count a connection no more, if it was."""
         self._crowd.leave(who)
 
+    def failed(self, reason: TlsFailure, said: str, peer: object) -> None:
+        """Count a connection that ended because of TLS."""
+        # Anybody can cause any number of these: no warnings.
+        self._log.debug("TLS failed", reason=reason, said=said, remote=peer)
+        if self._refused is not None:
+            self._refused.labels(reason).inc()
+
 
 class _Secured(TlsConnection):
     """A connection that is to agree on TLS; one too many is closed without a word."""
@@ -103,16 +113,20 @@ class _Secured(TlsConnection):
     __slots__ = ("_entrance",)
 
     def __init__(
-        self, above: asyncio.Protocol, context: ssl.SSLContext, buffer: memoryview,
+        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffer: memoryview,
         entrance: _Entrance, *, within_s: float,
     ) -> None:  # fmt: skip
-        super().__init__(above, context, buffer, within_s=within_s)
+        super().__init__(make, context, buffer, within_s=within_s)
         self._entrance = entrance
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if self._entrance.enter(self, transport) is not None:
-            self.abort()
+        if self._entrance.enter(self, transport) is None:
+            super().connection_made(transport)
+        else:
+            cast("asyncio.Transport", transport).abort()
+
+    def failed(self, reason: TlsFailure, said: str) -> None:
+        self._entrance.failed(reason, said, self.get_extra_info("peername"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._entrance.leave(self)
@@ -313,7 +327,7 @@ async def listening(
     port: int,
     crowd: Crowd,
     log: FilteringBoundLogger,
-    tls: ssl.SSLContext | None = None,
+    tls: CurrentTls | None = None,
     refused: Counter | None = None,
 ) -> AsyncIterator[int]:
     """Serve the application inside the block, which gets the port. Raises FedstreamError.
@@ -328,16 +342,18 @@ async def listening(
     entrance = _Entrance(crowd, log, refused)
     buffer = memoryview(bytearray(READ if tls is not None else 0))
 
-    def connected() -> _Connection | _Secured:
+    def connection() -> _Connection:
         assert runner.server is not None  # noqa: S101  (it was set up)
-        connection = _Connection(
+        return _Connection(
             runner.server, loop=loop, http=http, entrance=entrance if tls is None else None,
             log=log, refused=refused,
         )  # fmt: skip
+
+    def connected() -> _Connection | _Secured:
         if tls is None:
-            return connection
+            return connection()
         # A client that is slow to agree on TLS has as long as for a request.
-        return _Secured(connection, tls, buffer, entrance, within_s=http.idle_s)
+        return _Secured(connection, tls.context, buffer, entrance, within_s=http.idle_s)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
@@ -359,7 +375,7 @@ async def serving(
     http: HttpSettings,
     is_stopping: Callable[[], bool],
     log: FilteringBoundLogger,
-    tls: ssl.SSLContext | None = None,
+    tls: CurrentTls | None = None,
     refused: Counter | None = None,
 ) -> AsyncIterator[None]:
     """Serve a service's routes, with ``tls`` if given, and its health inside the block.

@@ -22,6 +22,7 @@ from fedstream.runtime.health import Health, routes
 from fedstream.runtime.http import REFUSED, HttpSettings, serving
 from fedstream.runtime.logging import LogSettings, configure, stamp
 from fedstream.runtime.signals import Stop
+from fedstream.runtime.tls import CurrentTls
 from fedstream.runtime.tracing import Spans, TracingSettings
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Context:
     log: FilteringBoundLogger
     traces: bool = False  # whether to log each step of each task
     spans: Spans | None = None  # to which each step is reported
-    tls: ssl.SSLContext | None = None  # that the service's own routes are served with
+    tls: CurrentTls | None = None  # that the service's own routes are served with
     retries: Counter = field(init=False)
     refused: Counter = field(init=False)  # requests, before any route
 
@@ -247,8 +248,8 @@ async def _live(
     spans: Spans | None,
     tls: ssl.SSLContext | None,
 ) -> None:
-    stop = asyncio.Event()
-    context = Context(stop, Health(), CollectorRegistry(), log, traces, spans, tls)
+    stop, current = asyncio.Event(), None if tls is None else CurrentTls(tls)
+    context = Context(stop, Health(), CollectorRegistry(), log, traces, spans, current)
     context.health.ready_when("running", lambda: not stop.is_set())
     loop = asyncio.get_running_loop()
 
@@ -260,7 +261,7 @@ async def _live(
         # Not in the handler itself: it may interrupt a log call.
         signals.listen(lambda name: loop.call_soon_threadsafe(begin_stop, name))
         own, health = service.routes(), routes(context.health, context.registry)
-        async with serving(own, health, http, stop.is_set, log, tls, context.refused):
+        async with serving(own, health, http, stop.is_set, log, current, context.refused):
             clean = await _drained(service, context, drain_s)
     if not clean:
         # A normal exit would wait for threads, and a hanging thread may be the reason.

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     Data = bytes | bytearray | memoryview
 
@@ -23,36 +24,60 @@ READ: Final = 1 << 18  # bytes of a read buffer
 # Bytes that go through OpenSSL at a time; it keeps two buffers of 4/3 of that for a connection.
 _SLICE = 1 << 12
 _RECORD = 1 << 14  # most bytes that TLS decrypts at once
+# What OpenSSL calls it if a client shows no certificate, or one that nobody trusted has signed.
+_NO_CERTIFICATE = ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAILED")
+# No TLS, none that we speak, damaged, or ended by the client before it was agreed on; not agreed on
+# in time; the client's certificate is missing or refused.
+TlsFailure: TypeAlias = Literal["tls", "timeout", "certificate"]
+
+
+@dataclass
+class CurrentTls:
+    """What new connections begin TLS with; those that are open keep what they began with."""
+
+    context: ssl.SSLContext
 
 
 class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """The protocol of a server's socket, and the transport of the protocol above it.
 
-    That protocol hears of the connection once TLS is agreed on, and nothing if it never is.
+    That protocol is made once TLS is agreed on, and never if it isn't.
     """
 
-    __slots__ = ("_above", "_buffer", "_incoming", "_outgoing", "_timer", "_tls", "_wire")
+    __slots__ = (
+        "_above", "_buffer", "_context", "_has_begun", "_has_failed", "_incoming", "_make",
+        "_outgoing", "_timer", "_tls", "_wire", "_within_s",
+    )  # fmt: skip
+    # Both from when there is a socket.
+    _tls: ssl.SSLObject
+    _wire: Any  # its transport
 
     def __init__(
-        self, above: asyncio.Protocol, context: ssl.SSLContext, buffer: memoryview, *,
+        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffer: memoryview, *,
         within_s: float,
     ) -> None:  # fmt: skip
-        """``buffer``: of the loop's, for all its connections. ``within_s``: to agree on TLS."""
+        """``make``: the protocol above. ``buffer``: of the loop's, for all its connections.
+        ``within_s``: to agree on TLS.
+        """
         super().__init__()
-        self._above = above
+        self._make = make
+        self._context = context
         self._buffer = buffer
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._wire: Any = None  # the socket's transport
-        # Running until TLS is agreed on.
-        self._timer: asyncio.TimerHandle | None = asyncio.get_running_loop().call_later(
-            within_s, self.abort
-        )
+        self._within_s = within_s
+        self._has_begun = self._has_failed = False
+        self._above: asyncio.Protocol | None = None
+        self._timer: asyncio.TimerHandle | None = None  # running until TLS is agreed on
+
+    def failed(self, reason: TlsFailure, said: str) -> None:
+        """Hear, at most once, why the connection ends. ``said``: the same for people."""
 
     # what the socket says
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._timer = asyncio.get_running_loop().call_later(self._within_s, self._late)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
@@ -63,15 +88,19 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         try:
             for at in range(0, nbytes, _SLICE):
                 self._incoming.write(self._buffer[at : min(at + _SLICE, nbytes)])
-                if self._timer is None or self._agrees():
+                if self._above is not None or self._agrees():
                     is_over = self._decrypt(found)
                 if is_over or self._wire.is_closing():
                     break
-        except ssl.SSLError:  # no TLS, none that we speak, or not what was sent
+        except ssl.SSLError as error:
             self._flush()  # what is wrong, in TLS's own words
+            reason: TlsFailure = "certificate" if error.reason in _NO_CERTIFICATE else "tls"
+            self._fails(reason, error.reason or str(error))
             self._wire.close()
             return
         self._flush()  # an answer of TLS itself, such as new keys
+        if self._above is None:
+            return
         if found:
             self._above.data_received(found[0] if len(found) == 1 else b"".join(found))
         if is_over:
@@ -79,23 +108,37 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self.close()
 
     def eof_received(self) -> None:
-        if self._timer is None:
+        if self._above is not None:
             self._above.eof_received()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        else:
+            if self._has_begun:  # probes of an open port, which say nothing, are no failures
+                self._fails("tls", "the client went away")  # as many do that don't trust us
+        if self._above is not None:
             self._above.connection_lost(exc)  # type: ignore[arg-type]
 
     def pause_writing(self) -> None:
-        self._above.pause_writing()
+        if self._above is not None:
+            self._above.pause_writing()
 
     def resume_writing(self) -> None:
-        self._above.resume_writing()
+        if self._above is not None:
+            self._above.resume_writing()
+
+    def _late(self) -> None:
+        self._fails("timeout", f"no agreement within {self._within_s:g} s")
+        self.abort()
+
+    def _fails(self, reason: TlsFailure, said: str) -> None:
+        if not self._has_failed:  # closing takes until what is wrong has been read
+            self._has_failed = True
+            self.failed(reason, said)
 
     def _agrees(self) -> bool:
         """Whether TLS is agreed on with what has come. Raises SSLError if it can't be."""
+        self._has_begun = True
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -104,6 +147,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._timer.cancel()
         self._timer = None
         self._flush()
+        self._above = self._make()
         self._above.connection_made(self)
         return True
 
@@ -140,10 +184,9 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def close(self) -> None:
         if self._wire.is_closing():
             return
-        if self._timer is None:
-            with suppress(ssl.SSLError):  # of what the other side has yet to say
-                self._tls.unwrap()
-            self._flush()
+        with suppress(ssl.SSLError):  # of what the other side has yet to say
+            self._tls.unwrap()
+        self._flush()
         self._wire.close()
 
     def abort(self) -> None:
@@ -176,6 +219,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._above = protocol
 
     def get_protocol(self) -> asyncio.Protocol:
+        assert self._above is not None  # noqa: S101  (who asks has been made)
         return self._above
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:

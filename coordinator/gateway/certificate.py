@@ -5,7 +5,6 @@ Nothing here trusts a certificate.
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,13 +15,11 @@ from fedstream.broker.errors import ConfigError
 from fedstream.runtime.logging import stamp
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
     from structlog.typing import FilteringBoundLogger
 
     from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.runtime.tls import CurrentTls
 
-# What OpenSSL calls it if a device shows none, or one that its authority did not sign.
-_NO_CERTIFICATE = ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAILED")
 _Stamp: TypeAlias = "tuple[tuple[int, ...], ...] | None"
 
 
@@ -87,24 +84,6 @@ def _names(found: x509.Certificate) -> tuple[str, ...]:
     return (*hosts, *(str(one) for one in said.get_values_for_type(x509.IPAddress)))
 
 
-def _counted(refused: Counter) -> type[ssl.SSLObject]:
-    """Connections whose handshakes are counted if they fail for want of a certificate.
-
-    What is above TLS never hears of them.
-    """
-
-    class Counted(ssl.SSLObject):
-        def do_handshake(self) -> None:
-            try:
-                super().do_handshake()
-            except ssl.SSLError as error:
-                if error.reason in _NO_CERTIFICATE:
-                    refused.labels("certificate").inc()
-                raise
-
-    return Counted
-
-
 class ServedCertificate:
     """The certificate of new connections, kept as its files are.
 
@@ -115,20 +94,13 @@ class ServedCertificate:
     def __init__(
         self,
         settings: GatewaySettings,
-        context: ssl.SSLContext,
+        current: CurrentTls,
         log: FilteringBoundLogger,
-        refused: Counter,
     ) -> None:
-        """``context``: which ``settings.tls()`` made, and connections begin with.
-
-        ``refused``: counts, as ``certificate``, devices without one that is accepted.
-        """
+        """``current``: which ``settings.tls()`` made, and connections begin with."""
         self._settings = settings
-        self._context = context
-        self._newest = context
+        self._current = current
         self._log = log
-        if settings.client_ca is not None:
-            context.sslobject_class = _counted(refused)
         self._seen = self._stamp()
         self.ends = self._read().ends
 
@@ -149,15 +121,10 @@ class ServedCertificate:
         else:
             # A context of its own: files that don't fit would spoil the one in use.
             if newest is not None:
-                self._newest, self.ends = newest, read.ends
-                self._context.sni_callback = self._choose
+                self._current.context, self.ends = newest, read.ends
             self._log.info("certificate renewed", ends=stamp(read.ends))
         # Files that changed meanwhile are looked at again.
         self._seen = found if found == self._stamp() else None
-
-    def _choose(self, connection: ssl.SSLObject, _name: str | None, _of: ssl.SSLContext) -> None:
-        """In a handshake, whether or not its client names a server."""
-        connection.context = self._newest
 
     def _read(self) -> Certificate:
         try:

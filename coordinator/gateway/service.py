@@ -133,7 +133,7 @@ class Gateway:
         lasting = context.until(drained)
         served = None
         if context.tls is not None:
-            served = ServedCertificate(self._settings, context.tls, context.log, context.refused)
+            served = ServedCertificate(self._settings, context.tls, context.log)
         metrics = GatewayMetrics(
             context.registry, self._desk, self._models, self._settings, served
         )  # fmt: skip

@@ -32,6 +32,7 @@ from fedstream.journal.replay import Replayer
 from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.tls import CurrentTls
 from fedstream.wire import F32
 from tests.broker.pipeline import finished, pipeline
 from tests.support import context, running
@@ -142,7 +143,8 @@ async def gateway(
         flower_app=str(app), flower_keys=str(folder / "keys"),
     )  # fmt: skip
     one = Gateway(settings, LeaseSettings(), keys=keys, redis=redis, name="gw-0", update=F32)
-    its = context()
+    its, tls = context(), settings.tls()
+    assert tls is not None
     web = application(one.routes(), its.stop.is_set, its.refused)
     came: set[str] = set()
 
@@ -153,7 +155,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         http = HttpSettings()
         log = structlog.get_logger()
-        at = listening(web, http, 0, Crowd(100), log, settings.tls(), its.refused)
+        at = listening(web, http, 0, Crowd(100), log, CurrentTls(tls), its.refused)
         port = await stack.enter_async_context(at)
         await stack.enter_async_context(running(one, its))
         yield port, came

@@ -14,12 +14,13 @@ import structlog
 import trustme
 import uvloop
 from aiohttp import web
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from structlog.testing import capture_logs
 
 from fedstream.runtime.health import Health
 from fedstream.runtime.health import routes as health_routes
-from fedstream.runtime.http import HttpSettings, problem, serving
+from fedstream.runtime.http import REFUSED, HttpSettings, problem, serving
+from fedstream.runtime.tls import CurrentTls
 from tests.support import wait_until
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ class Site:
         self.stopping = False
         self.sent = 0  # slices of the long answer that a connection took
         self.ports: dict[str, int] = {}
+        self.registry = CollectorRegistry()
+        self.counter = Counter("refused", "By reason.", ["reason"], registry=self.registry)
+
+    def refused(self) -> dict[str, int]:
+        """How many were refused, by reason."""
+        found = {
+            reason: self.registry.get_sample_value("refused_total", {"reason": reason})
+            for reason in REFUSED
+        }
+        return {reason: int(count) for reason, count in found.items() if count}
 
     def routes(self) -> list[web.RouteDef]:
         """A short answer, one as long as anybody reads, and one that fails."""
@@ -110,7 +121,10 @@ async def site(tls: ssl.SSLContext | None = None, **settings: Any) -> AsyncItera
     http = HttpSettings(**settings)
     with capture_logs() as lines:
         log = structlog.get_logger()
-        at = serving(made.routes(), health, http, lambda: made.stopping, log, tls)
+        current = None if tls is None else CurrentTls(tls)
+        at = serving(
+            made.routes(), health, http, lambda: made.stopping, log, current, made.counter
+        )  # fmt: skip
         async with at:
             [line] = [line for line in lines if line["event"] == "serving"]
             made.ports = {name: line[name] for name in ("port", "health_port")}
@@ -273,6 +287,47 @@ async def test_own_port_speaks_tls_and_probes_do_not() -> None:
         other.close()
 
 
+def test_tls_that_fails_is_counted_and_told_to_who_debugs() -> None:
+    context, trusting = contexts()
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    old = ssl.create_default_context()
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+
+    async def fail() -> None:
+        async with site(tls=context, idle_s=0.5) as made:
+            port = made.ports["port"]
+            with capture_logs() as lines:
+                reader, writer = await made.connected()
+                writer.write(get("/short"))  # without TLS
+                assert await is_closed(reader)
+                writer.close()
+                for strange in (old, ssl.create_default_context()):  # this one trusts others
+                    with pytest.raises((ssl.SSLError, ConnectionError)):
+                        await asyncio.open_connection("127.0.0.1", port, ssl=strange)
+                await wait_until(lambda: made.refused() == {"tls": 3})
+                (await made.connected())[1].close()  # looks whether the port is open
+                silent, other = await made.connected()
+                assert await is_closed(silent)
+                other.close()
+                assert made.refused() == {"tls": 3, "timeout": 1}
+            said = {line["said"]: line["reason"] for line in lines}
+            assert said == {
+                "HTTP_REQUEST": "tls", "UNSUPPORTED_PROTOCOL": "tls",
+                "the client went away": "tls", "no agreement within 0.5 s": "timeout",
+            }  # fmt: skip
+            assert {(line["log_level"], line["remote"][0]) for line in lines} == {
+                ("debug", "127.0.0.1")
+            }
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            writer.write(get("/short"))
+            assert (await answer(reader))[0] == 200
+            writer.close()
+            assert made.refused() == {"tls": 3, "timeout": 1}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(fail())
+
+
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
@@ -302,6 +357,7 @@ async def test_who_has_yet_to_agree_on_tls_counts_as_connected() -> None:
         ends = [await made.connected() for _ in range(3)]  # nobody says a word
         assert await is_closed(ends[2][0])
         assert not ends[0][0].at_eof()
+        assert made.refused() == {"busy": 1}
         ends[0][1].close()
 
         async def is_free() -> bool:

@@ -9,14 +9,14 @@ import ssl
 import struct
 import subprocess
 import sys
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
 import uvloop
 
-from fedstream.runtime.tls import READ, TlsConnection
+from fedstream.runtime.tls import READ, TlsConnection, TlsFailure
 from tests.support import wait_until
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Server:
 
     def __init__(self) -> None:
         self.made: list[Above] = []
+        self.failures: list[TlsFailure] = []
+        self.said: list[str] = []
         self.port = 0
         self.clients: list[asyncio.StreamWriter] = []
         authority = trustme.CA()
@@ -77,7 +79,7 @@ class Server:
             "127.0.0.1", self.port, ssl=self.trusting, **options
         )
         self.clients.append(writer)
-        await wait_until(lambda: len([one for one in self.made if one.wire]) == len(self.clients))
+        await wait_until(lambda: len(self.made) == len(self.clients))
         return reader, writer
 
 
@@ -85,9 +87,17 @@ class Server:
 async def serving(within_s: float = 10.0) -> AsyncIterator[Server]:
     its, buffer = Server(), memoryview(bytearray(READ))
 
-    def connect() -> TlsConnection:
+    def make() -> Above:
         its.made.append(Above())
-        return TlsConnection(its.made[-1], its.context, buffer, within_s=within_s)
+        return its.made[-1]
+
+    class Telling(TlsConnection):
+        def failed(self, reason: TlsFailure, said: str) -> None:
+            its.failures.append(reason)
+            its.said.append(said)
+
+    def connect() -> TlsConnection:
+        return Telling(make, its.context, buffer, within_s=within_s)
 
     listener = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", 0)
     async with listener:
@@ -95,7 +105,7 @@ async def serving(within_s: float = 10.0) -> AsyncIterator[Server]:
         yield its
         for writer in its.clients:
             writer.transport.abort()
-        await wait_until(lambda: all(not one.heard or one.heard[-1] == "lost" for one in its.made))
+        await wait_until(lambda: all(one.heard[-1] == "lost" for one in its.made))
 
 
 def on_both_loops(test: Callable[[], Awaitable[None]]) -> Any:
@@ -124,6 +134,7 @@ async def test_what_is_sent_arrives_whole_on_either_side() -> None:
         writer.close()
         await writer.wait_closed()
         await wait_until(lambda: above.heard == ["made", "eof", "lost"])
+        assert its.failures == []
 
 
 @on_both_loops
@@ -181,15 +192,67 @@ async def test_whoever_does_not_take_bytes_gets_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"]
+    ("said", "failure"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "tls"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", "timeout"),  # begins well
+    ],
 )
-async def test_who_never_agrees_on_tls_is_never_heard_of(said: bytes) -> None:
+async def test_who_never_agrees_on_tls_is_never_heard_of(said: bytes, failure: str) -> None:
     async with serving(within_s=0.2) as its:
         reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
         writer.write(said)
         await asyncio.wait_for(reader.read(), 30)
         writer.close()
-        assert [above.heard for above in its.made] == [[]]
+        assert (its.made, its.failures) == ([], [failure])
+
+
+async def test_client_that_says_why_it_leaves_is_heard() -> None:
+    async with serving() as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        came, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = ssl.create_default_context().wrap_bio(came, going, server_hostname="127.0.0.1")
+        with suppress(ssl.SSLCertVerificationError):
+            while not reader.at_eof():
+                with suppress(ssl.SSLWantReadError):
+                    client.do_handshake()
+                writer.write(going.read())
+                came.write(await reader.read(READ))
+        writer.write(going.read())
+        await reader.read()
+        writer.close()
+        assert (its.made, its.said) == ([], ["TLSV1_ALERT_UNKNOWN_CA"])
+
+
+async def test_who_fails_and_does_not_read_why_is_not_also_late() -> None:
+    """A connection that is closed lasts until what it said has been taken."""
+    its, ended = Server(), asyncio.Event()
+
+    class Wire(asyncio.Transport):
+        closing = False
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            pass
+
+        def is_closing(self) -> bool:
+            return self.closing
+
+        def close(self) -> None:
+            self.closing = True
+
+        def abort(self) -> None:
+            ended.set()
+
+    class Telling(TlsConnection):
+        def failed(self, reason: TlsFailure, said: str) -> None:
+            its.failures.append(reason)
+
+    buffer = memoryview(bytearray(b"GET / HTTP/1.1\r\n\r\n"))
+    connection = Telling(Above, its.context, buffer, within_s=0.1)
+    connection.connection_made(Wire())
+    connection.buffer_updated(len(buffer))
+    await ended.wait()
+    assert its.failures == ["tls"]
 
 
 async def test_bytes_that_are_changed_on_the_way_end_the_connection() -> None:
@@ -200,7 +263,7 @@ async def test_bytes_that_are_changed_on_the_way_end_the_connection() -> None:
         raw.send(struct.pack("!BHH", 23, 0x0303, 64) + bytes(64))  # no record that we agreed on
         raw.close()
         await wait_until(lambda: its.made[0].heard[-1] == "lost")
-        assert its.made[0].bytes == 0
+        assert (its.made[0].bytes, its.failures) == (0, ["tls"])
 
 
 async def test_what_tls_knows_is_told() -> None:
@@ -232,7 +295,7 @@ async def serve():
     context.load_cert_chain(sys.argv[1])
     buffer = memoryview(bytearray(READ))
     server = await asyncio.get_running_loop().create_server(
-        lambda: TlsConnection(Above(), context, buffer, within_s=60), "127.0.0.1", 0)
+        lambda: TlsConnection(Above, context, buffer, within_s=60), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

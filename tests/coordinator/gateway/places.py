@@ -26,6 +26,7 @@ from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.tls import CurrentTls
 from fedstream.wire import F32, Format
 from tests.support import Hand, context, running, wait_until
 
@@ -122,7 +123,8 @@ async def serving(
         update=update, device_of=device_of,
     )  # fmt: skip
     its = context()
-    its.tls = one.tls()
+    tls = one.tls()
+    its.tls = None if tls is None else CurrentTls(tls)
     http = HttpSettings(connections=one.connections, idle_s=idle_s)
     app = application(gateway.routes(), its.stop.is_set, its.refused)
     async with AsyncExitStack() as stack:
