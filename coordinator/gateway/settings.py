@@ -115,6 +115,11 @@ class GatewaySettings(Section):
             ) from error
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
+            # Who resumes shows no certificate, though it has ended or the authorities changed.
+            # Only TLS 1.3: Python can't turn off the cache from which 1.2 resumes without tickets.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
             # Whoever is in the file is trusted, though somebody else signed its certificate: or it
             # would take a whole institution's root to trust its authority for devices.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

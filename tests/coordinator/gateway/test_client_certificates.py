@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import socket
 import ssl
@@ -46,9 +47,9 @@ class Authorities:
         tls = {"tls_cert": self.folder / "cert.pem", "tls_key": self.folder / "key.pem"}
         return {name: str(path) for name, path in (tls | {"client_ca": self.client_ca}).items()}
 
-    def issued(self, by: trustme.CA, *, days: float = 1) -> Path:
+    def issued(self, by: trustme.CA, *, days: float = 1, seconds: float = 0) -> Path:
         """A device's certificate with its key."""
-        ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+        ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days, seconds=seconds)
         file = self.folder / "device.pem"
         made = by.issue_cert("device-3.example", not_after=ends)
         made.private_key_and_cert_chain_pem.write_to_path(str(file))
@@ -140,6 +141,82 @@ async def test_other_authority_is_asked_without_a_restart(
         await wait_until(is_let_in)
         with pytest.raises(NotNow):
             await asked(https(place), authorities, authorities.issued(authorities.of_devices))
+
+
+class Resuming:
+    """A client that begins as many connections as it can with the session of the one before."""
+
+    def __init__(self, place: Place, authorities: Authorities, cert: Path) -> None:
+        self._port = URL(place.url).port
+        self._context = ssl.create_default_context(cafile=authorities.ca)
+        self._context.load_cert_chain(cert)
+        self._session: ssl.SSLSession | None = None
+
+    async def is_answered(self) -> bool:
+        """Whether a new connection is let in."""
+        return await asyncio.to_thread(self._asks)
+
+    def _asks(self) -> bool:
+        address = "127.0.0.1", self._port
+        try:
+            with (
+                socket.create_connection(address, 30) as raw,
+                self._context.wrap_socket(
+                    raw, server_hostname=address[0], session=self._session
+                ) as wire,
+            ):
+                wire.sendall(b"GET /v1/none HTTP/1.1\r\nHost: gateway\r\n\r\n")
+                if not wire.recv(1 << 12).startswith(b"HTTP/1.1 404"):
+                    return False
+                self._session = wire.session  # with what the gateway gave to resume it with
+                return True
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+
+async def test_session_of_an_authority_that_was_replaced_is_not_resumed(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    await hand.create()
+    async with serving(hand, redis, **authorities.settings) as place:
+        old = Resuming(place, authorities, authorities.issued(authorities.of_devices))
+        assert await old.is_answered()
+        assert await old.is_answered()
+        new = Resuming(place, authorities, authorities.issued(authorities.other))
+        authorities.other.cert_pem.write_to_path(str(authorities.client_ca))
+        await wait_until(new.is_answered)
+        assert not await old.is_answered()
+
+
+async def test_session_does_not_outlast_its_certificate(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    await hand.create()
+    async with serving(hand, redis, **authorities.settings) as place:
+        brief = authorities.issued(authorities.of_devices, days=0, seconds=3)
+        device = Resuming(place, authorities, brief)
+        assert await device.is_answered()
+
+        async def is_out() -> bool:
+            return not await device.is_answered()
+
+        await wait_until(is_out)
+        assert counted(place.context, REFUSED, reason="certificate") == 1
+
+
+async def test_tls_1_2_which_would_resume_without_tickets_is_not_spoken(
+    redis: RedisSettings, hand: Hand, authorities: Authorities
+) -> None:
+    """Unless no certificates are asked for: then nothing is lost by resuming."""
+    await hand.create()
+    own = authorities.issued(authorities.of_devices)
+    for asks in (True, False):
+        settings = authorities.settings | ({} if asks else {"client_ca": None})
+        async with serving(hand, redis, **settings) as place:
+            device = Resuming(place, authorities, own)
+            device._context.maximum_version = ssl.TLSVersion.TLSv1_2
+            assert await device.is_answered() is not asks
+            assert counted(place.context, REFUSED, reason="tls") == asks
 
 
 @contextmanager
