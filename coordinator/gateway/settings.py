@@ -125,8 +125,8 @@ class GatewaySettings(Section):
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             try:
                 context.load_verify_locations(self.client_ca)
-            except ssl.SSLError as error:
+            except OSError as error:  # as above; it may have been removed since it was read
                 raise ConfigError(
-                    f"gateway.client_ca = {self.client_ca!r}: no certificates in PEM"
+                    f"gateway.client_ca = {self.client_ca!r}: no certificates in PEM: {error}"
                 ) from error
         return context
