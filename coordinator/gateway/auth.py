@@ -43,6 +43,7 @@ from fedstream.protocol.signatures import (
 if TYPE_CHECKING:
     from fedstream.broker.ledger.gateway import Enrolling, GatewayLedger, Registration
     from fedstream.coordinator.gateway.attestation import Doubt
+    from fedstream.coordinator.gateway.certificate import ServedCertificate
     from fedstream.coordinator.gateway.refusals import RefusalReason
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.protocol.messages import Attestation
@@ -80,10 +81,11 @@ class Auth:
         self,
         ledger: GatewayLedger,
         settings: GatewaySettings,
+        served: ServedCertificate | None,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``clock``: seconds since 1970."""
+        """``served``: None for plain HTTP. ``clock``: seconds since 1970."""
         secret = settings.secret
         self._ledger = ledger
         self._registry = Registry(
@@ -92,7 +94,7 @@ class Auth:
         self._run = ledger.keys.name
         self._audience = f"{self._run}/{settings.site}"
         self._verified = VerifiedTokens(self._audience)
-        self._names = OwnNames(settings)
+        self._names = OwnNames(settings, served)
         self._body_s = settings.body_s
         self._verifier = settings.attestation
         self._clock = clock

@@ -27,7 +27,8 @@ _Stamp: TypeAlias = "tuple[tuple[int, ...], ...] | None"
 class Certificate:
     """What devices look at. Times in seconds since 1970."""
 
-    names: tuple[str, ...]  # hosts and addresses (subjectAltName), the only ones that count
+    # Hosts, in lower case, and addresses (subjectAltName), the only ones that count.
+    names: tuple[str, ...]
     begins: float
     ends: float
 
@@ -80,7 +81,7 @@ def _names(found: x509.Certificate) -> tuple[str, ...]:
         said = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return ()
-    hosts = said.get_values_for_type(x509.DNSName)
+    hosts = (host.lower() for host in said.get_values_for_type(x509.DNSName))
     return (*hosts, *(str(one) for one in said.get_values_for_type(x509.IPAddress)))
 
 
@@ -91,46 +92,46 @@ class ServedCertificate:
     changes when a symbolic link is swapped, where watching the files would not.
     """
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        current: CurrentTls,
-        log: FilteringBoundLogger,
-    ) -> None:
-        """``current``: which ``settings.tls()`` made, and connections begin with."""
-        self._settings = settings
-        self._current = current
-        self._log = log
-        self._seen = self._stamp()
-        self.ends = self._read().ends
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Of settings with ``tls_cert``. Raises ConfigError if it can't be used.
 
-    def look(self) -> None:
+        Make it before ``settings.tls()`` reads the files for the first connections: it notices if
+        they are replaced from now on.
+        """
+        self._settings = settings
+        self._seen = self._stamp()
+        self.certificate = self._read()
+
+    def look(self, current: CurrentTls, log: FilteringBoundLogger) -> None:
         """Serve what is in the files from the next handshake on, if they have changed.
 
-        Files that can't be used are reported once, and the certificate before stays.
+        ``current``: what connections begin with. Files that can't be used are reported once, and
+        the certificate before stays.
         """
         found = self._stamp()
         if found == self._seen:
             return
         try:
+            # A context of its own: files that don't fit would spoil the one in use.
             newest, read = self._settings.tls(), self._read()
         except ConfigError as error:
-            self._log.error(
+            log.error(  # noqa: TRY400  (the reason says it all)
                 "the new certificate can't be used: the one before stays", reason=str(error)
             )
         else:
-            # A context of its own: files that don't fit would spoil the one in use.
             if newest is not None:
-                self._current.context, self.ends = newest, read.ends
-            self._log.info("certificate renewed", ends=stamp(read.ends))
+                current.context = newest
+            self.certificate = read
+            log.info("certificate renewed", ends=stamp(read.ends), names=read.names)
         # Files that changed meanwhile are looked at again.
         self._seen = found if found == self._stamp() else None
 
     def _read(self) -> Certificate:
+        file = self._files()[0]
         try:
-            return certificate_in(self._files()[0].read_bytes())
-        except OSError as error:
-            raise ConfigError(f"gateway.tls_cert: {error}") from error
+            return certificate_in(file.read_bytes())
+        except (OSError, ConfigError) as error:
+            raise ConfigError(f"gateway.tls_cert = {str(file)!r}: {error}") from error
 
     def _files(self) -> list[Path]:
         settings = self._settings

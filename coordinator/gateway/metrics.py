@@ -48,7 +48,7 @@ class GatewayMetrics:
             registry=registry,
         )
         if served is not None:
-            ends.set_function(lambda: served.ends)
+            ends.set_function(lambda: served.certificate.ends)
         self.offered = Counter(
             "fedstream_gateway_offered", "Offers of tasks to devices.", registry=registry
         )

@@ -91,7 +91,8 @@ class Gateway:
             self._ledger, update, supernodes=settings.flower_app is not None
         )  # fmt: skip
         self._models = ModelCopies(self._client, keys, self._current, settings)
-        self._auth = Auth(self._ledger, settings)
+        self._served = ServedCertificate(settings) if settings.tls_cert is not None else None
+        self._auth = Auth(self._ledger, settings, self._served)
         self._app = GatewayApp(
             settings, self._desk, self._current, self._models,
             update=update, device_of=device_of or self._auth.device_of,
@@ -131,11 +132,8 @@ class Gateway:
         context.watch(self._client)
         drained = asyncio.Event()
         lasting = context.until(drained)
-        served = None
-        if context.tls is not None:
-            served = ServedCertificate(self._settings, context.tls, context.log)
         metrics = GatewayMetrics(
-            context.registry, self._desk, self._models, self._settings, served
+            context.registry, self._desk, self._models, self._settings, self._served
         )  # fmt: skip
         tasks = Tasks(
             self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
@@ -145,7 +143,7 @@ class Gateway:
             self._desk, tasks, self._current, self._ledger, lasting,
             name=self._name, lease_s=self._settings.lease_s,
         )  # fmt: skip
-        if served is None:
+        if self._served is None:
             context.log.warning(
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
                 "ends TLS, and set gateway.names to the host of the devices' URL",
@@ -179,7 +177,7 @@ class Gateway:
                         ("run", partial(self._look, lasting)),
                         ("tasks", tasks.take),
                         ("leases", partial(self._renew, lasting, tasks)),
-                        ("devices", partial(self._sweep, lasting, tasks, served)),
+                        ("devices", partial(self._sweep, lasting, tasks)),
                         ("heartbeat", partial(self._announce, lasting, tasks, moves)),
                         ("moves", moves.follow),
                     ):
@@ -194,6 +192,7 @@ class Gateway:
 
         Raises ConfigError if devices can't join the run.
         """
+        self._look_at_certificate(context)
         await self._current.look()
         if self._current.has_begun:
             await tasks.take()
@@ -212,14 +211,15 @@ class Gateway:
         await tasks.renew()
         await pause(context.stop, self._lease.seconds / 4)
 
-    async def _sweep(
-        self, context: Context, tasks: Tasks, served: ServedCertificate | None
-    ) -> None:
-        if served is not None:
-            served.look()
+    async def _sweep(self, context: Context, tasks: Tasks) -> None:
+        self._look_at_certificate(context)
         await tasks.turn_away(await self._auth.revoked())
         await tasks.sweep()
         await pause(context.stop, _LOOK_S)
+
+    def _look_at_certificate(self, context: Context) -> None:
+        if self._served is not None and context.tls is not None:
+            self._served.look(context.tls, context.log)
 
     async def _announce(self, context: Context, tasks: Tasks, moves: Moves) -> None:
         """Announce who is present: soon after a change of a short list, else every two seconds."""

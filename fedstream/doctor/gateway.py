@@ -73,7 +73,9 @@ def _certificate(settings: GatewaySettings, now: float) -> Finding:
         return problem(about, f"{names}: ended {-days:.0f} days ago", "renew it")
     if days * _DAY < _ENDS_S:
         return warning(
-            about, f"{names}: ends in {days:.0f} days", "renew it, then restart the gateways"
+            about,
+            f"{names}: ends in {days:.0f} days",
+            "renew it: gateways serve it within seconds",
         )
     return ok(about, f"{names}; ends in {days:.0f} days")
 

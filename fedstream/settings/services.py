@@ -273,7 +273,7 @@ def serve_role(role: str, settings: Settings, name: str) -> int:
                 "address_connections": of_address,
             }
         )
-        tls = settings.gateway.tls()
+        tls = settings.gateway.tls()  # after the gateway was made, which notices renewals
     return serve(
         service, http=http, log=settings.log, run=settings.run.name, name=name,
         drain_s=drain_s, tracing=settings.tracing, tls=tls,

@@ -40,7 +40,7 @@ async def replica(hand: Hand) -> AsyncIterator[Replica]:
             "site": site, "secret": secret, "body_s": 0.2, "names": names,
             "attestation": about.pop("attestation", {"kind": "none"}),
         })  # fmt: skip
-        auth = Auth(ledger, settings, **about)
+        auth = Auth(ledger, settings, None, **about)
 
         async def who(request: web.Request) -> web.Response:
             return web.json_response(await auth.device_of(request))

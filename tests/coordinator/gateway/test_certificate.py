@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,17 @@ from typing import Any
 import pytest
 import trustme
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 from yarl import URL
 
 from fedstream.broker.client import RedisSettings
+from fedstream.coordinator.gateway.auth import DEVICES
 from fedstream.coordinator.gateway.certificate import certificate_in
+from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.protocol.messages import Enrolment
+from fedstream.protocol.signatures import pem_of, sign
+from tests.coordinator.gateway.phones import INVITE, invite
 from tests.coordinator.gateway.places import Place, serving
 from tests.support import Hand, counted, wait_until
 
@@ -35,9 +42,9 @@ class Secret:
         for file in (self.cert, self.key):
             file.symlink_to(Path("..data") / file.name)
 
-    def issued(self) -> tuple[bytes, bytes]:
-        """A new certificate, and its key."""
-        one = self._authority.issue_cert("127.0.0.1", "localhost")
+    def issued(self, *names: str) -> tuple[bytes, bytes]:
+        """A new certificate, also for these names, and its key."""
+        one = self._authority.issue_cert("127.0.0.1", "localhost", *names)
         return one.cert_chain_pems[0].bytes(), one.private_key_pem.bytes()
 
     def put(self, cert: bytes, key: bytes) -> None:
@@ -119,6 +126,75 @@ async def test_new_connections_get_the_renewed_certificate(
         assert counted(place.context, ENDS) == certificate_in(second).ends
         assert await open_.answers()
         open_.close()
+
+
+async def test_renewed_certificate_says_which_names_the_gateway_has(
+    redis: RedisSettings, hand: Hand, secret: Secret
+) -> None:
+    """Signatures for a name that it has no more are worth nothing, those for a new one count."""
+    await hand.create()
+    await invite(hand)
+    secret.put(*secret.issued("old.example"))
+    key = Ed25519PrivateKey.generate()
+    body = Enrolment(invite=INVITE, public_key=pem_of(key.public_key())).encode()
+    async with serving(hand, redis, **secret.settings) as place:
+
+        async def enrols(name: str) -> int:
+            signed = sign(
+                key, method="POST", authority=name, path=DEVICES, body=body, keyid="new",
+                created=int(time.time()),
+            )  # fmt: skip
+            async with place.session.post(
+                f"https://127.0.0.1:{URL(place.url).port}{DEVICES}",
+                data=body, headers={**signed, "Host": name}, ssl=secret.trusting,
+            ) as answer:  # fmt: skip
+                return answer.status
+
+        assert (await enrols("new.example"), await enrols("old.example")) == (401, 201)
+        secret.put(*secret.issued("new.example"))
+
+        async def is_known() -> bool:
+            return await enrols("new.example") == 200
+
+        await wait_until(is_known)
+        assert await enrols("old.example") == 401
+
+
+async def test_certificate_that_is_replaced_during_the_start_is_served(
+    redis: RedisSettings, hand: Hand, secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    first, second = secret.issued(), secret.issued()
+    secret.put(*first)
+    tls = GatewaySettings.tls
+
+    def replaced_after(settings: GatewaySettings) -> ssl.SSLContext | None:
+        monkeypatch.undo()
+        found = tls(settings)
+        secret.put(*second)
+        return found
+
+    monkeypatch.setattr(GatewaySettings, "tls", replaced_after)
+    async with serving(hand, redis, **secret.settings) as place:
+        assert await shown(place, secret) == x509.load_pem_x509_certificate(second[0])
+        assert counted(place.context, ENDS) == certificate_in(second[0]).ends
+
+
+async def test_certificate_is_renewed_before_there_is_a_run(
+    redis: RedisSettings, hand: Hand, secret: Secret
+) -> None:
+    first, second = secret.issued(), secret.issued()
+    secret.put(*first)
+    with capture_logs() as lines:
+        async with serving(hand, redis, is_open=False, **secret.settings) as place:
+            assert await shown(place, secret) == x509.load_pem_x509_certificate(first[0])
+            assert not any("certificate" in line["event"] for line in lines)
+            secret.put(*second)
+
+            async def is_shown() -> bool:
+                return await shown(place, secret) == x509.load_pem_x509_certificate(second[0])
+
+            await wait_until(is_shown)
 
 
 async def test_files_that_do_not_fit_are_reported_once_and_not_served(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import ValidationError
 
 from fedstream.coordinator.gateway.auth import TOKEN
+from fedstream.coordinator.gateway.certificate import ServedCertificate
 from fedstream.coordinator.gateway.names import OwnNames
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.settings import GatewaySettings
@@ -44,12 +49,27 @@ async def test_without_names_the_header_says_it(replica: Replica, hand: Hand) ->
     assert (await phone.enrol()).status == 201
 
 
+def _as_said(name: str) -> x509.GeneralName:
+    """Capitals stay: trustme would write small letters."""
+    try:
+        return x509.IPAddress(ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
 def names_of(folder: Path, *names: str) -> OwnNames:
     """Of a gateway with a certificate for these."""
-    issued = trustme.CA().issue_cert(*names)
-    file = folder / "pair.pem"
-    issued.private_key_and_cert_chain_pem.write_to_path(file)
-    return OwnNames(GatewaySettings(tls_cert=str(file), tls_key=str(file)))
+    key, now = Ed25519PrivateKey.generate(), datetime.now(UTC)
+    nobody = x509.Name([])
+    certificate = (
+        x509.CertificateBuilder(nobody, nobody, key.public_key(), 1, now, now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([_as_said(name) for name in names]), True)
+        .sign(key, None)
+    )
+    file = folder / "cert.pem"
+    file.write_bytes(certificate.public_bytes(Encoding.PEM))
+    settings = GatewaySettings(tls_cert=str(file), tls_key=str(file))
+    return OwnNames(settings, ServedCertificate(settings))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +81,18 @@ def names_of(folder: Path, *names: str) -> OwnNames:
         ("a.phones.example", "a.phones.example"),
         ("127.0.0.1:8443", "127.0.0.1:8443"),
         ("[::1]:8443", "[::1]:8443"),
+        ("[2001:DB8:0:0::0001]:8443", "[2001:db8:0:0::0001]:8443"),
+        ("[::ffff:10.0.0.1]", "[::ffff:10.0.0.1]"),
+        ("capitals.example", "capitals.example"),
+        ("a.tablets.example", "a.tablets.example"),
+        ("xn--bcher-kva.example", "xn--bcher-kva.example"),
     ],
 )
 def test_names_of_the_certificate_count(tmp_path: Path, host: str, signed_for: str) -> None:
-    found = names_of(tmp_path, "gateway.example", "*.phones.example", "127.0.0.1", "::1")
+    found = names_of(
+        tmp_path, "gateway.example", "*.phones.example", "127.0.0.1", "::1", "2001:db8::1",
+        "::ffff:a00:1", "Capitals.Example", "*.Tablets.Example", "xn--bcher-kva.example",
+    )  # fmt: skip
     assert found.of(host) == (signed_for,)
 
 

@@ -54,7 +54,7 @@ def test_certificate_that_devices_will_accept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("days", "level", "words"),
     [
-        (13, "warning", "ends in 13 days -> renew it, then restart the gateways"),
+        (13, "warning", "ends in 13 days -> renew it: gateways serve it"),
         (15, "ok", "ends in 15 days"),
         (-3, "problem", "ended 3 days ago"),
     ],
