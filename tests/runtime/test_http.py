@@ -351,13 +351,23 @@ def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
         runner.run(read())
 
 
-async def test_who_has_yet_to_agree_on_tls_counts_as_connected() -> None:
+async def test_who_has_yet_to_agree_on_tls_counts_as_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     context, trusting = contexts()
+    wrapped: list[object] = []
+
+    def wrap_bio(*given: Any, **options: Any) -> ssl.SSLObject:
+        wrapped.append(given)
+        return ssl.SSLContext.wrap_bio(context, *given, **options)
+
+    monkeypatch.setattr(context, "wrap_bio", wrap_bio)
     async with site(tls=context, idle_s=1.0, connections=2) as made:
         ends = [await made.connected() for _ in range(3)]  # nobody says a word
         assert await is_closed(ends[2][0])
         assert not ends[0][0].at_eof()
         assert made.refused() == {"busy": 1}
+        assert len(wrapped) == 2  # who is refused costs no TLS
         ends[0][1].close()
 
         async def is_free() -> bool:
