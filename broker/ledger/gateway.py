@@ -19,6 +19,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import trainer
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import word
+from fedstream.broker.ledger.reading import device_of
 from fedstream.broker.ledger.trainer import TakesTasks
 from fedstream.broker.messages import HandOver, Seating
 from fedstream.broker.scripts import Script
@@ -30,7 +31,7 @@ _MOVES_KEPT = 2000  # messages about devices that moved, each of at most 1,000
 # All that a site's trainer may do, and more. Like trainers, gateways may not load scripts.
 RIGHTS = Rights(
     reads=(*trainer.RIGHTS.reads, "admitted", "ended", "gateway:{site}:revoked"),
-    commands=(*trainer.RIGHTS.commands, "hget", "hexists", "zrangebylex"),
+    commands=(*trainer.RIGHTS.commands, "hget", "hexists", "hkeys", "zrangebylex"),
     apart=(
         *trainer.RIGHTS.apart,
         Rights(
@@ -115,9 +116,9 @@ class GatewayLedger(TakesTasks):
         return (Registration.parsed(packed) if packed else None), bool(revoked)
 
     async def revoked(self) -> frozenset[int]:
-        """The devices that are revoked."""
-        listed = await self._client.call("HGETALL", self._revoked)
-        return frozenset(int(device) for device in listed[::2])
+        """The devices that are revoked, leaving out foreign fields."""
+        named = map(device_of, await self._client.call("HKEYS", self._revoked))
+        return frozenset(device for device in named if device is not None)
 
     async def state(self) -> tuple[bytes | None, bytes | None]:
         """What is to be looked at again and again, in one exchange.

@@ -11,7 +11,7 @@ from fedstream.broker.ledger import scheduler, trainer
 from fedstream.broker.ledger.gateway import Registration
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import packed, verdict
-from fedstream.broker.ledger.reading import LOOK, Models, Register, Watch
+from fedstream.broker.ledger.reading import LOOK, Models, Register, Watch, device_of
 from fedstream.broker.messages import QUARANTINED, SetQuarantine, Trigger
 from fedstream.broker.scripts import Script
 
@@ -116,10 +116,15 @@ class OperatorLedger(Watch, Models, Register):
     ) -> tuple[dict[int, Registration], dict[int, float], dict[int, float]]:
         """A gateway's devices: registrations, until when others are invited, since when revoked.
 
-        In seconds since 1970, by Redis's clock. Devices that change meanwhile may be missing.
+        In seconds since 1970, by Redis's clock. Devices that change meanwhile may be missing;
+        foreign fields are left out.
         """
         enrolled, invites, revoked = [
-            {int(name): value async for name, value in self._fields(key)}
+            {
+                device: value
+                async for name, value in self._fields(key)
+                if (device := device_of(name)) is not None
+            }
             for key in (
                 self.keys.enrolled(site), self.keys.invites(site), self.keys.revoked(site)
             )

@@ -144,8 +144,8 @@ class Register(Ledger):
         found = {}
         for device, owner in zip(flat[::2], flat[1::2], strict=True):
             with suppress(UnicodeDecodeError):
-                if _DEVICE.fullmatch(device):
-                    found[int(device)] = owner.decode()
+                if (number := device_of(device)) is not None:
+                    found[number] = owner.decode()
         return found
 
     async def silent(self, seconds: float) -> list[bytes]:
@@ -202,5 +202,5 @@ def _devices(fields: Iterable[bytes], devices: int) -> tuple[int, ...]:
 
 
 def device_of(name: bytes) -> int | None:
-    """The device of this name in the register of owners; None if the name is foreign."""
+    """The device of this name among the fields of a hash; None if the name is foreign."""
     return int(name) if _DEVICE.fullmatch(name) else None

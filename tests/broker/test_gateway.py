@@ -192,6 +192,18 @@ async def test_devices_of_no_run_or_not_in_it_are_refused(hand: Hand) -> None:
     assert await ledger.set_access(SITE, [3], admit=False) == ("set", [3])
 
 
+async def test_foreign_fields_are_no_devices(hand: Hand, gateway: GatewayLedger) -> None:
+    await invited(hand, 4)
+    assert await hand.ledger.set_access(SITE, [3], admit=False) == ("set", [3])
+    of_a_site = hand.keys.enrolled(SITE), hand.keys.invites(SITE), hand.keys.revoked(SITE)
+    for key in of_a_site:
+        for field in (b"x", b"-1", b"\xff", b"05", b""):
+            await hand.client.call("HSET", key, field, "foreign")
+    assert await gateway.revoked() == {3}
+    enrolled, invites, revoked = await hand.ledger.access(SITE)
+    assert ({*enrolled}, {*invites}, {*revoked}) == (set(), {4}, {3})
+
+
 # nonces and the secret
 
 
@@ -297,6 +309,7 @@ async def test_a_gateways_user_may_do_all_that_its_ledger_does(
         assert reply
         assert await Outbox(client, KEYS, site).announce("gateway-0", (3,))
         assert await gateway.fates([trigger.task]) == [Fate()]
+        assert await gateway.revoked() == {3}
         assert await admin.client.call("ACL", "LOG") == []
 
 
