@@ -43,6 +43,7 @@ _WAIT_S = 10.0  # for a task; a supernode waits 30 s for an answer, and then 3 s
 _TTL_S = 86400.0  # of a message, which Flower wants to know; nothing ends by it
 # In which a supernode may find the replica that has its work: it tries again every 20 s or sooner.
 _ELSEWHERE_S = 120.0
+_APART_S = 60.0  # between two misses: it found the replica meanwhile, and looks for other work now
 _VERSION = "flwr-package-version"  # header with the supernode's release of Flower
 _SMALL = 64 << 10
 _TREE = 4 << 20  # bytes of a message's tree of objects
@@ -77,7 +78,7 @@ class FleetRoutes:
         self._roster = roster
         self._works = NodeWorks(settings.model_bytes)
         self._reading = asyncio.Lock()
-        self._missed: dict[int, tuple[str, float]] = {}  # by device: what is not here, since when
+        self._missed: dict[int, tuple[float, float]] = {}  # by device: first and last miss
         self._opened: Opened | None = None
 
     def open(self, opened: Opened) -> None:
@@ -188,7 +189,7 @@ class FleetRoutes:
                 403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
             )
         self._works.end(device)  # it asks, so it has nothing left to do
-        self._missed.pop(device, None)
+        self._end_search(device)
         self._works.keep(self._desk.present())
         if self._current.is_over or device in head.quarantines.by_device:
             self._desk.leave(device)
@@ -293,8 +294,9 @@ class FleetRoutes:
         work = self._works.get(device)
         content = work.objects.get(said.object_id) if work is not None else None
         if content is None:
-            self._miss(device, said.object_id)
+            self._miss(device)
             return protobuf.message("PullObjectResponse", object_found=False)
+        self._end_search(device)
         return protobuf.message(
             "PullObjectResponse", object_found=True, object_available=True, object_content=content
         )
@@ -328,10 +330,11 @@ class FleetRoutes:
         reply = works.reply(said)
         message, work = said.messages_list[0], self._works.get(device)
         if work is None or message.metadata.reply_to_message_id != work.message:
-            self._miss(device, message.metadata.reply_to_message_id)
+            self._miss(device)
             # This gateway restarted, or gave the task up: nobody waits for the reply.
             self._running.context.log.info("reply to no task", device=device)
             return protobuf.message("PushMessagesResponse")
+        self._end_search(device)
         if message.HasField("error"):
             await self._refuse(device, work, message.error.reason)
             return protobuf.message("PushMessagesResponse")
@@ -357,8 +360,9 @@ class FleetRoutes:
         reply = work.reply if work is not None else None
         is_stored = False
         if work is None or reply is None or said.session_id != reply.session:
-            self._miss(device, said.session_id)
+            self._miss(device)
         else:
+            self._end_search(device)
             is_stored = reply.take(said.object_id, said.object_content)
             if reply.size > works.most(work.given.model):
                 await self._refuse(device, work, "<class 'DataError'>: the reply is too large")
@@ -398,14 +402,25 @@ class FleetRoutes:
             data,
         )  # fmt: skip
 
-    def _miss(self, device: int, what: str) -> None:
-        """Have a supernode try again whose work another replica may have. Raises Refusal (503)."""
-        now = time.monotonic()
-        known, since = self._missed.get(device, ("", now))
-        if not self._running.moves.has_others or (known == what and now - since > _ELSEWHERE_S):
+    def _miss(self, device: int) -> None:
+        """Have a supernode try again whose work another replica may have. Raises Refusal (503).
+
+        Whatever it asks for counts as one search: it asks for several objects in turn.
+        """
+        if not self._running.moves.has_others:
             return
-        self._missed[device] = what, since if known == what else now
+        now = time.monotonic()
+        first, last = self._missed.get(device, (now, now))
+        if now - last > _APART_S:
+            first = now
+        self._missed[device] = first, now
+        if now - first > _ELSEWHERE_S:
+            return
         raise self._later("another replica may have what this supernode works on")
+
+    def _end_search(self, device: int) -> None:
+        """Begin anew the next time that something is not here."""
+        self._missed.pop(device, None)
 
     @property
     def _running(self) -> Opened:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,59 @@ async def test_supernode_finds_the_replica_that_has_its_work(
             assert len(await wait_until(queued)) == 1
             monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
             assert await stranger.reply(message, reply) == [], "nobody has it: dropped in the end"
+
+
+def looks_for(node: Node, *objects: str) -> Callable[[], Awaitable[list[int]]]:
+    """Asks for objects, one after the other, and what is answered."""
+
+    async def ask() -> list[int]:
+        about = "/v1/fleet/pull-object", "PullObjectRequest"
+        here = {"node_id": node.id}
+        return [await node.status(*about, node=here, object_id=one) for one in objects]
+
+    return ask
+
+
+async def test_supernode_looks_for_its_work_only_so_long_whatever_it_asks_for(
+    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower pulls several objects at once, so it asks for one and another in turn."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        fleet_ = node.place.gateway._fleet
+        assert fleet_ is not None
+        fleet_._running.moves.has_others = True  # long ago
+        ask = looks_for(node, "a", "b", "a", "b")
+        assert await ask() == [503] * 4
+        monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
+        assert await ask() == [200] * 4, "nobody has it"
+
+
+async def test_supernode_that_found_its_work_may_look_again(
+    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here or, if it has not asked for a while, at another replica: its clock begins anew."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        fleet_ = node.place.gateway._fleet
+        assert fleet_ is not None
+        message, _ = await asked(hand, node)
+        fleet_._running.moves.has_others = True
+        monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
+        ask = looks_for(node, "a", "b")
+        assert await ask() == [503, 200]
+        assert await looks_for(node, message.metadata.message_id)() == [200]
+        assert await ask() == [503, 200], "it had found an object"
+        body = pushed(message, content(changed(hand, 0.5), {"num-examples": 3.0}))
+        announce = "/v1/fleet/push-messages", "PushMessagesRequest"
+        assert await node.status(*announce, node={"node_id": node.id}, **body) == 200
+        assert await ask() == [503, 200], "its reply was expected"
+        session = body["message_object_trees"][0]["object_id"][:16]
+        push = "/v1/fleet/push-object", "PushObjectRequest"
+        assert await node.status(*push, node={"node_id": node.id}, session_id=session) == 200
+        assert await ask() == [503, 200], "and its objects were"
+        monkeypatch.setattr(routes, "_APART_S", 0.0)
+        assert await ask() == [503, 503], "it was elsewhere meanwhile"
 
 
 async def test_supernodes_are_asked_only_for_what_they_report(
