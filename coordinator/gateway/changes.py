@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedstream.broker.layout import Layout
 
 _WORTH_IT = 0.9  # of the model's bytes: changes that save less are not sent
-_REMEMBERED = 1000  # pairs whose changes are not worth it
+_REMEMBERED = 1000  # pairs that were offered, and pairs whose changes are not worth it
 
 
 class NotWorthIt(FedstreamError):
@@ -34,7 +34,8 @@ class ModelChanges:
         """``budget``: 0 if there are to be none."""
         self._is_on = budget > 0
         self._shelf = Shelf(budget)
-        self._useless: dict[str, None] = {}  # pairs, the newest last
+        self._offered: dict[str, None] = {}  # pairs, the newest last
+        self._useless: dict[str, None] = {}  # likewise
         self._turn = asyncio.Lock()
 
     @property
@@ -45,6 +46,18 @@ class ModelChanges:
     def may_help(self, old: str, new: str) -> bool:
         """Whether it makes sense to ask for what changed between these two digests."""
         return self._is_on and _pair(old, new) not in self._useless
+
+    def offer(self, old: str, new: str) -> None:
+        """Note that a device was told that it may ask for what changed between these digests."""
+        _note(self._offered, _pair(old, new))
+
+    def is_offered(self, old: str, new: str) -> bool:
+        """Whether this was among the last offers."""
+        return _pair(old, new) in self._offered
+
+    def there(self, old: str, new: str) -> Volume | None:
+        """What changed between these two digests, if it was made and is still in memory."""
+        return self._shelf.there(_pair(old, new))
 
     async def get(self, old: Volume, new: Volume, layout: Layout) -> Volume:
         """What turns the one model into the other, both of one format.
@@ -58,9 +71,7 @@ class ModelChanges:
         except NoRoom as error:
             raise NotWorthIt(str(error)) from error
         except (NotWorthIt, Undecodable) as error:
-            self._useless[pair] = None
-            while len(self._useless) > _REMEMBERED:
-                del self._useless[next(iter(self._useless))]
+            _note(self._useless, pair)
             raise NotWorthIt(str(error)) from error
 
     async def _make(self, old: Volume, new: Volume, layout: Layout, most: int) -> Volume:
@@ -86,6 +97,13 @@ def _inside(one: Volume, layout: Layout) -> npt.NDArray[np.uint8]:
     """The bytes that a model's digest is of."""
     how, data = format_of(one.format), np.frombuffer(one.data, np.uint8)
     return compressed.decode(data, how.sizes(layout)[1]) if how.zstd else data
+
+
+def _note(pairs: dict[str, None], pair: str) -> None:
+    pairs.pop(pair, None)
+    pairs[pair] = None
+    while len(pairs) > _REMEMBERED:
+        del pairs[next(iter(pairs))]
 
 
 def _pair(old: str, new: str) -> str:

@@ -61,7 +61,7 @@ class GatewayMetrics:
         )  # fmt: skip
         self.saved_bytes = Counter(
             "fedstream_gateway_saved_bytes",
-            "Bytes of models that devices did not download, because changes were enough.",
+            "Bytes of models not downloaded because a device got the changes in one answer.",
             registry=registry,
         )  # fmt: skip
         self._refused = Counter(

@@ -55,16 +55,21 @@ class ModelCopies:
         return self._changes.nbytes
 
     def changes_url(self, head: Head, has: str | None) -> str | None:
-        """Where a device that has the model ``has`` gets what changed; None: nowhere.
+        """Offer a device that has the model ``has`` what changed: its URL, or None.
 
         It costs nothing to say so: changes are made when they are first asked for.
         """
-        old = self._copies.there(has) if has is not None and has != head.given else None
+        if has is None or self._base(head, has) is None:
+            return None
+        self._changes.offer(has, head.given)
+        return f"/v1/models/{head.given}/changes/{has}"
+
+    def _base(self, head: Head, has: str) -> Volume | None:
+        """The copy of a device's model, if changes from it to a version may help."""
+        old = self._copies.there(has) if has != head.given else None
         if old is None or old.format != model_format(head):
             return None
-        if not self._changes.may_help(old.digest, head.given):
-            return None
-        return f"/v1/models/{head.given}/changes/{has}"
+        return old if self._changes.may_help(has, head.given) else None
 
     async def get(self, request: web.Request, device: int) -> web.StreamResponse:
         """Answer GET and HEAD of a model. Raises Refusal."""
@@ -82,27 +87,39 @@ class ModelCopies:
     ) -> tuple[web.StreamResponse, int]:
         """Answer GET and HEAD of what changed since a model that the device has.
 
-        Second, how many bytes fewer than the model it was sent, once it has all of them. Raises
-        Refusal.
+        Second, how many bytes fewer than the model it was sent: 0 unless this answer has all of
+        the changes, so that no part counts twice. Raises Refusal.
         """
         head = await self._asked(request)
-        has = request.match_info["has"]
-        if self.changes_url(head, has) is None:
-            raise _no_changes()
         with self._place(device):
-            new = await self._copy(head)
-            if (old := self._copies.there(has)) is None:
-                raise _no_changes()
-            try:
-                with old.read(), new.read():
-                    volume = await self._changes.get(old, new, self._current.run.layout)
-            except NotWorthIt as error:
-                raise _no_changes() from error
+            volume = await self._changed(head, request.match_info["has"])
             with volume.read() as data:
                 about = _About(request, volume.digest, data.nbytes, volume.format)
                 response = await about.answer(data)
-        is_all = about.is_last and request.method == "GET"
+        is_all = about.is_whole and request.method == "GET"
         return response, self._size(head) - data.nbytes if is_all else 0
+
+    async def _changed(self, head: Head, has: str) -> Volume:
+        """What changed since the model ``has``. Raises Refusal.
+
+        It is made only up to the newest version, or one that was the newest when somebody was
+        offered it: else devices could ask for any two of the models.
+        """
+        if (made := self._changes.there(has, head.given)) is not None:
+            return made
+        is_newest = head.given == self._current.head.given
+        if not is_newest and not self._changes.is_offered(has, head.given):
+            raise _no_changes()
+        if self._base(head, has) is None:
+            raise _no_changes()
+        new = await self._copy(head)
+        if (old := self._copies.there(has)) is None:
+            raise _no_changes()
+        try:
+            with old.read(), new.read():
+                return await self._changes.get(old, new, self._current.run.layout)
+        except NotWorthIt as error:
+            raise _no_changes() from error
 
     async def _asked(self, request: web.Request) -> Head:
         """The version whose model is asked for. Raises Refusal."""
@@ -190,9 +207,9 @@ class _About:
             self._headers[hdrs.CONTENT_RANGE] = f"bytes {part[0]}-{part[1] - 1}/{size}"
 
     @property
-    def is_last(self) -> bool:
-        """Whether the answer has the last byte."""
-        return self.status != 304 and self._end == self._size
+    def is_whole(self) -> bool:
+        """Whether the answer has all bytes."""
+        return self.status != 304 and (self._begin, self._end) == (0, self._size)
 
     async def answer(self, data: memoryview) -> web.StreamResponse:
         """Send what was asked for; ``data``: all of the bytes, if any of them are."""

@@ -82,6 +82,19 @@ def between(old: Version, new: Version) -> str:
     return f"/v1/models/{known_as(new)}/changes/{known_as(old)}"
 
 
+def counted_makes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one each time that changes are made."""
+    makes = list[int]()
+    between_ = made._between
+
+    def counting(*arguments: object) -> object:
+        makes.append(1)
+        return between_(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(made, "_between", counting)
+    return makes
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 async def test_offer_names_what_changed_since_the_devices_model(
     redis: RedisSettings, hand: Hand, name: str
@@ -145,14 +158,7 @@ async def test_changes_that_save_nothing_are_made_once(
     """Such as after a run was begun anew: the device downloads the model."""
     hand.layout = layout_of(SIZE)
     old, new = await publish(hand, trained(hand.layout, 2, step=100.0))
-    encoded = list[int]()
-    encode = changes.encode
-
-    def counting(*arguments: object) -> object:
-        encoded.append(1)
-        return encode(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(changes, "encode", counting)
+    makes = counted_makes(monkeypatch)
     async with serving(hand, redis) as place:
         await downloaded(place, hand, old)
         await commit(place, hand, new)
@@ -163,7 +169,7 @@ async def test_changes_that_save_nothing_are_made_once(
             assert (answer.status, answer.json["reason"]) == (404, "no changes")
         assert models.changes_url(head, old.digest) is None
         assert models.changes_bytes == 0
-        assert len(encoded) == 1
+        assert len(makes) == 1
 
 
 async def test_changes_are_made_once_for_all(
@@ -171,14 +177,7 @@ async def test_changes_are_made_once_for_all(
 ) -> None:
     hand.layout = layout_of(SIZE)
     old, new = await publish(hand, trained(hand.layout, 2))
-    makes = list[int]()
-    between_ = made._between
-
-    def counting(*arguments: object) -> object:
-        makes.append(1)
-        return between_(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(made, "_between", counting)
+    makes = counted_makes(monkeypatch)
     async with serving(hand, redis) as place:
         await downloaded(place, hand, old)
         await commit(place, hand, new)
@@ -187,6 +186,41 @@ async def test_changes_are_made_once_for_all(
         assert len({answer.body for answer in answers}) == 1
         assert len(makes) == 1
         assert place.gateway._models.downloads == 0
+
+
+async def test_device_cannot_have_changes_made_between_any_two_models(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only up to the newest, or one that was the newest when they were offered."""
+    hand.layout = layout_of(SIZE)
+    first, second, third, fourth = await publish(hand, trained(hand.layout, 4))
+    makes = counted_makes(monkeypatch)
+    async with serving(hand, redis) as place:
+        models, current = place.gateway._models, place.gateway._current
+
+        async def asks(old: Version, new: Version) -> int:
+            return (await place.ask("GET", between(old, new), 3)).status
+
+        await downloaded(place, hand, first, second, third)
+        assert [await asks(first, second), await asks(third, second)] == [404, 404]
+        assert makes == []
+        assert await asks(first, third) == 200
+        assert models.changes_url(current.head, second.digest) == between(second, third)
+        await downloaded(place, hand, fourth)
+        assert await asks(second, third) == 200, "offered before there was a newer one"
+        assert await asks(first, third) == 200, "made before"
+        assert len(makes) == 2
+        assert await asks(fourth, third) == 404, "neither"
+        assert await asks(third, fourth) == 200
+        assert len(makes) == 3
+
+
+def test_last_offers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "_REMEMBERED", 2)
+    store = ModelChanges(1)
+    for old in ("a", "b", "a", "c"):
+        store.offer(old, "new")
+    assert [store.is_offered(old, "new") for old in "abc"] == [True, False, True]
 
 
 async def test_cut_download_of_changes_goes_on(redis: RedisSettings, hand: Hand) -> None:
@@ -209,15 +243,21 @@ async def test_cut_download_of_changes_goes_on(redis: RedisSettings, hand: Hand)
         assert counted(place.context, "fedstream_gateway_saved_bytes_total") == saved
         rest = f"bytes 10-{size - 1}/{size}"
         assert await part("bytes=10-", tag) == (206, whole.body[10:], rest)
+        for _ in range(3):
+            assert (await part("bytes=-1", tag))[:2] == (206, whole.body[-1:])
+        assert counted(place.context, "fedstream_gateway_saved_bytes_total") == saved
+        assert (await part("bytes=0-", tag))[:2] == (206, whole.body)
         assert counted(place.context, "fedstream_gateway_saved_bytes_total") == 2 * saved
         of_the_model = f'"{new.digest}"'
         assert await part("bytes=10-", of_the_model) == (200, whole.body, None)
+        assert counted(place.context, "fedstream_gateway_saved_bytes_total") == 3 * saved
         status, _, there = await part(f"bytes={size}-", tag)
         assert (status, there) == (416, f"bytes */{size}")
         answer = await place.ask("GET", url, 3, headers={"If-None-Match": tag})
         assert (answer.status, answer.body) == (304, b"")
         head = await place.ask("HEAD", url, 3)
         assert (head.status, head.body) == (200, b"")
+        assert counted(place.context, "fedstream_gateway_saved_bytes_total") == 3 * saved
         assert int(head.headers["Content-Length"]) == size
         assert (await place.ask("GET", url)).status == 401
 
