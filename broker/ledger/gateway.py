@@ -41,6 +41,7 @@ RIGHTS = Rights(
             ),
             commands=("evalsha", "get", "set", "hget", "hset", "hdel", "time"),
         ),
+        Rights(reads=("open",), commands=("hexists",)),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
         Rights(both=("gateway:{site}:upload:*",), commands=parts.ON_NOTE),
         Rights(writes=("update:{site}/*",), commands=parts.ON_BLOB),
@@ -72,13 +73,8 @@ class Fate:
 
     admitted: str | None = None  # in the queue now
     attempt: str = ""  # that ended it; '' if none did
-    outcome: str | None = None  # None: it has not ended, or long ago
+    outcome: str | None = None  # None: it has not ended, or long ago, or Redis forgot it
     reason: str = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nothing is known to have come of it. So it is too if it ended long ago."""
-        return self.admitted is None and self.outcome is None
 
 
 class GatewayLedger(TakesTasks):
@@ -177,6 +173,10 @@ class GatewayLedger(TakesTasks):
             _fate(admitted, ended)
             for admitted, ended in zip(replies[::2], replies[1::2], strict=True)
         ]
+
+    async def is_open(self, task: str) -> bool:
+        """Whether a task is still to end; what Redis has forgotten is not."""
+        return bool(await self._client.call("HEXISTS", self.keys.open, task))
 
 
 def _fate(admitted: bytes | None, ended: Sequence[bytes]) -> Fate:

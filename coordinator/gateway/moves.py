@@ -179,9 +179,14 @@ class Moves:
             return self._desk.held(task, device)
         except NotHeld:
             # Whoever had it may be stopping, restarting or cut off: only its end is an end.
-            if task in self._desk or not (await self._ledger.fates([task]))[0].is_open:
+            if task in self._desk or not await self._may_be_elsewhere(task):
                 raise
             raise HeldElsewhere(task) from None
+
+    async def _may_be_elsewhere(self, task: str) -> bool:
+        """Whether a task waits for its answer, so that another replica may have it."""
+        [fate] = await self._ledger.fates([task])
+        return fate.admitted is None and await self._ledger.is_open(task)
 
     def _may_come(self, device: int) -> bool:
         """Whether a device may be present, by what is known without a check-in."""

@@ -17,6 +17,7 @@ WAIT_S: Final = 2.0  # for a coordinator's decision; then the device asks again
 _LOOK_S = 0.02  # between two looks
 
 Fates: TypeAlias = "Callable[[Sequence[str]], Awaitable[Sequence[Fate]]]"
+IsOpen: TypeAlias = "Callable[[str], Awaitable[bool]]"
 
 ADMITTED: Final = Receipt(state="admitted")
 RECEIVED: Final = Receipt(state="received")
@@ -43,9 +44,10 @@ def receipt_of(fate: Fate, attempt: str) -> Receipt | None:
 class Receipts:
     """The receipts of one replica's devices."""
 
-    def __init__(self, fates: Fates) -> None:
-        """``fates``: reads what has become of tasks."""
+    def __init__(self, fates: Fates, is_open: IsOpen) -> None:
+        """``fates``: reads what has become of tasks. ``is_open``: whether a task is to end yet."""
         self._fates = fates
+        self._is_open = is_open
         self._waiting: dict[tuple[str, str], asyncio.Future[Receipt]] = {}  # by task and attempt
         self._looking: asyncio.Task[None] | None = None
 
@@ -54,10 +56,11 @@ class Receipts:
         [fate] = await self._fates([task])
         return receipt_of(fate, attempt)
 
-    async def of(self, task: str, attempt: str, turn: Turn) -> Receipt:
+    async def of(self, task: str, attempt: str, turn: Turn) -> Receipt | None:
         """Wait for what is decided; "received" if it takes longer than two seconds.
 
-        Raises TakenOver.
+        None if nobody will decide: Redis has forgotten the task, when it was emptied or fell back,
+        or because it ended long ago. Raises TakenOver.
         """
         loop = asyncio.get_running_loop()
         found = self._waiting[task, attempt] = loop.create_future()
@@ -66,7 +69,9 @@ class Receipts:
         try:
             return await turn.within(loop.time() + WAIT_S, lambda: found)
         except TimeoutError:
-            return RECEIVED
+            if await self._is_open(task):
+                return RECEIVED
+            return await self.now(task, attempt)  # it may have ended a moment ago
         finally:
             del self._waiting[task, attempt]
 

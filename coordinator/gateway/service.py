@@ -163,7 +163,7 @@ class Gateway:
                 return
             uploads = Uploads(
                 self._client, self._keys, self._outbox, self._current, self._desk, tasks, moves,
-                Receipts(self._ledger.fates), metrics, self._settings,
+                Receipts(self._ledger.fates, self._ledger.is_open), metrics, self._settings,
                 name=self._name, wire=self._update,
             )  # fmt: skip
             opened = Opened(context, tasks, moves, uploads, metrics)

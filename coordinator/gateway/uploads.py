@@ -383,16 +383,15 @@ class Uploads:
     async def _told(self, mine: _Mine, note: UploadNote) -> web.StreamResponse:
         """Wait for what becomes of the update. Raises BlobMissing if nobody knows any more."""
         receipt = await self._receipts.of(mine.task, mine.attempt, mine.turn)
-        if receipt.state == "received":
-            # Whoever decides takes the blob away. So what became of it is known by now, or it was
-            # forgotten, as Redis does with tasks that ended long ago.
-            if (await mine.blob.written()).chunks is None:
-                known = await self._receipts.now(mine.task, mine.attempt)
-                if known is None:
-                    await mine.blob.discard()
-                    raise BlobMissing(f"{mine.task}.{mine.attempt}")
-                return upload_answers.receipt(known)
-            await mine.blob.mark(note.encode())  # to be asked again, perhaps much later
+        if receipt is not None and receipt.state == "received":
+            if (await mine.blob.written()).chunks is not None:
+                await mine.blob.mark(note.encode())  # to be asked again, perhaps much later
+                return upload_answers.receipt(receipt)
+            # Whoever decides takes the blob away, so what became of it is known; or it expired.
+            receipt = await self._receipts.now(mine.task, mine.attempt)
+        if receipt is None:
+            await mine.blob.discard()
+            raise BlobMissing(f"{mine.task}.{mine.attempt}")
         return upload_answers.receipt(receipt)
 
     def _upload(self, mine: _Mine, note: UploadNote) -> Upload:

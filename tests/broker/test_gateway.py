@@ -243,6 +243,7 @@ async def test_a_gateway_learns_what_became_of_its_tasks(
     assert first == Fate(admitted=upload.attempt)
     assert (second.outcome, second.reason) == ("given_up", "dropped out")
     assert rest == [Fate(), Fate()]
+    assert [await gateway.is_open(task) for task in tasks] == [True, False, True, False]
     await hand.commit(1, upload)
     [after] = await gateway.fates([upload.task])
     assert after == Fate(None, upload.attempt, "applied")
@@ -310,6 +311,7 @@ async def test_a_gateways_user_may_do_all_that_its_ledger_does(
         assert await Outbox(client, KEYS, site).announce("gateway-0", (3,))
         assert await gateway.fates([trigger.task]) == [Fate()]
         assert await gateway.revoked() == {3}
+        assert await gateway.is_open(trigger.task)
         assert await admin.client.call("ACL", "LOG") == []
 
 

@@ -238,14 +238,18 @@ async def test_draining_replica_keeps_its_tasks_and_leaves_them_to_others(
         await asyncio.wait_for(one.work, 30)
 
 
-async def test_unknown_task_may_be_elsewhere_for_no_longer_than_a_lease(
+async def test_open_task_may_be_elsewhere_for_no_longer_than_a_lease(
     redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that Redis does not know, or has forgotten, is nowhere."""
     monkeypatch.setattr("fedstream.coordinator.gateway.moves._SETTLE_S", 0.1)
     await hand.create()
+    [task] = await hand.open()
     async with serving(hand, redis, lease_s=1.5, device_rate=1e6) as place:
-        path, body = "/v1/tasks/nope/heartbeat", {"attempt": "0123456789ab"}
+        path, body = f"/v1/tasks/{task.task}/heartbeat", {"attempt": "0123456789ab"}
         assert (await place.ask("POST", path, 3, json=body)).status == 503
+        unknown = await place.ask("POST", "/v1/tasks/nope/heartbeat", 3, json=body)
+        assert unknown.json == {"go_on": False, "why": "given up"}
 
         async def is_known() -> bool:
             return (await place.ask("POST", path, 3, json=body)).status == 200
@@ -271,6 +275,8 @@ async def test_nobody_becomes_present_who_could_not_check_in(
             assert answer.json == {"go_on": False, "why": "given up"}
         assert place.gateway._desk.present() == ()
         assert place.gateway._desk.newcomers == set()
+        [task] = await hand.open()
+        path = f"/v1/tasks/{task.task}/heartbeat"
         assert (await place.ask("POST", path, 5, json=body)).status == 503
         assert (await place.check_in(3)).status == 204
         assert set(place.gateway._desk.present()) == {3, 5}

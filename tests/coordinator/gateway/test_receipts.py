@@ -9,8 +9,9 @@ import pytest
 
 from fedstream.broker.errors import Unavailable
 from fedstream.broker.ledger.gateway import Fate
-from fedstream.coordinator.gateway.receipts import Receipts, receipt_of
+from fedstream.coordinator.gateway.receipts import ADMITTED, RECEIVED, Receipts, receipt_of
 from fedstream.coordinator.gateway.turns import Turn
+from fedstream.protocol.messages import Receipt
 
 OWN, ANOTHER = "0123456789ab", "ba9876543210"
 
@@ -37,6 +38,11 @@ def test_a_fate_is_a_receipt(fate: Fate, said: tuple[str, str | None] | None) ->
     assert (None if receipt is None else (receipt.state, receipt.reason)) == said
 
 
+async def is_waiting(_task: str) -> bool:
+    """Every task is open."""
+    return True
+
+
 async def test_all_who_wait_are_asked_for_together() -> None:
     """Each hears of its own, as soon as it is decided."""
     asked: list[Sequence[str]] = []
@@ -50,9 +56,9 @@ async def test_all_who_wait_are_asked_for_together() -> None:
             fates["b"] = Fate(None, "", "given_up", "timed out")
         return [fates[task] for task in tasks]
 
-    receipts = Receipts(look)
+    receipts = Receipts(look, is_waiting)
     told = await asyncio.gather(*(receipts.of(task, OWN, Turn()) for task in fates))
-    assert [receipt.reason for receipt in told] == ["answered twice", "timed out", None]
+    assert [receipt and receipt.reason for receipt in told] == ["answered twice", "timed out", None]
     assert asked == [["a", "b", "c"], ["a", "b"], ["a", "b"], ["b"], ["b"]]
 
 
@@ -65,10 +71,32 @@ async def test_who_waits_hears_that_redis_is_away() -> None:
             raise Unavailable("away")
         return [Fate(admitted=OWN) for _ in tasks]
 
-    receipts = Receipts(look)
+    receipts = Receipts(look, is_waiting)
     ends = await asyncio.gather(
         *(receipts.of(task, OWN, Turn()) for task in "ab"), return_exceptions=True
     )
     assert [type(end) for end in ends] == [Unavailable, Unavailable]
     away = False
-    assert (await receipts.of("a", OWN, Turn())).state == "admitted"
+    assert await receipts.of("a", OWN, Turn()) == ADMITTED
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("open_", "fate", "said"),
+    [(True, Fate(), RECEIVED), (False, Fate(), None), (False, Fate(admitted=OWN), ADMITTED)],
+    ids=["open", "forgotten", "decided meanwhile"],
+)
+async def test_what_is_not_decided_in_time_is_open_or_forgotten(
+    open_: bool, fate: Fate, said: Receipt | None
+) -> None:
+    """A task that ends between the last look and the question whether it is open has ended."""
+    fates = {"a": Fate()}
+
+    async def look(tasks: Sequence[str]) -> list[Fate]:
+        return [fates[task] for task in tasks]
+
+    async def is_open(task: str) -> bool:
+        fates[task] = fate
+        return open_
+
+    assert await Receipts(look, is_open).of("a", OWN, Turn()) == said

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 from fedstream.broker.blobs import CHUNK
+from fedstream.broker.keys import member
 from fedstream.broker.messages import Withdraw
 from tests.coordinator.gateway.places import SITE
-from tests.coordinator.gateway.uploading import (
-    SEVERAL,
-    Scene,
-    queued,
-)
+from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, queued
 from tests.support import wait_until
 
 
@@ -85,7 +82,7 @@ async def test_what_was_forgotten_is_not_asked_for_ever(
 ) -> None:
     """Redis knows how the newest 20,000 tasks ended; this one ended before them."""
     hand = await make(parameters)
-    async with scene.replica(lease_s=3.0, device_rate=1e6) as at:
+    async with scene.replica() as at:
         phone = await scene.phone(at)
         async with scene.deciding():
             assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
@@ -93,10 +90,34 @@ async def test_what_was_forgotten_is_not_asked_for_ever(
         assert await hand.commit(None, upload) == "done"
         await hand.client.call("DEL", hand.keys.ended)
         assert (await phone.patches(at, len(phone.data))).refusal == (404, "no upload")
-        told = await phone.posts(at, phone.data)
-        while told.status == 503:  # the device came lately: another replica may have the task
-            told = await phone.posts(at, phone.data)
-        assert told.refusal == (404, "unknown task")
+        # The device came lately, but no other replica can have the task.
+        assert (await phone.posts(at, phone.data)).refusal == (404, "unknown task")
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_update_whose_task_was_forgotten_is_not_waited_for(
+    make: Any, scene: Scene
+) -> None:
+    """Redis fell back to before this task was made, while the replica still had it in hand.
+
+    A coordinator that is slow or away is waited for all the same.
+    """
+    hand = await make(64)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        slow = await scene.phone(at, device=DEVICE + 1)
+        assert (await slow.posts(at, slow.data)).receipt == (202, "received", None)
+        await hand.client.call("HDEL", hand.keys.open, phone.offer.task.id)
+        await hand.client.call("DEL", hand.keys.tasks_of(member(SITE, "gw-0")))
+        assert (await phone.posts(at, phone.data)).refusal == (404, "no upload")
+        blobs = hand.keys.update(f"{SITE}/{phone.offer.task.id}*")
+        assert await hand.client.call("KEYS", blobs) == []
+        assert (await phone.patches(at, len(phone.data))).refusal == (404, "unknown task")
+        assert (await phone.posts(at, phone.data)).refusal == (404, "unknown task")
+        assert (await slow.patches(at, len(slow.data))).receipt == (202, "received", None)
+        async with scene.deciding():
+            assert (await slow.posts(at, slow.data)).receipt == (200, "admitted", None)
+    assert [upload.task for _, upload in await hand.queue()] == [slow.offer.task.id]
 
 
 async def test_a_refusal_by_the_coordinator_is_the_receipt(make: Any, scene: Scene) -> None:
