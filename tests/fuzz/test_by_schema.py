@@ -13,6 +13,10 @@ from fedstream.coordinator.gateway.app import GatewayApp
 from tests.fuzz.by_schema import attack, told
 from tests.support import Hand
 
+# Hypothesis asks the garbage collector who refers to a generator of random numbers, and what there
+# was when the tests began is frozen, so nobody seems to.
+pytestmark = pytest.mark.filterwarnings("ignore:It looks like `register_random`")
+
 
 @pytest.fixture
 def redis(any_redis: RedisSettings) -> RedisSettings:

@@ -13,12 +13,13 @@ from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.verified import ALGORITHM, VerifiedTokens
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
-NOW = time.time()
+NOW = time.time()  # that of tests: PyJWT has its own
+HOUR = 3600
 
 
-def token(device: int = 3, *, seconds: float = 600, secret: bytes = SECRET) -> str:
+def token(device: int = 3, *, secret: bytes = SECRET) -> str:
     claims = {
-        "sub": str(device), "aud": "run/gateway", "iat": int(NOW), "exp": int(NOW + seconds),
+        "sub": str(device), "aud": "run/gateway", "iat": int(NOW), "exp": int(NOW) + HOUR,
         "key": f"key-{device}",
     }  # fmt: skip
     return jwt.encode(claims, secret, ALGORITHM)
@@ -62,11 +63,11 @@ def test_a_known_token_ends_with_its_secret() -> None:
 
 
 def test_an_expired_token_is_verified_anew(decoded: list[str]) -> None:
-    tokens, mine = VerifiedTokens("run/gateway"), token(seconds=60)
-    tokens.claims(mine, SECRET, NOW + 59)
-    tokens.claims(mine, SECRET, NOW + 59)
+    tokens, mine = VerifiedTokens("run/gateway"), token()
+    tokens.claims(mine, SECRET, NOW + HOUR - 1)
+    tokens.claims(mine, SECRET, NOW + HOUR - 1)
     assert len(decoded) == 1
-    tokens.claims(mine, SECRET, NOW + 60)
+    tokens.claims(mine, SECRET, NOW + HOUR)
     assert len(decoded) == 2
 
 
