@@ -50,7 +50,7 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "zrangebylex": ("K", "-", "+"), "zrangebyscore": ("K", "0", "1"), "zrem": ("K", "x"),
     "zremrangebyrank": ("K", "0", "1"), "zscore": ("K", "x"),
 }  # fmt: skip
-_READERS = ("hget", "hgetall", "get", "xlen", "xrange", "pttl")
+_READERS = ("hget", "hgetall", "hexists", "get", "xlen", "xrange", "pttl")
 _BOTH = ("xreadgroup", "hset", "set", "xadd")  # for roles that may not send scripts
 _WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
