@@ -24,12 +24,13 @@ ATTEMPT_DIGITS: Final = 12  # hexadecimal
 # Ids stand in URLs; fedstream's own of tasks are UUIDs.
 TASK_ID: Final = r"[A-Za-z0-9_-]{1,64}"
 ATTEMPT_ID: Final = rf"[0-9a-f]{{{ATTEMPT_DIGITS}}}"
+SHA256: Final = r"[0-9a-f]{64}"
 
 UrlHost = Annotated[str, Field(pattern=rf"^{AUTHORITY}$")]
 TaskId = Annotated[str, Field(pattern=rf"^{TASK_ID}$")]
 AttemptId = Annotated[str, Field(pattern=rf"^{ATTEMPT_ID}$")]
 Nonce = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Field(pattern=rf"^{SHA256}$")]
 FormatName = Annotated[str, Field(pattern=r"^[a-z0-9.:+]{1,40}$")]  # a wire format's
 Whole = Annotated[int, Field(ge=0, lt=1 << 53)]  # that any JSON reader keeps exact
 AtLeastOne = Annotated[int, Field(ge=1, lt=1 << 53)]

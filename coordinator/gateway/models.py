@@ -20,6 +20,7 @@ from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.protocol import headers
+from fedstream.protocol.messages import SHA256
 from fedstream.wire import format_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.settings import GatewaySettings
 
 _OF_A_DEVICE = 2  # downloads at once: one that was cut, and the next
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(SHA256)
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 
 

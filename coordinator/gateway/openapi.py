@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from fedstream.coordinator.gateway.refusals import REFUSALS
-from fedstream.protocol.messages import schemas
+from fedstream.protocol.messages import ATTEMPT_ID, SHA256, schemas
 
 _JSON: Final = "application/json"
 _TASK: Final = {
@@ -13,11 +13,11 @@ _TASK: Final = {
 }  # fmt: skip
 _ATTEMPT: Final = {
     "name": "attempt", "in": "path", "required": True,
-    "schema": {"type": "string", "pattern": "^[0-9a-f]{12}$"},
+    "schema": {"type": "string", "pattern": f"^{ATTEMPT_ID}$"},
 }  # fmt: skip
 _DIGEST: Final = {
     "name": "digest", "in": "path", "required": True,
-    "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+    "schema": {"type": "string", "pattern": f"^{SHA256}$"},
 }  # fmt: skip
 _HAS: Final = {**_DIGEST, "name": "has"}
 
