@@ -15,6 +15,7 @@ from fedstream.broker.errors import BlobDamaged, Unavailable
 from fedstream.broker.layout import Model
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.models import ModelStore, Superseded
+from fedstream.protocol.messages import OfferedModel
 from fedstream.wire import format_of
 from fedstream.wire.given import given
 from tests.device.fake import FakeGateway
@@ -235,24 +236,28 @@ async def test_newer_model_is_made_of_what_changed(
     assert of_changes(gateway) == ["model", "changes", "changes"]
 
 
-async def test_cut_changes_go_on_where_they_stopped(
-    store: ModelStore, gateway: FakeGateway
-) -> None:
+async def large_changes(store: ModelStore, gateway: FakeGateway) -> tuple[Model, OfferedModel, str]:
+    """A large model, offered to a store that has the one before, and the URL of what changed."""
     large = model_of(layout_of(500_000), 0.5)
     large.parameters[:] = np.random.default_rng(0).normal(0, 0.1, 500_000)
     first = gateway.offer(large)
     await store.model(first.model, large.layout)
     newer = moved(large)
-    offer = gateway.offer(newer, since=first)
-    assert offer.model.changes is not None
-    size = len(gateway.changes[offer.model.changes])
+    offered = gateway.offer(newer, since=first).model
+    assert offered.changes is not None
+    return newer, offered, offered.changes
+
+
+async def test_cut_changes_go_on_where_they_stopped(
+    store: ModelStore, gateway: FakeGateway
+) -> None:
+    newer, offered, url = await large_changes(store, gateway)
+    size = len(gateway.changes[url])
     shown = list[str]()
     store._show = shown.append
     arrived = f"{300_000 / size:.0%}"
-    gateway.fails(
-        "GET", offer.model.changes, after=300_000, until=lambda: arrived in str(shown[-1:])
-    )
-    found = await store.model(offer.model, large.layout)
+    gateway.fails("GET", url, after=300_000, until=lambda: arrived in str(shown[-1:]))
+    found = await store.model(offered, newer.layout)
     assert found.digest() == newer.digest()
     assert of_changes(gateway) == ["model", "changes", "changes"]
     assert gateway.ranges[-1] == "bytes=300000-"
@@ -262,24 +267,17 @@ async def test_other_changes_after_a_cut_replace_what_came(
     store: ModelStore, gateway: FakeGateway
 ) -> None:
     """Another replica may have another compressor."""
-    large = model_of(layout_of(500_000), 0.5)
-    large.parameters[:] = np.random.default_rng(0).normal(0, 0.1, 500_000)
-    first = gateway.offer(large)
-    await store.model(first.model, large.layout)
-    newer = moved(large)
-    offer = gateway.offer(newer, since=first)
-    assert offer.model.changes is not None
-    inside = zstandard.ZstdDecompressor().decompress(gateway.changes[offer.model.changes])
+    newer, offered, url = await large_changes(store, gateway)
+    inside = zstandard.ZstdDecompressor().decompress(gateway.changes[url])
     shown = list[str]()
     store._show = shown.append
 
     def other() -> bool:
-        assert offer.model.changes is not None
-        gateway.changes[offer.model.changes] = zstandard.ZstdCompressor(level=5).compress(inside)
+        gateway.changes[url] = zstandard.ZstdCompressor(level=5).compress(inside)
         return bool(shown)
 
-    gateway.fails("GET", offer.model.changes, after=300_000, until=other)
-    assert (await store.model(offer.model, large.layout)).digest() == newer.digest()
+    gateway.fails("GET", url, after=300_000, until=other)
+    assert (await store.model(offered, newer.layout)).digest() == newer.digest()
     assert of_changes(gateway) == ["model", "changes", "changes"]
 
 

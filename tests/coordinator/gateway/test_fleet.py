@@ -128,18 +128,22 @@ def array(values: Any) -> FlowerObject:
     return objects.packed("Array", json.dumps({"arraychunk_ids": [0]}).encode(), [chunk])
 
 
+async def announced(node: Node, message: Any, **reply: Any) -> Any:
+    """A reply whose one object the gateway does not have, and what it says."""
+    about = {"reply_to_message_id": message.metadata.message_id}
+    return await node.ask(
+        "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+        messages_list=[{"metadata": about, **reply}],
+        message_object_trees=[{"object_id": "0" * 64}],
+    )  # fmt: skip
+
+
 async def test_error_gives_the_task_up(redis: RedisSettings, hand: Hand, tmp_path: Path) -> None:
     await hand.create()
     async with fleet(hand, redis, tmp_path) as node:
         message, _ = await asked(hand, node)
-        about = {"reply_to_message_id": message.metadata.message_id}
-        said = await node.ask(
-            "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
-            messages_list=[
-                {"metadata": about, "error": {"code": 2, "reason": "<class 'ValueError'>:<'no'>"}}
-            ],
-            message_object_trees=[{"object_id": "0" * 64}],
-        )  # fmt: skip
+        failed = {"code": 2, "reason": "<class 'ValueError'>:<'no'>"}
+        said = await announced(node, message, error=failed)
         assert not said.objects_to_push
         await ends(hand, "given_up", "raised ValueError")
 
@@ -150,11 +154,7 @@ async def test_object_that_is_not_what_it_says_is_not_stored(
     await hand.create()
     async with fleet(hand, redis, tmp_path) as node:
         message, _ = await asked(hand, node)
-        about = {"reply_to_message_id": message.metadata.message_id}
-        said = await node.ask(
-            "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
-            messages_list=[{"metadata": about}], message_object_trees=[{"object_id": "0" * 64}],
-        )  # fmt: skip
+        said = await announced(node, message)
         assert [*said.objects_to_push] == ["0" * 64]
         assert not await node.push(said.session_id, b"zeros", "0" * 64)
         assert not await node.push("another", b"zeros")
