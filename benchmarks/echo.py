@@ -27,9 +27,12 @@ class Vector(nn.Module):
 
 
 class Echo(Task):
-    """Ten devices with one sample each, and nothing to learn."""
+    """Devices with one sample each, and nothing to learn.
 
-    devices = 10
+    There are more of them than tasks in flight, since a device has one at a time.
+    """
+
+    devices = 100
 
     def model(self) -> nn.Module:
         return Vector(PARAMETERS)
