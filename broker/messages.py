@@ -217,11 +217,14 @@ class Heartbeat(Message):
 
 
 class Seating(Message):
-    """Devices have come to a replica of a gateway, whichever they were at before."""
+    """Devices have come to a replica of a gateway, whichever they were at before.
+
+    None have come: the replica only says that it is there.
+    """
 
     kind: ClassVar[str] = "seating"
     gateway: Name
-    devices: Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+    devices: Annotated[tuple[Count, ...], Field(max_length=1000)]
 
 
 class HandOver(Message):

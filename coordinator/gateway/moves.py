@@ -8,6 +8,7 @@ is where it came last. The replica that had it lets it go, and leaves its tasks 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from fedstream.broker.errors import BadMessage
 from fedstream.broker.messages import HandOver, Seating, decode
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.replicas import GREET_S, OtherReplicas
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ class Moves:
         # Of devices that nobody was told of yet: where others told of them.
         self._meanwhile: dict[int, tuple[tuple[int, int], str]] = {}
         self._after: str | None = None  # what others told until there is known
-        self.has_others = False  # whether other replicas have told of devices, lately or long ago
+        self._greeted = -math.inf  # when this replica last said that it is there
+        self.others = OtherReplicas()  # of those that greet
         self._settling: dict[int, asyncio.Event] = {}  # devices whose task may come after them
 
     async def tell(self) -> None:
@@ -85,6 +88,13 @@ class Moves:
                 if then > place:
                     await self._leave(other, (device,))
 
+    async def greet(self) -> None:
+        """Tell the other replicas now and then that this one is there."""
+        now = time.monotonic()
+        if now - self._greeted >= GREET_S:
+            await self._ledger.move(Seating(gateway=self._name, devices=()))
+            self._greeted = now
+
     async def follow(self) -> None:
         """Follow what the other replicas tell, for up to a second."""
         if not self._tasks.has_begun:
@@ -96,7 +106,7 @@ class Moves:
         for entry in await self._ledger.moves_after(self._after):
             match self._message(entry):
                 case Seating(gateway=other, devices=devices) if other != self._name:
-                    self.has_others = True
+                    self.others.heard(other, time.monotonic())
                     await self._leave(other, self._lost(devices, other, _place(entry.id)))
                 case HandOver(gateway=self._name, stream=stream, entries=entries):
                     await self._tasks.take_over(stream, entries)
@@ -106,6 +116,7 @@ class Moves:
         late = {held.task.device for held in self._desk} & self._left.keys() - self._desk.newcomers
         for device in late:
             await self._leave(self._left[device], (device,))
+        self.others.listened(time.monotonic())
         self._forget()
 
     async def _catch_up(self) -> None:
@@ -116,7 +127,8 @@ class Moves:
             message = self._message(entry)
             if isinstance(message, Seating):
                 last.update(dict.fromkeys(message.devices, message.gateway))
-                self.has_others |= message.gateway != self._name
+                if message.gateway != self._name:  # perhaps long ago: nobody knows yet
+                    self.others.heard(message.gateway, time.monotonic())
         for device in {*self._desk.present()} - self._desk.newcomers:
             if (other := last.get(device, self._name)) != self._name:
                 await self._leave(other, (device,))

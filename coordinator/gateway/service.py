@@ -248,6 +248,8 @@ class Gateway:
                 await self._outbox.goodbye(self._name)  # a site's trainer without devices is none
             self._announced, self._announced_at = present, now
         await moves.tell()
+        if self._fleet:  # which alone wants to know whether there are other replicas
+            await moves.greet()
         await pause(context.stop, _CHANGED_S)
 
     async def _drain(self, context: Context, uploads: Uploads, drained: asyncio.Event) -> None:

@@ -407,7 +407,7 @@ class FleetRoutes:
 
         Whatever it asks for counts as one search: it asks for several objects in turn.
         """
-        if not self._running.moves.has_others:
+        if not self._running.moves.others:
             return
         now = time.monotonic()
         first, last = self._missed.get(device, (now, now))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.gateway import moves, replicas
 from fedstream.coordinator.gateway.fleet import protobuf, routes
-from tests.coordinator.gateway.places import serving
+from fedstream.coordinator.gateway.replicas import OtherReplicas
+from tests.coordinator.gateway.places import Place, serving
 from tests.coordinator.gateway.supernodes import (
     DEVICE,
     Node,
@@ -53,6 +56,13 @@ ROUTES = {
     "push-messages": "PushMessagesRequest",
     "push-object": "PushObjectRequest",
 }
+
+
+def others_of(place: Place) -> OtherReplicas:
+    """The replicas that one knows besides itself."""
+    fleet_ = place.gateway._fleet
+    assert fleet_ is not None
+    return fleet_._running.moves.others
 
 
 def own(node: Node, kind: str) -> Any:
@@ -128,8 +138,7 @@ async def test_supernode_finds_the_replica_that_has_its_work(
         about: dict[str, Any] = files(tmp_path, node.key)
         async with serving(hand, redis, "gw-1", poll_s=0.0, **about) as there:
             message, _ = await asked(hand, node)
-            moves = there.gateway._fleet._running.moves  # type: ignore[union-attr]
-            await wait_until(lambda: moves.has_others)
+            await wait_until(lambda: others_of(there))
             stranger = Node(there, DEVICE, node.key)
             reply = content(changed(hand, 0.5), {"num-examples": 3.0})
             for path, kind, said in (
@@ -154,6 +163,23 @@ async def test_supernode_finds_the_replica_that_has_its_work(
             assert await stranger.reply(message, reply) == [], "nobody has it: dropped in the end"
 
 
+async def test_replicas_know_of_each_other_until_one_leaves(
+    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one without devices. Nobody waits for what only a replica had that is gone."""
+    monkeypatch.setattr(moves, "GREET_S", 0.1)
+    monkeypatch.setattr(replicas, "_SILENT_S", 3.2)  # above _DEAF_S
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        look = looks_for(node, "a")
+        about: dict[str, Any] = files(tmp_path, node.key)
+        async with serving(hand, redis, "gw-1", poll_s=0.0, **about) as there:
+            await wait_until(lambda: others_of(there) and others_of(node.place))
+            assert await look() == [503]
+        await wait_until(lambda: not others_of(node.place))
+        assert await look() == [200], "dropped"
+
+
 def looks_for(node: Node, *objects: str) -> Callable[[], Awaitable[list[int]]]:
     """Asks for objects, one after the other, and what is answered."""
 
@@ -171,9 +197,7 @@ async def test_supernode_looks_for_its_work_only_so_long_whatever_it_asks_for(
     """Flower pulls several objects at once, so it asks for one and another in turn."""
     await hand.create()
     async with fleet(hand, redis, tmp_path) as node:
-        fleet_ = node.place.gateway._fleet
-        assert fleet_ is not None
-        fleet_._running.moves.has_others = True  # long ago
+        others_of(node.place).heard("gw-1", math.inf)
         ask = looks_for(node, "a", "b", "a", "b")
         assert await ask() == [503] * 4
         monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
@@ -186,10 +210,8 @@ async def test_supernode_that_found_its_work_may_look_again(
     """Here or, if it has not asked for a while, at another replica: its clock begins anew."""
     await hand.create()
     async with fleet(hand, redis, tmp_path) as node:
-        fleet_ = node.place.gateway._fleet
-        assert fleet_ is not None
         message, _ = await asked(hand, node)
-        fleet_._running.moves.has_others = True
+        others_of(node.place).heard("gw-1", math.inf)
         monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
         ask = looks_for(node, "a", "b")
         assert await ask() == [503, 200]
