@@ -22,6 +22,7 @@ from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import OWNED
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.app import GatewayApp, Opened
+from fedstream.coordinator.gateway.attestation import NoVerifier
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.certificate import ServedCertificate
 from fedstream.coordinator.gateway.current import Current
@@ -148,6 +149,11 @@ class Gateway:
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
                 "ends TLS, and set gateway.names to the host of the devices' URL",
                 names=list(self._settings.names),
+            )
+        if isinstance(self._settings.attestation, NoVerifier):
+            context.log.info(
+                "attestation is not checked: any device with an invite may enrol "
+                "(gateway.attestation)"
             )
         wanted = self._settings.connections + OTHER_FILES
         files = allow_files(wanted)

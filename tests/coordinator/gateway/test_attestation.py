@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 
+from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.gateway import auth
 from fedstream.coordinator.gateway.attestation import (
@@ -19,6 +21,7 @@ from fedstream.coordinator.gateway.attestation import (
     Doubt,
     Newcomer,
     NotAttested,
+    NoVerifier,
 )
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.device.attested import attestation_in
@@ -26,6 +29,7 @@ from fedstream.protocol.messages import ATTESTATION, Attestation, Enrolment
 from fedstream.protocol.signatures import pem_of
 from fedstream.settings.config import read
 from tests.coordinator.gateway.phones import INVITE, Phone, Replica, invite, said
+from tests.coordinator.gateway.places import serving
 from tests.docs.pages import blocks
 from tests.support import Hand
 
@@ -97,6 +101,16 @@ async def test_only_what_the_manufacturer_signed_enrols(
     assert await enrolled(phone, copied) == (403, "attestation forged")
     assert await enrolled(phone, signed_by(key, phone)) == (201, "")
     assert await enrolled(phone, signed_by(key, phone)) == (200, ""), "the answer was lost"
+
+
+async def test_gateway_without_a_verifier_says_so_once(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    for verifier, times in ((NoVerifier(), 1), (Noting(), 0)):
+        with capture_logs() as lines:
+            async with serving(hand, redis, attestation=verifier):
+                pass
+        said = [line for line in lines if "attestation is not checked" in line["event"]]
+        assert len(said) == times, verifier
 
 
 async def test_refused_device_keeps_its_invite(
