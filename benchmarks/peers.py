@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import bare
-from benchmarks.end_to_end import RESULTS, Pipeline
+from benchmarks.end_to_end import IN_FLIGHT, RESULTS, Pipeline
 from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT.parent / "shared" / "peers" / "fedlab_net.py"
 FEDLAB = ROOT / ".venv-fedlab" / "bin" / "python"
 WITHIN_S = 180.0  # of one run of FedLab, which gives up by itself after 60 s
-WIRES = {"fedstream": "f32", "fedstream, bf16": "bf16"}  # format both ways
+MANY = 64  # tasks in flight, in addition; of FedLab's clients, each has one
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,15 @@ class Size:
     versions: int
     fedlab: int  # updates
     clients: tuple[int, ...]  # of FedLab
+    ways: dict[str, tuple[str, int]]  # of fedstream: format both ways, tasks in flight
 
 
-SMALL = Size(bare=1500, versions=2000, fedlab=600, clients=(2, 8))
-LARGE = Size(bare=25, versions=40, fedlab=60, clients=(2,))
+WAYS = {"fedstream": ("f32", IN_FLIGHT), "fedstream, bf16": ("bf16", IN_FLIGHT)}
+SMALL = Size(
+    bare=1500, versions=2000, fedlab=600, clients=(2, 8),
+    ways=WAYS | {f"fedstream, {MANY} in flight": ("f32", MANY)},
+)  # fmt: skip
+LARGE = Size(bare=25, versions=40, fedlab=60, clients=(2,), ways=WAYS)
 # Of a ratio of the first to the better of the others.
 BOUNDS = {
     61_706: [("fedstream", "bare loop", 0.75), ("fedstream", "FedLab", 3.0)],
@@ -75,11 +80,13 @@ def fedlab(parameters: int, clients: int, updates: int) -> float:
     return float(found[1])
 
 
-def fedstream(parameters: int, versions: int, wire: str) -> float:
+def fedstream(parameters: int, versions: int, wire: str, in_flight: int) -> float:
     """Our updates per second, with updates and models in the format ``wire``."""
     formats = {"WIRE__UPDATE": wire, "WIRE__MODEL": wire}
     with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
-        pipeline = Pipeline(server.url, parameters, versions, Path(journal), settings=formats)
+        pipeline = Pipeline(
+            server.url, parameters, versions, Path(journal), in_flight=in_flight, settings=formats
+        )
         return float(pipeline.measure()["updates_per_s"])
 
 
@@ -95,8 +102,8 @@ def measured(parameters: int) -> dict[str, float]:
     each: dict[str, Callable[[], float]] = {
         "bare loop": partial(bare_loop, parameters, size.bare),
         **{
-            name: partial(fedstream, parameters, size.versions, wire)
-            for name, wire in WIRES.items()
+            name: partial(fedstream, parameters, size.versions, *way)
+            for name, way in size.ways.items()
         },
         **{
             f"FedLab, {n} clients": partial(fedlab, parameters, n, size.fedlab)
@@ -115,8 +122,9 @@ def page(runs: Mapping[int, list[dict[str, float]]], about: Mapping[str, object]
     """The results as Markdown."""
     lines = [
         "# Beside others, without training", "",
-        "`python -m benchmarks.peers`: updates per second. fedstream has two trainers, four tasks",
-        "in flight, a journal and all checks; bf16 is the wire format of updates and models.",
+        "`python -m benchmarks.peers`: updates per second. fedstream has two trainers, a journal",
+        f"and all checks, and {IN_FLIGHT} tasks in flight unless said otherwise; bf16 is the",
+        "format of updates and models. FedLab has one task in flight for each client.",
         "FedLab 1.3.0 (gloo) and the bare loop over the same Redis keep and check nothing.",
         "Medians; the ratios are of what was measured one after the other.", "",
         ", ".join(f"{name} {value}" for name, value in about.items()), "",
