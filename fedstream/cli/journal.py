@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -286,21 +285,14 @@ def bisect(
     from fedstream.observe.report import as_json as text
     from fedstream.recordings import bisect as search
     from fedstream.recordings import pages
+    from fedstream.recordings.measuring import judge
     from fedstream.settings.recording import settings_of
 
-    bound = below if below is not None else above
-    if bound is None or (below is not None and above is not None):
-        raise ConfigError("give either --below X or --above X: when is the metric bad?")
-    if isnan(bound):
-        raise ConfigError(f"--{'below' if below is not None else 'above'} nan: must be a number")
-
-    def is_good(value: float) -> bool:  # NaN is not good
-        return value >= bound if below is not None else value <= bound
-
+    limit = search.limit_of(below, above)
     with recorded_programs(path, trust=trust, changed=changed), opened(path) as chain:
         where = chain[0].path.parent
         settings = settings_of(where, config, sets or (), trusted=trust, task=task)
-        measured = search.judge(settings, metric)
+        measured = judge(settings, metric)
 
         def measure(version: int, model: Model) -> float:
             value = measured(version, model)
@@ -308,18 +300,9 @@ def bisect(
                 line(f"version {version}: {metric} {value:.4f}")
             return value
 
-        found = search.search(chain, measure, is_good, every)
+        found = search.search(chain, measure, limit.is_good, every)
     crossing = found.crossing
-    side = f"{'below' if below is not None else 'above'} {bound:g}"
-    if crossing is not None:
-        said = (
-            f"{metric} went {side} with version {crossing.version}: "
-            f"{crossing.before:.4f} before, {crossing.after:.4f} after"
-        )
-    elif found.ever_good:
-        said = f"{metric} never went {side} in the {len(found.measured)} versions measured"
-    else:
-        said = f"{metric} was {side} in all {len(found.measured)} versions measured"
+    said = found.in_words(metric, limit)
     if as_json:
         about = {"metric": metric, "found": crossing is not None, "text": said}
         about |= {"every": found.every, "measured": sorted(found.measured.items())}

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from sys import stderr
-from typing import TYPE_CHECKING
+from math import isnan
 
-from fedstream.broker.errors import DataError, FedstreamError, LayoutMismatch
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
 from fedstream.journal import NotRecorded, Segment, Standing, Taken, newest_version, since
 from fedstream.journal.inspection import Move, history
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.shares import direction
-from fedstream.settings.services import loaded
 from fedstream.strategies.mixing import norm
-from fedstream.trainer.task import measured, untrained
-
-if TYPE_CHECKING:
-    from fedstream.settings.config import Settings
 
 _MEASUREMENTS = 50  # approximate number, unless `every` is given
 
 MeasureOne = Callable[[int, Model], float]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A metric is bad below this value, or above it; NaN is always bad."""
+
+    value: float
+    above: bool = False
+
+    def is_good(self, value: float) -> bool:
+        """Whether a metric's value is good."""
+        return value <= self.value if self.above else value >= self.value
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above else 'below'} {self.value:g}"
+
+
+def limit_of(below: float | None, above: float | None) -> Limit:
+    """The limit that ``--below`` or ``--above`` gives. Raises ConfigError."""
+    bound = below if below is not None else above
+    if bound is None or (below is not None and above is not None):
+        raise ConfigError("give either --below X or --above X: when is the metric bad?")
+    if isnan(bound):
+        raise ConfigError(f"--{'below' if below is not None else 'above'} nan: must be a number")
+    return Limit(bound, above=below is None)
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,17 @@ class Search:
     measured: dict[int, float] = field(default_factory=dict)
     crossing: Crossing | None = None
     ever_good: bool = False
+
+    def in_words(self, metric: str, limit: Limit) -> str:
+        """What was found."""
+        if self.crossing is not None:
+            return (
+                f"{metric} went {limit} with version {self.crossing.version}: "
+                f"{self.crossing.before:.4f} before, {self.crossing.after:.4f} after"
+            )
+        if self.ever_good:
+            return f"{metric} never went {limit} in the {len(self.measured)} versions measured"
+        return f"{metric} was {limit} in all {len(self.measured)} versions measured"
 
 
 def search(
@@ -136,64 +165,3 @@ def _cause(message: Taken, move: Move) -> Cause:
         weight=message.weight, norm=norm(move.update.floats),
         distance=norm(direction(upload, move.update, move.before)), loss=upload.loss,
     )  # fmt: skip
-
-
-def judge(settings: Settings, metric: str) -> MeasureOne:
-    """Function that measures a model by one of the task's metrics on its test data.
-
-    Raises ConfigError, DataError.
-    """
-    metrics_of, name = measuring(settings), settings.task.name
-    if metrics_of is None:
-        raise DataError(f"task {name!r} has no test data to measure models with")
-
-    def measure(version: int, model: Model) -> float:
-        metrics = metrics_of(version, model)
-        if metric not in metrics:
-            raise DataError(f"task {name!r} has no metric {metric!r}; it has {', '.join(metrics)}")
-        return metrics[metric]
-
-    return measure
-
-
-def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | None:
-    """Function that computes the task's metrics of a model; None if the task has no test data.
-
-    Raises ConfigError, DataError.
-    """
-    import torch
-
-    from fedstream.trainer import vector
-
-    torch.set_num_threads(settings.evaluator.threads)
-    name = settings.task.name
-    with redirect_stdout(stderr), _told(f"task {name!r}"):  # stdout may be read by a program
-        task = loaded(settings.task)
-        data, module = task.test_data(), untrained(task)
-    if data is None:
-        return None
-
-    def measure(version: int, model: Model) -> dict[str, float]:
-        with redirect_stdout(stderr), _told(f"task {name!r}: metrics() of version {version}"):
-            try:
-                vector.load(model, module)
-            except LayoutMismatch as error:
-                raise DataError(
-                    f"task {name!r} is not the one this journal was trained on: its model has "
-                    "other tensors"
-                ) from error
-            return measured(task, module, data)
-
-    return measure
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn whatever a user's program raises into a one-line DataError."""
-    try:
-        yield
-    except FedstreamError:
-        raise
-    except Exception as error:
-        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise DataError(f"{what} raised {words}") from error

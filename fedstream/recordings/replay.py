@@ -24,7 +24,7 @@ from fedstream.journal import JournalError, journal_of
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.observe import report
-from fedstream.recordings.bisect import measuring
+from fedstream.recordings.measuring import measuring
 from fedstream.runtime.config import load
 from fedstream.settings.config import options
 from fedstream.settings.recording import settings_of
@@ -139,7 +139,7 @@ class ReplayResult:
     error: str | None = None
 
     @property
-    def in_words(self) -> str:
+    def same(self) -> str:
         """Number of identical versions, in words."""
         return f"{self.identical} of {self.made} versions identical"
 
@@ -316,11 +316,7 @@ def show(out: ReplayResult, files: Sequence[Path]) -> None:
         for row in body:
             table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row))
         console().print(table)
-    lines = []
-    if out.error is None:
-        lines.append(_result(out))
-    if out.changed:
-        lines.append(_used(out))
+    lines = in_words(out)
     lines.append(
         f"{out.made} versions from {out.begin} to {out.version}, {out.records} records, "
         f"{out.checkpoints} checkpoint{'' if out.checkpoints == 1 else 's'} passed, "
@@ -334,10 +330,16 @@ def show(out: ReplayResult, files: Sequence[Path]) -> None:
     line("\n".join(lines))
 
 
+def in_words(out: ReplayResult) -> list[str]:
+    """What came of it: how good and how far away, and what became of the updates."""
+    lines = [] if out.error is not None else [_result(out)]
+    return [*lines, _used(out)] if out.changed else lines
+
+
 def _result(out: ReplayResult) -> str:
     if out.distance is None:
-        return out.in_words
-    said = f"distance {out.distance:.4g} from the original; the original: {out.in_words}"
+        return out.same
+    said = f"distance {out.distance:.4g} from the original; the original: {out.same}"
     last = out.points[-1] if out.points else None
     if last is not None and last.changed is not None and "accuracy" in last.changed:
         was, now = last.original["accuracy"], last.changed["accuracy"]

@@ -11,7 +11,7 @@ from fedstream.broker.errors import ConfigError, DataError
 from fedstream.journal import newest_version, opened
 from fedstream.journal.inspection import history
 from fedstream.observe import report
-from fedstream.recordings.bisect import measuring
+from fedstream.recordings.measuring import measuring
 from fedstream.recordings.replay import MeasureAll
 from fedstream.runs import pictures, summary
 from fedstream.runs.record import RunRecord
