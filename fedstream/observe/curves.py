@@ -1,4 +1,7 @@
-"""The picture of a run: accuracy, loss, staleness and updates per device."""
+"""The picture of a run: accuracy, loss, staleness and updates per device.
+
+The page's charts have the same numbers: both take them from :func:`medians` and :func:`bars`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, BinaryIO
+from statistics import median
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -23,6 +26,7 @@ _TEST, _TRAIN, _FAINT = "#1f5fa8", "#d9772b", "#eec39c"
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
 _DASHES = ("-", "--", ":", "-.")
+_GROUPS = 150  # of updates, for medians
 _MOST_BARS = 40  # in the panels of devices and of staleness
 # By hand: to have matplotlib lay it out takes as long as to draw it, at the end of every run.
 _MARGINS = {
@@ -83,16 +87,27 @@ def scale(values: Sequence[float]) -> Scale:
     return Scale(1.05 * most if most > 0 else 1.0, lost)
 
 
-def smooth(values: Sequence[float], window: int) -> tuple[list[int], list[float]]:
-    """Running median over ``window`` values, as (places, medians), at fewer than 2000 places.
+class Medians(NamedTuple):
+    """Groups of successive values; ``at`` is where each group ends."""
+
+    at: list[float]
+    middle: list[float]
+    most: list[float]  # empty if each value is a group of its own
+
+
+def medians(at: Sequence[float], values: Sequence[float]) -> Medians:
+    """The median and the maximum of at most 150 groups of successive values, the finite ones.
 
     A median, because single values may be extreme.
     """
-    array = np.array(values, float)
-    array[~np.isfinite(array)] = np.nan
-    places = list(range(0, len(values), max(1, len(values) // 1000)))
-    windows = (array[max(0, n - window + 1) : n + 1] for n in places)
-    return places, [float(np.nanmedian(w)) if np.isfinite(w).any() else nan for w in windows]
+    known = np.isfinite(np.asarray(values, float))
+    x, y = np.asarray(at, float)[known], np.asarray(values, float)[known]
+    if not len(y):
+        return Medians([], [], [])
+    groups = np.array_split(y, min(_GROUPS, len(y)))
+    ends = x[np.cumsum([len(group) for group in groups]) - 1]
+    most = [float(group.max()) for group in groups] if len(y) > len(groups) else []
+    return Medians(ends.tolist(), [float(np.median(group)) for group in groups], most)
 
 
 def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
@@ -167,31 +182,29 @@ def _accuracy(axes: Axes, history: History, at: dict[int, float], name: str) -> 
 
 
 def _loss(axes: Axes, history: History, at: dict[int, float], name: str) -> None:
-    trained = [
-        (at[n], fmean(losses))
+    losses = [
+        (at[n], u.loss)
         for n, v in sorted(history.versions.items())
-        if (losses := [u.loss for u in v.updates if u.loss is not None])
+        for u in v.updates
+        if u.loss is not None
     ]
+    trained = medians([x for x, _ in losses], [loss for _, loss in losses])
     tested = [
         (at[v], m["loss"])
         for v, m in sorted(history.evaluations.items())
         if v in at and "loss" in m
     ]
     axes.set(title=f"Loss over {name}", xlabel=name)
-    if not trained and not tested:
+    if not trained.at and not tested:
         _nothing(axes, "not measured")
         return
-    curves = [loss for _, loss in (*trained, *tested)]
+    curves = [*trained.middle, *trained.most, *(loss for _, loss in tested)]
+    curves += [loss for _, loss in losses if not isfinite(loss)]
     shown = scale(curves)
-    if trained:
-        x, y = zip(*trained, strict=True)
-        window = max(1, len(y) // 20)
-        places, middle = smooth(y, window)
-        axes.plot(x, y, color=_FAINT, linewidth=0.6)
-        axes.plot(
-            [x[place] for place in places], middle, color=_TRAIN,
-            label=f"training, median of {window}",
-        )  # fmt: skip
+    if trained.most:
+        axes.plot(trained.at, trained.most, ".", color=_FAINT, markersize=3, label="most")
+    if trained.at:
+        axes.plot(trained.at, trained.middle, color=_TRAIN, label="training, median")
     if tested:
         x, y = zip(*tested, strict=True)
         axes.plot(x, y, color=_TEST, marker="o", markersize=2.5, label="test")

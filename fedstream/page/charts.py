@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedstream.observe.curves import bars
+from fedstream.observe.curves import bars, medians
 from fedstream.page.columns import RowArray
 from fedstream.page.run import RecordedRun
 
-_GROUPS = 150  # of updates, for medians
 _POINTS = 1000  # of a curve: more than a screen has columns of pixels to tell apart
 
 
@@ -114,7 +113,7 @@ def _measured(run: RecordedRun) -> list[Chart]:
         points = [(one.version, one.metrics[name]) for one in run.measured if name in one.metrics]
         points = [points[at] for at in _spread(len(points)).tolist()]
         title = "Test accuracy" if name == "accuracy" else f"Test {name}"
-        values = [_finite(value) for _, value in points]
+        values = [finite(value) for _, value in points]
         found.append(
             Chart(
                 f"metric-{len(found)}", title, "version", [float(at) for at, _ in points],
@@ -136,14 +135,13 @@ def _staleness_over(run: RecordedRun) -> Chart | None:
 def _of_updates(run: RecordedRun, name: str, title: str, label: str) -> Chart | None:
     """The median and the most of a figure of the used updates, over the versions."""
     rows = run.columns.updates[run.columns.used]
-    rows = rows[np.isfinite(rows[name])]
-    if not len(rows):
+    found = medians(rows["version"].tolist(), rows[name].tolist())
+    if not found.at:
         return None
-    groups = np.array_split(rows, min(_GROUPS, len(rows)))
-    series = [Curve(label, [float(np.median(group[name])) for group in groups])]
-    if len(rows) > len(groups):
-        series.append(Curve("most", [float(group[name].max()) for group in groups], "points"))
-    return Chart(name, title, "version", [float(group["version"][-1]) for group in groups], series)
+    series = [Curve(label, [*found.middle])]
+    if found.most:
+        series.append(Curve("most", [*found.most], "points"))
+    return Chart(name, title, "version", found.at, series)
 
 
 def _staleness(run: RecordedRun) -> Chart | None:
@@ -175,8 +173,9 @@ def _spread(length: int) -> Any:
 
 
 def _floats(values: Sequence[float]) -> list[float | None]:
-    return [_finite(float(value)) for value in values]
+    return [finite(float(value)) for value in values]
 
 
-def _finite(value: float) -> float | None:
-    return value if isfinite(value) else None
+def finite(value: float | None) -> float | None:
+    """A value that a chart can show, or None."""
+    return value if value is not None and isfinite(value) else None

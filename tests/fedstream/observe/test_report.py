@@ -209,13 +209,13 @@ def test_picture_is_drawn(history: History, tmp_path: Path, devices: int) -> Non
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_smoothing_is_a_trailing_median() -> None:
-    assert curves.smooth([1.0, 3.0, 5.0], 2) == ([0, 1, 2], [1.0, 2.0, 4.0])
-    assert curves.smooth([2.0, 1e30, 2.0, math.inf, 4.0], 3)[1][2:] == [2.0, 5e29 + 1, 3.0]
-    assert math.isnan(curves.smooth([math.nan], 3)[1][0])
-    places, middle = curves.smooth([2.0] * 5000, 250)
-    assert len(places) == len(middle) == 1000
-    assert set(middle) == {2.0}
+def test_many_values_become_medians_of_groups() -> None:
+    assert curves.medians([5, 6], [1.0, 3.0]) == ([5, 6], [1.0, 3.0], [])
+    assert curves.medians([5, 6, 7], [math.nan, 3.0, math.inf]) == ([6], [3.0], [])
+    assert curves.medians([], []) == ([], [], [])
+    at, middle, most = curves.medians(range(450), [2.0, 1e30, 2.5] * 150)
+    assert at == list(range(2, 450, 3))
+    assert (set(middle), set(most)) == ({2.5}, {1e30})
 
 
 def test_axis_covers_typical_values() -> None:
