@@ -42,7 +42,7 @@ def single(run: RecordedRun) -> str:
     """The file's text. Raises FedstreamError."""
     styles, scripts = (
         [Markup(static(name).decode()) for name in names]  # noqa: S704  (our own files)
-        for names in (("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js"))
+        for names in (("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js", "report.js"))
     )
     numbers = run.columns.numbers
     chosen = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), VERSIONS)).astype(int))
