@@ -112,6 +112,9 @@ def ui(
         str,
         typer.Option(metavar="HOST", help="address to listen on; whoever reaches it sees the run"),
     ] = "127.0.0.1",
+    task: MeasuredTask = None,
+    config: RecordedConfig = None,
+    data_root: DataRoot = None,
     trust: TrustRecorded = False,
     changed: ChangedRules = False,
 ) -> None:
@@ -119,12 +122,17 @@ def ui(
 
     Nothing of the run is changed, and nobody else can reach the page unless --host says so: there
     is no password.
+
+    Bisect and 'what if' measure models with the run's task. To measure with your own, give --task
+    or --trust-recorded-code: loading a task runs its code.
     """
     import asyncio
 
     from fedstream.journal import journal_of
     from fedstream.page.run import RecordedRun
     from fedstream.page.server import serve
+    from fedstream.page.work import TaskAccess
+    from fedstream.runtime.plugins import allowed
     from fedstream.terminal import progress
 
     def ready(at: int) -> None:
@@ -142,7 +150,8 @@ def ui(
 
     with recorded_programs(folder, trust=trust, changed=changed):
         beside = None if other is None else opened(other)
-        asyncio.run(serve(opened(folder, beside), host, port, ready))
+        access = TaskAccess(task, config, data_root, trusted=trust, changed=allowed().changed)
+        asyncio.run(serve(opened(folder, beside), host, port, ready, access))
 
 
 def report_run(

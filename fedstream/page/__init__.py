@@ -7,7 +7,10 @@ From what is read to what is shown:
     run                all that a page may ask about one run
     directions         what all models say of each device, measured when asked
     devices, charts    figures of each device; curves and bars
-    pages              HTML, from ``templates/`` and ``static/``
-    server             `fedstream ui`: routes, on this machine only
+    questions          what takes a replay to answer: bisection, another rule
+    jobs, work         one question at a time, in a process of its own
+    pages, answers     HTML, from ``templates/`` and ``static/``
+    asking             routes of the questions
+    server             `fedstream ui`: all routes, on this machine only
     single             `fedstream report --html`: the same in one file
 """

@@ -23,6 +23,7 @@ from fedstream.page import charts
 from fedstream.page.columns import each
 from fedstream.page.devices import OUTLIER, DeviceRow, devices_of
 from fedstream.page.portraits import LayerGap, Portrait, Push
+from fedstream.page.questions import rule_of
 from fedstream.page.run import RecordedRun
 from fedstream.runtime.visible import visible
 from fedstream.terminal import counted, measure, number
@@ -185,6 +186,7 @@ def beside(run: RecordedRun) -> str:
     return page(
         run, "beside.html", "Beside another", "Beside", names=(run.path, other.path), told=told,
         at=at, views=views, rows=rows, charts=charts.of_both(run, other),
+        rule=rule_of(run, other),
     )  # fmt: skip
 
 

@@ -17,9 +17,12 @@ from aiohttp import web
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.page import pages
+from fedstream.page.asking import Asking
+from fedstream.page.jobs import PageJobs
 from fedstream.page.pages import NotThere, Selection
 from fedstream.page.past import Unwanted
 from fedstream.page.run import RecordedRun
+from fedstream.page.work import TaskAccess
 from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, listening
 from fedstream.runtime.signals import Stop
@@ -38,6 +41,7 @@ HEADERS = {
 }
 _STATIC = {
     "page.js": "text/javascript",
+    "asking.js": "text/javascript",
     "page.css": "text/css",
     "uPlot.iife.min.js": "text/javascript",
     "uPlot.min.css": "text/css",
@@ -50,9 +54,11 @@ _NOT_WANTED = 499  # the client left before the answer; nobody sees it
 class PageServer:
     """The pages of one run. Its models are used by one request at a time, in a thread."""
 
-    def __init__(self, run: RecordedRun) -> None:
+    def __init__(self, run: RecordedRun, access: TaskAccess = TaskAccess()) -> None:  # noqa: B008
         self.run = run
         self.is_ending = False  # nobody waits for an answer any more
+        self.jobs = PageJobs(run.path, access)
+        self._asking = Asking(self.jobs, self._asked)
         self._using = asyncio.Lock()
 
     def application(self, host: str) -> web.Application:
@@ -91,6 +97,7 @@ class PageServer:
                 web.get("/devices/{number}", self._device),
                 web.get("/static/{name}", _static),
                 web.get("/favicon.ico", _no_icon),
+                *self._asking.routes(),
             ]
         )
         return app
@@ -161,10 +168,13 @@ class PageServer:
         raise web.HTTPSeeOther(f"/versions/{found}" + ("" if to is None else f"?to={to}"))
 
 
-async def serve(run: RecordedRun, host: str, port: int, ready: Callable[[int], object]) -> None:
+async def serve(
+    run: RecordedRun, host: str, port: int, ready: Callable[[int], object], access: TaskAccess
+) -> None:
     """Serve a run's pages until a signal; ``ready`` is told the port. Raises FedstreamError."""
     settings = HttpSettings(host=host, port=port)
-    site, ended, loop = PageServer(run), asyncio.Event(), asyncio.get_running_loop()
+    site = PageServer(run, access)
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
     app = site.application(host)
     log = structlog.get_logger()
     with Stop() as stop:
@@ -174,6 +184,7 @@ async def serve(run: RecordedRun, host: str, port: int, ready: Callable[[int], o
             await ended.wait()
             site.is_ending = True
         stop.listen(None)
+    site.jobs.end()
     site.run.close()
 
 

@@ -9,12 +9,13 @@ import re
 import shutil
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import yaml
@@ -32,7 +33,7 @@ from fedstream.settings.recording import TRUST
 from tests.broker.servers import redis_7
 from tests.docs.pages import ROOT, blocks
 from tests.docs.reader import Reader
-from tests.integration.command import TEST_GUARD_S, adds_up
+from tests.integration.command import TEST_GUARD_S, adds_up, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
@@ -336,19 +337,39 @@ def test_compare(reader: Open) -> None:
 
 def test_browser(reader: Open) -> None:
     with reader("docs/how-to/browser.md") as page:
+        [program] = (one.text for one in blocks("docs/replay.md") if "class Poisoned" in one.text)
+        (page.folder / "poisoned.py").write_text(program)
         page.follow("fedstream ui")
         paths = ("", "versions/12?to=10&models=1", "updates", "devices", "devices/3")
-        for more in (paths, ("beside",)):
+        for more in (paths, ("bisect",), ("beside",)):
             served = page.begin()
             page.wait(served, r"http://\S+/ ")
             [link] = re.findall(r"http://\S+/", served.log.read_text())
             for path in more:
-                with urllib.request.urlopen(link + path, timeout=60) as answer:  # noqa: S310
-                    assert answer.status == 200
-            page.follow("fedstream ui" if more is paths else "")
+                assert "<h1>" in fetched(link + path)
+            if more == ("bisect",):
+                the_page_names_the_device(link)
+            page.follow("" if more == ("beside",) else "fedstream ui")
         assert (page.folder / "runs/demo/journal.index").is_file()
         assert "Version 12" in (page.folder / "runs/demo/report/report.html").read_text()
         page.stop()
+
+
+def fetched(link: str, fields: Mapping[str, str] | None = None) -> str:
+    """A page; with fields, what a form is answered."""
+    data = None if fields is None else urlencode(fields).encode()
+    with urllib.request.urlopen(link, data, timeout=60) as answer:  # noqa: S310
+        return str(answer.read().decode())
+
+
+def the_page_names_the_device(link: str) -> None:
+    token = re.search(r'name="token" value="(.+?)"', fetched(f"{link}bisect"))
+    assert token
+    asked = {"metric": "accuracy", "side": "below", "bound": "0.5"}
+    fetched(f"{link}bisect", asked | {"token": token[1], "do": "begin"})
+    address = f"{link}bisect?{urlencode(asked)}"
+    wait_until(lambda: "data-going" not in fetched(address), "an answer")
+    assert f'<a href="/what-if?without={POISONED}">' in fetched(address)
 
 
 def test_sweep(reader: Open) -> None:

@@ -52,7 +52,12 @@ function draw(figure) {
   }
 }
 
-function drawAll() {
+export function drawAll() {
+  for (const [figure, chart] of drawn) {
+    if (figure.isConnected) continue;
+    chart.destroy();
+    drawn.delete(figure);
+  }
   document.querySelectorAll("figure.chart").forEach(draw);
 }
 

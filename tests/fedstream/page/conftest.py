@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ from fedstream.broker.messages import Upload
 from fedstream.journal import Taken
 from fedstream.strategies import FedAsyncSettings
 from tests.journals import Scribe
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 
 VERSIONS = 60
 CHANGED = 25  # updates by the same rule in both runs
@@ -90,3 +96,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with another weight from version 26 on."""
     return _written(tmp_path_factory.mktemp("recorded") / "other", 0.25)
+
+
+def _missing(what: str) -> None:
+    assert os.environ.get("FEDSTREAM_CI") != "1", f"{what} is missing; in CI it has to be there"
+    pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        import axe_playwright_python  # noqa: F401
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _missing("playwright, or axe for it,")
+    if _CHROMIUM is None:
+        _missing("chromium")
+    with sync_playwright() as driver:
+        # Containers have no user namespaces; the pages are our own.
+        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -6,14 +6,8 @@ there.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +15,15 @@ import pytest
 
 from fedstream.page import single
 from fedstream.page.run import RecordedRun
+from tests.fedstream.page.browsing import Tab, served
 from tests.integration.command import TEST_GUARD_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
-PAGES = ("/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside")
-
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
-_CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
-
-
-def _missing(what: str) -> None:
-    assert os.environ.get("FEDSTREAM_CI") != "1", f"{what} is missing; in CI it has to be there"
-    pytest.skip(f"{what} is missing")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        import axe_playwright_python  # noqa: F401
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _missing("playwright, or axe for it,")
-    if _CHROMIUM is None:
-        _missing("chromium")
-    with sync_playwright() as driver:
-        # Containers have no user namespaces; the pages are our own.
-        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def served(*runs: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """`fedstream ui`: the link that it prints, and a function to end it with Ctrl-C."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fedstream", "ui", *runs], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout
-    link = re.match(r"(http://127\.0\.0\.1:\d+)/ ", process.stdout.readline())
-
-    def end() -> None:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-            assert process.communicate() == ("", "")  # it says nothing more
-            assert process.returncode == 0
-
-    try:
-        assert link
-        yield link[1], end
-    finally:
-        end()
+PAGES = (
+    "/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside", "/bisect",
+    "/bisect?metric=accuracy&bound=x&every=0", "/what-if", "/what-if?alpha=7&without=99",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,28 +31,6 @@ def address(recorded: Path, other: Path) -> Iterator[str]:
     """Where a run is served, beside another one, for all tests of this module."""
     with served(recorded, other) as (link, _):
         yield link
-
-
-class Tab:
-    """A page that is open, and whatever went wrong in it."""
-
-    def __init__(self, browser: Any, address: str, **about: Any) -> None:
-        self.context = browser.new_context(base_url=address, **about)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(1000 * TEST_GUARD_S / 2)  # on a machine that others slow down
-        self.wrong: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", self._said)
-        self.page.on("request", lambda asked: self.asked.append(asked.url))
-
-    def _said(self, what: Any) -> None:
-        if what.type == "error":
-            self.wrong.append(what.text)
-
-    def go(self, path: str) -> Any:
-        self.page.goto(path)
-        return self.page
 
 
 @pytest.fixture
@@ -213,6 +142,8 @@ def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) 
 
 def test_report_in_one_file(browser: Any, recorded: Path, tmp_path: Path) -> None:
     """Its policy lets its own scripts and styles run; a link to a version opens it."""
+    from axe_playwright_python.sync_playwright import Axe
+
     file = single.write(RecordedRun(recorded), tmp_path)
     tab = Tab(browser, f"file://{tmp_path}/")
     page = tab.go(f"{file.name}#version-31")
@@ -220,6 +151,20 @@ def test_report_in_one_file(browser: Any, recorded: Path, tmp_path: Path) -> Non
     assert page.locator("header").evaluate("(one) => getComputedStyle(one).display") == "flex"
     assert page.locator("#version-31").is_visible()
     assert not page.locator("#version-30").is_visible()
+    page.get_by_label("Version", exact=True).focus()
+    page.keyboard.press("ArrowLeft")
+    page.locator("#version-30").wait_for()
+    assert page.url.endswith("#version-30")
+    assert not page.locator("#version-31").is_visible()
+    page.keyboard.press("End")
+    page.locator("#version-60").wait_for()
+    devices = page.locator("table.devices")
+    for wanted in ("3", "7"):  # the most refused first, then least: all others have none
+        devices.get_by_role("button", name="refused").first.press("Enter")
+        assert devices.locator("tbody th").nth(0 if wanted == "3" else 8).inner_text() == wanted
+    assert devices.locator("th[aria-sort=ascending]").inner_text().startswith("refused")
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
     assert tab.wrong == []
     assert {url.partition("#")[0] for url in tab.asked} == {f"file://{file}"}
     tab.context.close()

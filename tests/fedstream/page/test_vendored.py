@@ -22,4 +22,10 @@ def test_uplot_is_unchanged(name: str) -> None:
 
 
 def test_all_else_is_ours() -> None:
-    assert {one.name for one in _STATIC.iterdir()} == {*UPLOT, "page.css", "page.js"}
+    assert {one.name for one in _STATIC.iterdir()} == {
+        *UPLOT,
+        "page.css",
+        "page.js",
+        "asking.js",
+        "report.js",
+    }

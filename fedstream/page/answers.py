@@ -1,0 +1,115 @@
+"""The pages of a bisection and of another rule: a form, how far the work is, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedstream.page.charts import Chart, Curve, finite
+from fedstream.page.jobs import PageJob
+from fedstream.page.pages import page
+from fedstream.page.questions import Bisection, Problems, keys_in
+from fedstream.page.run import RecordedRun
+from fedstream.recordings.bisect import Search
+
+
+def bisection(
+    run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
+    *, other: PageJob | None, token: str,
+) -> str:  # fmt: skip
+    """The page of a bisection. ``other``: what is being worked on instead."""
+    said, crossing = "", None
+    if job is not None and isinstance(job.answer, Search) and isinstance(job.question, Bisection):
+        said = job.answer.in_words(job.question.metric, job.question.limit)
+        crossing = job.answer.crossing
+    return page(
+        run, "bisect.html", "Bisect", "Bisect", fields=fields, problems=problems, job=job,
+        other_job=other, token=token, metrics=run.metrics, said=said, crossing=crossing,
+        charts=[] if job is None else measured(job),
+    )  # fmt: skip
+
+
+def other_rule(
+    run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
+    *, other: PageJob | None, token: str,
+) -> str:  # fmt: skip
+    """The page of another rule. ``other``: what is being worked on instead."""
+    from fedstream.strategies import FUNCTIONS, RULES
+
+    said: list[str] = []
+    error, rows = None, []
+    if job is not None and job.answer is not None and not isinstance(job.answer, Search):
+        from fedstream.recordings.replay import in_words
+
+        said, error = in_words(job.answer), job.answer.error
+        rows = beside_each_other(job)
+    recorded = keys_in(run.past.head.strategy)
+    return page(
+        run, "what_if.html", "What if", "What if", fields=fields, problems=problems, job=job,
+        other_job=other, token=token, recorded=recorded, rules=RULES.names(),
+        functions=FUNCTIONS.names(), said=said, error=error, rows=rows,
+        charts=[] if job is None else laid_over(job),
+    )  # fmt: skip
+
+
+def stale(run: RecordedRun) -> str:
+    """What a form without our token gets."""
+    return page(
+        run, "error.html", "Not started", "",
+        text="this form is not from here, or fedstream ui was started again since: load the page "
+        "again, and send the form once more",
+    )  # fmt: skip
+
+
+def measured(job: PageJob) -> list[Chart]:
+    """What a bisection has measured so far, and the limit."""
+    question, values = job.question, dict(job.measured)  # a copy: more of them may come
+    if not isinstance(question, Bisection) or not values:
+        return []
+    x = sorted(values)
+    series = [
+        Curve(question.metric, [finite(values[at]) for at in x]),
+        Curve("limit", [question.limit.value] * len(x)),
+    ]
+    return [Chart("bisect", f"{question.metric}, as measured", "version", [*map(float, x)], series)]
+
+
+def laid_over(job: PageJob) -> list[Chart]:
+    """Each metric by both rules, and how far the models are from each other."""
+    answer = job.answer
+    if answer is None or isinstance(answer, Search):
+        return []
+    points = [point for point in answer.points if point.changed is not None]
+    names = dict.fromkeys(name for point in points for name in point.original)
+    x = [float(point.version) for point in points]
+    found = [
+        Chart(
+            f"what-if-{number}", f"Test {name}", "version, as recorded", x,
+            [
+                Curve("original", [finite(point.original.get(name)) for point in points]),
+                Curve("changed", [finite((point.changed or {}).get(name)) for point in points]),
+            ],
+        )
+        for number, name in enumerate(names)
+    ]  # fmt: skip
+    if points:
+        apart = [finite(point.distance) for point in points]
+        title = "How far the two models are from each other"
+        found.append(
+            Chart("what-if-apart", title, "version, as recorded", x, [Curve("distance", apart)])
+        )
+    return found
+
+
+def beside_each_other(job: PageJob) -> list[dict[str, Any]]:
+    """The last measurement by both rules: (metric, original, changed, difference)."""
+    answer = job.answer
+    if answer is None or isinstance(answer, Search) or not answer.points:
+        return []
+    last = answer.points[-1]
+    changed = last.changed or {}
+    return [
+        {"name": name, "original": value, "changed": changed[name], "more": changed[name] - value}
+        for name, value in last.original.items()
+        if name in changed
+    ]

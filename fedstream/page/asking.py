@@ -1,0 +1,125 @@
+"""Bisection and 'what if' over HTTP: a form, the work that it starts, and where to find it.
+
+Only POST starts or cancels work, with a token that the form has: a page elsewhere can send a form
+here, but it can't read one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from hmac import compare_digest
+from secrets import token_urlsafe
+from typing import TypeAlias
+from urllib.parse import urlencode
+
+from aiohttp import web
+
+from fedstream.page import answers, questions
+from fedstream.page.jobs import Occupied, PageJobs
+from fedstream.page.questions import Fields, Problems, Question
+from fedstream.page.run import RecordedRun
+
+Made: TypeAlias = tuple[int, str]  # a page and its status
+AskRun: TypeAlias = Callable[[Callable[[RecordedRun], Made]], Awaitable[Made]]
+
+
+@dataclass(frozen=True)
+class QuestionForm:
+    """What one kind of question needs."""
+
+    path: str
+    names: tuple[str, ...]  # of the form's fields
+    first: Callable[[RecordedRun], dict[str, str]]  # a form to begin with
+    read: Callable[[Fields, RecordedRun], tuple[Question | None, Problems]]
+    show: Callable[..., str]
+
+    def fields(self, sent: Mapping[str, object]) -> Fields:
+        """What was filled in."""
+        texts = [(name, sent.get(name)) for name in self.names]
+        return {name: text.strip() for name, text in texts
+                if isinstance(text, str) and text.strip()}  # fmt: skip
+
+    def address(self, fields: Fields) -> str:
+        """Where a question, and what became of it, is shown."""
+        return f"{self.path}?{urlencode(fields)}"
+
+
+FORMS = (
+    QuestionForm(
+        "/bisect", questions.BISECTION, questions.first_bisection,
+        lambda fields, _run: questions.bisection(fields), answers.bisection,
+    ),
+    QuestionForm(
+        "/what-if", questions.OTHER_RULE, lambda _run: {}, questions.other_rule,
+        answers.other_rule,
+    ),
+)  # fmt: skip
+
+
+class Asking:
+    """The routes of both kinds. ``ask`` calls a function with the run as it stands now."""
+
+    def __init__(self, jobs: PageJobs, ask: AskRun) -> None:
+        self._jobs = jobs
+        self._ask = ask
+        self._token = token_urlsafe(24)
+
+    def routes(self) -> list[web.RouteDef]:
+        """What the server is to have."""
+        return [route for form in FORMS for route in (
+            web.get(form.path, self._looking(form)), web.post(form.path, self._asking(form)),
+        )]  # fmt: skip
+
+    def _looking(self, form: QuestionForm) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def look(request: web.Request) -> web.Response:
+            fields = form.fields(request.query)
+            return _html(await self._ask(lambda run: (200, self._shown(run, form, fields))))
+
+        return look
+
+    def _asking(self, form: QuestionForm) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def post(request: web.Request) -> web.Response:
+            sent = await request.post()
+            fields, token = form.fields(sent), str(sent.get("token", ""))
+            if not compare_digest(token.encode(), self._token.encode()):
+                return _html(await self._ask(lambda run: (403, answers.stale(run))))
+            if sent.get("do") == "cancel":
+                job = self._jobs.at(form.address(fields))
+                if job is not None:
+                    job.cancel()
+                raise web.HTTPSeeOther(form.address(fields))
+            return _html(await self._ask(lambda run: self._begun(run, form, fields)))
+
+        return post
+
+    def _begun(self, run: RecordedRun, form: QuestionForm, fields: Fields) -> Made:
+        """Start the work that a form asks for; raises HTTPSeeOther where it is shown."""
+        question, problems = form.read(fields, run)
+        if question is None:
+            return 422, self._page(run, form, fields, problems)
+        try:
+            self._jobs.begin(question, form.address(fields))
+        except Occupied:
+            return 409, self._page(run, form, fields, {})
+        raise web.HTTPSeeOther(form.address(fields))
+
+    def _shown(self, run: RecordedRun, form: QuestionForm, fields: Fields) -> str:
+        if not fields:
+            return self._page(run, form, form.first(run), {})
+        known = self._jobs.at(form.address(fields)) is not None
+        return self._page(run, form, fields, {} if known else form.read(fields, run)[1])
+
+    def _page(
+        self, run: RecordedRun, form: QuestionForm, fields: Fields, problems: Problems
+    ) -> str:
+        job, current = self._jobs.at(form.address(fields)), self._jobs.current
+        return form.show(
+            run, dict.fromkeys(form.names, "") | dict(fields), problems, job,
+            other=None if current is job else current, token=self._token,
+        )  # fmt: skip
+
+
+def _html(made: Made) -> web.Response:
+    status, text = made
+    return web.Response(text=text, status=status, content_type="text/html")

@@ -1,0 +1,123 @@
+"""What is being worked on for the pages: one question at a time, in a process of its own.
+
+So the pages answer as fast as ever, and what is cancelled ends at once, whatever it does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.page.questions import Question
+from fedstream.page.work import Failure, Headway, TaskAccess, WorkResult, work
+
+_KEPT = 20  # answers
+
+
+class Occupied(FedstreamError):
+    """Another question is being worked on."""
+
+
+class PageJob:
+    """A question that is being answered, or was."""
+
+    def __init__(self, question: Question, address: str) -> None:
+        self.question = question
+        self.address = address  # of the page that shows it
+        self.part = 0.0  # of the work that is done, at least
+        self.measured: dict[int, float] = {}  # value by version
+        self.answer: WorkResult | None = None
+        self.problem = ""  # why there is no answer
+        self.seconds: float | None = None  # that it took; None while it goes on
+        self._began = monotonic()
+        self._process: BaseProcess | None = None
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether there may still be an answer."""
+        return self.seconds is None
+
+    def begin(self, run: Path, access: TaskAccess) -> None:
+        """Start the work."""
+        # Not a fork: there are threads, and torch does not survive one.
+        context = get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=work, args=(theirs, self.question, run, access), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        Thread(target=self._follow, args=(ours, self._process), daemon=True).start()
+
+    def cancel(self) -> None:
+        """End the work, unless it has ended."""
+        if self.is_going_on and self._process is not None:
+            self.problem = "cancelled"
+            self._process.kill()
+
+    def _follow(self, channel: Connection, process: BaseProcess) -> None:
+        with channel:
+            try:
+                while True:
+                    match channel.recv():
+                        case Headway() as news:
+                            self.part = news.part
+                            if news.measured is not None:
+                                version, value = news.measured
+                                self.measured[version] = value
+                        case Failure() as news:
+                            self.problem = news.text
+                        case answer:
+                            self.answer = answer
+            except (EOFError, OSError):  # there is no more
+                process.join()
+        if self.answer is not None:
+            self.problem = ""  # too late to cancel
+        elif not self.problem:
+            self.problem = (
+                f"the process that worked on it ended with exit code {process.exitcode}: what it "
+                "printed is in the terminal of fedstream ui"
+            )
+        self.seconds = monotonic() - self._began
+
+
+class PageJobs:
+    """The questions about one run, and their answers."""
+
+    def __init__(self, run: Path, access: TaskAccess) -> None:
+        self._run = run
+        self._access = access
+        self._jobs: OrderedDict[str, PageJob] = OrderedDict()  # by address, the newest last
+
+    @property
+    def current(self) -> PageJob | None:
+        """The one that is being worked on."""
+        return next((job for job in self._jobs.values() if job.is_going_on), None)
+
+    def at(self, address: str) -> PageJob | None:
+        """What became of a question."""
+        return self._jobs.get(address)
+
+    def begin(self, question: Question, address: str) -> None:
+        """Work on a question, also if it was answered before. Raises Occupied."""
+        if self.current is not None:
+            if self.current.address == address:
+                return
+            raise Occupied("another question is being worked on")
+        job = self._jobs[address] = PageJob(question, address)
+        self._jobs.move_to_end(address)
+        while len(self._jobs) > _KEPT:
+            self._jobs.popitem(last=False)
+        job.begin(self._run, self._access)
+
+    def end(self) -> None:
+        """Cancel what is being worked on."""
+        current = self.current
+        if current is not None:
+            current.cancel()

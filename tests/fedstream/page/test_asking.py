@@ -1,0 +1,181 @@
+"""Bisection and 'what if' over HTTP: what a form starts, and who may."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from fedstream.page.run import RecordedRun
+from fedstream.page.server import HEADERS, PageServer
+from fedstream.page.work import TaskAccess
+from tests.fedstream.page.browsing import waiting_task
+from tests.fedstream.page.conftest import Page
+from tests.integration.command import TEST_GUARD_S
+from tests.support import wait_until
+
+Client: TypeAlias = TestClient[web.Request, web.Application]
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
+BELOW = {"metric": "accuracy", "side": "below", "bound": "0.9"}
+
+
+class Site:
+    """A client of a run's pages."""
+
+    def __init__(self, client: Client, server: PageServer) -> None:
+        self.client = client
+        self.server = server
+
+    async def get(self, path: str) -> str:
+        answer = await self.client.get(path)
+        assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+        assert answer.status == 200, path
+        return " ".join((await answer.text()).split())
+
+    async def token(self) -> str:
+        found = re.search(r'name="token" value="(.+?)"', await self.get("/bisect"))
+        assert found
+        return found[1]
+
+    async def post(self, path: str, fields: dict[str, str], do: str = "begin") -> tuple[int, str]:
+        """The status, and where it leads or what it says."""
+        data = fields | {"token": await self.token(), "do": do}
+        answer = await self.client.post(path, data=data, allow_redirects=False)
+        return answer.status, answer.headers.get("Location") or await answer.text()
+
+    async def answered(self, address: str) -> str:
+        """The page at an address, once the work is over."""
+
+        async def over() -> str:
+            text = await self.get(address)
+            return "" if "data-going" in text else text
+
+        return str(await wait_until(over, TEST_GUARD_S, "an answer"))
+
+
+@pytest.fixture
+async def site(poisoned: Path, request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    server = PageServer(RecordedRun(poisoned), getattr(request, "param", TaskAccess()))
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        yield Site(client, server)
+    server.jobs.end()
+
+
+async def test_a_bisection_is_started_and_its_culprit_shown_at_its_address(site: Site) -> None:
+    status, address = await site.post("/bisect", BELOW | {"every": "5"})
+    assert (status, address) == (303, "/bisect?metric=accuracy&side=below&bound=0.9&every=5")
+    text = await site.answered(address)
+    assert "accuracy went below 0.9 with version 23: 0." in text
+    page = Page(text)
+    assert {"7", "23", "22", "task-22"} <= set(page.cells)
+    links = ("/versions/23?models=1", "/devices/7", "/what-if?without=7")
+    assert set(links) <= set(page.links)
+    for link in links:
+        await site.get(link)
+    assert "&#34;limit&#34;" in text or '"limit"' in text  # in its chart
+    assert await site.get(address) == text  # it stays there
+
+
+async def test_another_rule_is_laid_over_the_original(site: Site) -> None:
+    status, address = await site.post("/what-if", {"without": "7", "every": "10"})
+    assert (status, address) == (303, "/what-if?without=7&every=10")
+    text = await site.answered(address)
+    assert re.search(r"accuracy 0\.\d+, originally 0\.\d+ \(\+0\.\d+\); distance", text)
+    assert "used 29 of 30 updates, 1 left out" in text
+    page = Page(text)
+    assert page.cells[:5] == ["metric", "original", "changed", "difference", "accuracy"]
+    assert re.findall(r'data-chart="(.*?)"', text) == ["what-if-0", "what-if-1", "what-if-apart"]
+
+
+async def test_nothing_is_started_by_a_page_elsewhere_or_a_link(site: Site) -> None:
+    """A form elsewhere can't know the token; a link, a picture or a script can only GET."""
+    for token in ({}, {"token": ""}, {"token": "x" * 32}, {"token": "\u00e9"}):
+        answer = await site.client.post(
+            "/bisect", data=BELOW | {"do": "begin"} | token, allow_redirects=False
+        )
+        assert (answer.status, "load the page again" in await answer.text()) == (403, True)
+    for query in ("metric=accuracy&side=below&bound=0.9", "metric=accuracy&bound=0.9&do=begin"):
+        assert "data-going" not in await site.get(f"/bisect?{query}")
+    assert site.server.jobs.current is None
+
+
+async def test_what_is_wrong_is_shown_beside_its_field(site: Site) -> None:
+    status, text = await site.post("/what-if", {"without": "99", "alpha": "7"})
+    assert status == 422
+    for name, said in (("without", "device 99 never took part"), ("alpha", "strategy.alpha")):
+        assert re.search(f'name="{name}"[^>]*aria-describedby="{name}-problem"', text)
+        assert re.search(f'id="{name}-problem" role="alert">[^<]*{said}', text)
+    assert 'value="99"' in text
+    assert site.server.jobs.current is None
+
+
+async def test_what_the_task_does_not_have_is_told(site: Site) -> None:
+    _, address = await site.post("/bisect", BELOW | {"metric": "beauty"})
+    text = await site.answered(address)
+    assert "No answer: task &#39;digits&#39; has no metric &#39;beauty&#39;; it has" in text
+
+
+async def test_one_question_at_a_time_and_it_can_be_cancelled(
+    poisoned: Path, tmp_path: Path
+) -> None:
+    """The other pages answer meanwhile."""
+    access = TaskAccess(task=waiting_task(tmp_path))
+    server = PageServer(RecordedRun(poisoned), access)
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        site = Site(client, server)
+        _, address = await site.post("/bisect", BELOW)
+        assert "data-going" in await site.get(address)
+        assert (await site.post("/bisect", BELOW))[0] == 303  # it is the same one
+        status, text = await site.post("/what-if", {"without": "7"})
+        assert status == 409
+        assert address.replace("&", "&amp;") in text
+        assert "30" in await site.get("/versions/30?models=1")
+        assert await site.post("/bisect", BELOW, "cancel") == (303, address)
+        assert "No answer: cancelled" in await site.answered(address)
+        (tmp_path / "go").touch()
+        _, address = await site.post("/what-if", {"without": "7"})
+        assert "used 29 of 30 updates" in await site.answered(address)
+
+
+async def test_a_task_that_only_the_recording_names_is_not_loaded(
+    poisoned: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(poisoned, tmp_path / "run")
+    (run / "run.toml").write_text(f"[task]\nname = {waiting_task(tmp_path)!r}\n")
+    server = PageServer(RecordedRun(run))
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        site = Site(client, server)
+        _, address = await site.post("/bisect", BELOW)
+        assert "--trust-recorded-code if you trust this one" in await site.answered(address)
+
+
+async def test_a_process_that_dies_is_told(poisoned: Path, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    server = PageServer(RecordedRun(poisoned), TaskAccess(task=f"{tmp_path}/dies.py:task"))
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        site = Site(client, server)
+        _, address = await site.post("/bisect", BELOW)
+        assert "ended with exit code 7" in await site.answered(address)
+
+
+async def test_of_many_answers_the_newest_are_kept(
+    poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.page.jobs._KEPT", 1)
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    server = PageServer(RecordedRun(poisoned), TaskAccess(task=f"{tmp_path}/dies.py:task"))
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        site = Site(client, server)
+        _, first = await site.post("/bisect", BELOW)
+        await site.answered(first)
+        _, second = await site.post("/bisect", BELOW | {"bound": "0.8"})
+        await site.answered(second)
+        assert "ended with" not in await site.get(first)
+        assert "ended with" in await site.get(second)
