@@ -18,9 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import keep
 from fedstream.experiments import machine
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def _run(*options: str) -> tuple[dict[str, Any], list[dict[str, str]]]:
@@ -81,8 +80,7 @@ def main() -> None:
     """Measure, print, and write benchmarks/results/devices.json."""
     found = {"machine": machine.described(), "scaling": scaling(), "straggler": straggler()}
     print(json.dumps(found, indent=1))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "devices.json").write_text(json.dumps(found, indent=1) + "\n")
+    keep("devices", found)
 
 
 if __name__ == "__main__":

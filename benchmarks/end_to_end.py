@@ -31,12 +31,12 @@ import psutil
 import redis
 
 from benchmarks import bare
+from benchmarks.results import conditions, keep
 from fedstream.broker.messages import Version
 from fedstream.experiments import machine
 from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
 
-RESULTS = Path(__file__).parent / "results"
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
 IN_FLIGHT = 4
 MOST_LARGE = 16  # large models in flight: 64 would fill Redis with gigabytes
@@ -200,10 +200,7 @@ def main() -> None:
         print(json.dumps(results["measured"][-1]["median"], indent=2), flush=True)
     for line in _verdicts(results):
         print(line)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "end_to_end.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "end_to_end.md").write_text(_table(results))
-    print(f"written to {RESULTS}/end_to_end.json and .md")
+    keep("end_to_end", results, _table(results))
 
 
 def _numbers(text: str) -> list[int]:
@@ -276,7 +273,7 @@ def _about(found: dict[str, Any]) -> str:
 
 def _table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    about = conditions(results["machine"])
     lines = [
         "# End to end, without training", "",
         "`make bench`: two trainers that return the model as it came, next to a bare loop, each",

@@ -11,7 +11,6 @@ look at once a minute (all tasks, long lists of devices), a whole minute is meas
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -27,10 +26,10 @@ from typing import Any
 import redis
 
 from benchmarks.end_to_end import processor_s
+from benchmarks.results import add_out, conditions, keep
 from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
 
-RESULTS = Path(__file__).parent / "results"
 SERVICES = ("coordinator", "scheduler", "updater")
 SHARES = (*SERVICES, "trainers", "redis")
 PARAMETERS = 1000
@@ -175,7 +174,7 @@ def measured(cell: Cell, seconds: float) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    about = conditions(results["machine"])
     lines = [
         "# Flat cost", "",
         "`python -m benchmarks.flat`: processor time per update, in ms, of all trainers, the",
@@ -207,7 +206,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="repeats of the whole measurement")
     parser.add_argument("--seconds", type=float, default=8.0, help="measured in each cell, or more")
     parser.add_argument("--only", default="", help="only cells with this in their name or group")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    add_out(parser)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     runs: list[dict[str, Any]] = []
@@ -221,9 +220,7 @@ def main() -> None:
                       f"{found['all_ms']:7.2f} ms: {shares}", flush=True)  # fmt: skip
     results = {"machine": machine.described(), "load": load, "runs": runs}
     print(table(results))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "flat.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.out / "flat.md").write_text(table(results))
+    keep("flat", results, table(results), options.out)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end import RESULTS, Pipeline
+from benchmarks.end_to_end import Pipeline
+from benchmarks.results import conditions, keep
 from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
 from fedstream.settings.services import loaded
@@ -80,7 +81,7 @@ def echo(runs: int) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    about = conditions(results["machine"])
     lines = [
         "# Flower apps, without training", "",
         "`.venv-flower/bin/python -m benchmarks.flower`: two trainers whose client returns what it",
@@ -134,13 +135,12 @@ def main() -> None:
     described["load"] = os.getloadavg()[0]  # of the last minute; more than its cores: disturbed
     if options.quickstart is not None:
         results = described | quickstart(options.quickstart, {"fedasync": 40, "fedbuff": 4})
-        (RESULTS / "flower-quickstart.json").write_text(json.dumps(results, indent=1) + "\n")
+        keep("flower-quickstart", results)
         return
     results = described | echo(options.runs)
     text = table(results)
-    (RESULTS / "flower.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "flower.md").write_text(text)
     print(text)
+    keep("flower", results, text)
 
 
 if __name__ == "__main__":

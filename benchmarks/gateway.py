@@ -29,11 +29,11 @@ import redis
 import trustme
 
 from benchmarks.end_to_end import processor_s
+from benchmarks.results import add_out, conditions, keep
 from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 RUN = "fedstream:{demo}:"
 WITHIN_S = 300.0
 MANY = 0.7  # of the devices wait at any time once all have come; the others are between check-ins
@@ -381,7 +381,7 @@ def verdicts(found: dict[str, Any]) -> list[str]:
 
 def page(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    about = conditions(results["machine"])
     found, asked = results["found"], results["asked"]
     idle_, work, back = found["idle"], found["work"], found["restart"]
     report, share = work["report"], idle_["share"]["gateway"]
@@ -429,7 +429,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each phase")
     parser.add_argument("--arrivals", type=float, default=100.0, help="devices per second")
     parser.add_argument("--in-flight", type=int, default=16, help="tasks")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    add_out(parser)
     parser.add_argument("--parameters", type=int, default=61_706, help="of the model")
     options = parser.parse_args()
     asked = Asked(
@@ -443,9 +443,7 @@ def main() -> None:
     }  # fmt: skip
     text = page(results)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gateway.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.out / "gateway.md").write_text(text)
+    keep("gateway", results, text, options.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ its checkpoint.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,8 +18,9 @@ from typing import Any
 
 import redis
 
-from benchmarks.end_to_end import RESULTS, Pipeline
+from benchmarks.end_to_end import Pipeline
 from benchmarks.replay import write
+from benchmarks.results import conditions, keep
 from fedstream.experiments import machine
 from fedstream.journal import segments
 from fedstream.journal.rebuild import recovered
@@ -85,7 +85,7 @@ def main() -> None:
         took = statistics.median(recovery_s(size, versions) for _ in range(3))
         results["recovery_s"][f"{size} {versions}"] = took
         lines.append(f"recovery of {versions} versions of {size:,} parameters: {took:.2f} s")
-    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    about = conditions(results["machine"])
     table = [line for line in lines if line.startswith("|")]
     rest = [f"- {line}" for line in lines if not line.startswith("|")]
     text = "\n".join(
@@ -98,9 +98,7 @@ def main() -> None:
         ]
     )  # fmt: skip
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "journal.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "journal.md").write_text(text)
+    keep("journal", results, text)
 
 
 if __name__ == "__main__":

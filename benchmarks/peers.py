@@ -12,7 +12,6 @@ each with a new Redis. What counts are the ratios within a run, because machines
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -24,7 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import bare
-from benchmarks.end_to_end import IN_FLIGHT, RESULTS, Pipeline
+from benchmarks.end_to_end import IN_FLIGHT, Pipeline
+from benchmarks.results import add_out, conditions, keep
 from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
 
@@ -127,7 +127,7 @@ def page(runs: Mapping[int, list[dict[str, float]]], about: Mapping[str, object]
         "format of updates and models. FedLab has one task in flight for each client.",
         "FedLab 1.3.0 (gloo) and the bare loop over the same Redis keep and check nothing.",
         "Medians; the ratios are of what was measured one after the other.", "",
-        ", ".join(f"{name} {value}" for name, value in about.items()), "",
+        conditions(about), "",
         "| parameters | | updates/s | of the bare loop | of FedLab's better figure |",
         "|---|---|---|---|---|",
     ]  # fmt: skip
@@ -161,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_out(parser)
     asked = parser.parse_args()
     if (lacking := missing()) is not None:
         print(lacking)
@@ -176,10 +176,7 @@ def main() -> None:
             print(f"{size:>11,}: {rates}", flush=True)
     text = page(runs, about)
     print(text)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "peers.md").write_text(text)
-    kept = json.dumps({"machine": about, "runs": runs}, indent=1)
-    (asked.out / "peers.json").write_text(kept + "\n")
+    keep("peers", {"machine": about, "runs": runs}, text, asked.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ process that only replays; with small models it is mostly read-ahead.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import keep
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.messages import Upload
 from fedstream.experiments import machine
@@ -35,7 +35,6 @@ from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedAsyncSettings, State
 from fedstream.strategies.mixing import mix
 
-RESULTS = Path(__file__).parent / "results"
 DISK = 4 << 30  # bytes, at most
 RATIO = 0.6
 MODELS = 3  # in memory, at most
@@ -200,7 +199,7 @@ def main() -> None:
                 f"{verdict if where == 'disk' else '':>8} {row['peak_models']:>13.2f}"
             )
     report = {"machine": machine.described(), "load": os.getloadavg()[0], "results": results}
-    (RESULTS / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
+    keep("replay", report)
 
 
 if __name__ == "__main__":

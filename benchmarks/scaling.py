@@ -16,7 +16,6 @@ that waits for its first task. A smoke test for a busy machine:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -36,12 +35,12 @@ import msgpack
 import psutil
 import redis
 
+from benchmarks.results import add_out, conditions, keep
 from fedstream.broker.messages import Version
 from fedstream.experiments import machine
 from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
 
-RESULTS = Path(__file__).parent / "results"
 LATENCY_S = 1.0
 MEASURED = ("coordinator", "scheduler")
 LINEAR, LINEAR_UP_TO = 0.85, 16  # share of linear scaling to reach, up to so many trainers
@@ -222,7 +221,7 @@ def verdicts(median: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     median = results["median"]
-    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    about = conditions(results["machine"])
     lines = [
         "# Scaling", "",
         "`python -m benchmarks.scaling`: trainer processes beside every other service on one",
@@ -267,7 +266,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="repeats of the whole measurement")
     parser.add_argument("--trainers", default="1,2,4,8,16,32", help="numbers of trainers")
     parser.add_argument("--cycles", type=int, default=8, help="updates of each trainer per figure")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    add_out(parser)
     options = parser.parse_args()
     trainers = sorted(int(part) for part in options.trainers.split(","))
     load = os.getloadavg()[0]
@@ -276,9 +275,7 @@ def main() -> None:
         "machine": machine.described(), "load": load, "median": _median(runs), "runs": runs,
     }  # fmt: skip
     print(table(results))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "scaling.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.out / "scaling.md").write_text(table(results))
+    keep("scaling", results, table(results), options.out)
 
 
 if __name__ == "__main__":

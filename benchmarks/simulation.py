@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.results import conditions, keep
 from fedstream.experiments import machine
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import SimulationResult, simulate
@@ -33,7 +34,6 @@ from fedstream.trainer.data import gather
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task
 
-RESULTS = Path(__file__).parent / "results"
 LR = (
     "task.name=mnist", "task.devices=100", "task.partition.kind=iid", "solver.batch_size=64",
     "solver.lr=0.1", "scheduler.steps.kind=epochs", "simulation.evaluate_every=0",
@@ -222,7 +222,7 @@ def main() -> None:
             "# Simulation", "",
             "`python -m benchmarks.simulation`: device-epochs a second beside a plain PyTorch loop",
             "in float32, one device after the other; medians of pairs.", "",
-            ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+            conditions(results["machine"])
             + f"; {wanted.threads} threads, load {results['load']:.1f}, "
             f"matrix peak {results['peak_gflops']} GFLOP/s", "",
             "| | plain | simulated | ratio | at least | | share of the peak | every pair |",
@@ -231,9 +231,7 @@ def main() -> None:
         ]
     )  # fmt: skip
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "simulation.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "simulation.md").write_text(text)
+    keep("simulation", results, text)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ The journal has the versions' times. Processor time is that of all its processes
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
@@ -20,10 +19,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.results import add_out, conditions, keep
 from fedstream.experiments import machine
 from fedstream.runs import open_run
 
-RESULTS = Path(__file__).parent / "results"
 BOUNDS = {"first": 3.0, "after": 1.0}
 NAMES = {
     "first": "command to version 1", "training": "version 1 to the last",
@@ -74,11 +73,10 @@ def page(found: dict[str, float], runs: int, versions: int, about: dict[str, str
         f"| {title} | {found[name]:.2f} | {f'<= {BOUNDS[name]:g}' if name in BOUNDS else ''} |"
         for name, title in NAMES.items()
     )
-    where = ", ".join(f"{name} {value}" for name, value in about.items())
     return (
         "# Start and end of a local run\n\n"
         f"`python -m benchmarks.start`: `fedstream run --versions {versions}`, the digits with\n"
-        f"two trainers. Medians of {runs} runs, in seconds.\n\n{where}\n\n"
+        f"two trainers. Medians of {runs} runs, in seconds.\n\n{conditions(about)}\n\n"
         f"| | seconds | bound |\n|---|---|---|\n{rows}\n"
     )
 
@@ -88,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--versions", type=int, default=400)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_out(parser)
     asked = parser.parse_args()
     about = machine.described() | {"load when it began": f"{os.getloadavg()[0]:.1f}"}
     runs = []
@@ -101,10 +99,8 @@ def main() -> None:
     found = medians(runs)
     text = page(found, asked.runs, asked.versions, about)
     print(text)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "start.md").write_text(text)
     kept = {"machine": about, "medians": found, "runs": [asdict(run) for run in runs]}
-    (asked.out / "start.json").write_text(json.dumps(kept, indent=1) + "\n")
+    keep("start", kept, text, asked.out)
 
 
 if __name__ == "__main__":

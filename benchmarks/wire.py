@@ -10,7 +10,6 @@ pool keep what int4 and topk leave unsent in Redis, so these cost more than with
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -25,7 +24,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from benchmarks import echo
-from benchmarks.end_to_end import RESULTS, Pipeline
+from benchmarks.end_to_end import Pipeline
+from benchmarks.results import add_out, conditions, keep
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="pipelines per format and size")
     parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
     parser.add_argument("--codec", action="store_true", help="only encode and decode")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_out(parser)
     options = parser.parse_args()
     about = machine.described() | {"load when it began": f"{os.getloadavg()[0]:.1f}"}
     sizes = [int(size) for size in options.sizes.split(",")]
@@ -118,7 +118,7 @@ def main() -> None:
         rows = found[f"{size:,}"] = {name: codec(size, name) for name in CODEC}
         for name, row in rows.items():
             print(f"{size:>11,} {name:15} " + _shown(row), flush=True)
-    _written(options.out / "wire-codec", about, found, _coded)
+    _keep("wire-codec", options.out, about, found, _coded)
     if options.codec:
         return
     found = {}
@@ -129,30 +129,26 @@ def main() -> None:
             row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             made[f"{update} | {model}"] = row
             print(f"{size:>11,} {update:>10} {model:>5} " + _shown(row), flush=True)
-    _written(options.out / "wire", about, found, _piped)
+    _keep("wire", options.out, about, found, _piped)
 
 
 def _shown(row: dict[str, float]) -> str:
     return "  ".join(f"{key} {value:,.2f}" for key, value in row.items())
 
 
-def _written(
-    path: Path,
+def _keep(
+    name: str,
+    folder: Path,
     about: Mapping[str, object],
     found: Mapping[str, Rows],
     table: Callable[[Rows], Lines],
 ) -> None:
-    """Write the results as JSON and as Markdown."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"machine": about, "measured": found}
-    path.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
     what = f"`python -m benchmarks.wire{' --codec' if table is _coded else ''}`"
     lines = ["# Wire formats", "", f"{what}, of normally distributed updates.", ""]
-    lines.append(", ".join(f"{name} {value}" for name, value in about.items()))
+    lines.append(conditions(about))
     for size, rows in found.items():
         lines += ["", f"## {size} parameters", "", *table(rows)]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print(f"written to {path}.json and .md")
+    keep(name, {"machine": about, "measured": found}, "\n".join(lines) + "\n", folder)
 
 
 def _coded(rows: Rows) -> Lines:

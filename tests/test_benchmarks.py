@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import flat, gateway
+from benchmarks.results import conditions, keep
 
 # A crowd that is told to stop while it forks; its members end by themselves, but later.
 STOPPED = """
@@ -102,3 +104,18 @@ def test_gateways_page_says_which_bounds_were_held() -> None:
     }  # fmt: skip
     assert "| after a restart: all devices are back | not within 60 s |" in text
     assert "| gateway | laboratory |\n|---|---|\n| 2.00 | 1.00 |" in text
+
+
+def test_results_are_kept_as_figures_and_as_a_page(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    keep("gateway", {"machine": {"cores": 2}}, "# A page\n", folder)
+    keep("devices", {"ratio": 3.9}, folder=folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "devices.json", "gateway.json", "gateway.md",
+    ]  # fmt: skip
+    assert json.loads((folder / "gateway.json").read_text()) == {"machine": {"cores": 2}}
+    assert (folder / "gateway.md").read_text() == "# A page\n"
+
+
+def test_conditions_are_said_in_a_line() -> None:
+    assert conditions({"cores": 2, "system": "Linux"}) == "cores 2, system Linux"
