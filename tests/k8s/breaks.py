@@ -459,6 +459,14 @@ GATEWAYS: dict[str, tuple[Change, str]] = {
         lambda m: m.get("HTTPRoute", "gateway")["spec"]["parentRefs"][0].pop("sectionName"),
         r"exposure: HTTPRoute gateway: lets in without TLS",
     ),
+    "a gateway whose devices sign for another host": (
+        lambda m: m.get("HTTPRoute", "gateway")["spec"].update(hostnames=["new.example.org"]),
+        r"exposure: StatefulSet gateway: gateway\.names .* differ in 'new\.example\.org'",
+    ),
+    "a gateway that takes signatures for any host": (
+        lambda m: config(m, "fedstream-run").pop("FEDSTREAM_GATEWAY__NAMES"),
+        r"exposure: StatefulSet gateway: gateway\.names .* differ in 'devices\.example\.org'",
+    ),
     "a route to no port": (
         lambda m: m.get("HTTPRoute", "gateway")["spec"]["rules"][0]["backendRefs"][0].update(
             port=8080

@@ -1,18 +1,26 @@
-"""Where others are let in: TLS and a token on the way in, TLS behind it."""
+"""Where others are let in: TLS, a token and a name on the way in, TLS behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from fedstream.broker.errors import ConfigError
 from tests.k8s.cluster.manifests import Manifests
-from tests.k8s.policy.workloads import Workload, entered, environment, workloads
+from tests.k8s.policy.settings import read
+from tests.k8s.policy.workloads import (
+    Workload,
+    entered,
+    environment,
+    hosts,
+    workloads,
+)
 
 
 def exposure(manifests: Manifests) -> Iterator[str]:
     """What an entrance must come with; nothing is wanted where there is none.
 
-    Whoever comes to the gateway shows a token of his own.
+    Whoever comes to the gateway shows a token of his own, for which he signs with the host's name.
     """
     services = entered(manifests)
     if not services:
@@ -38,8 +46,21 @@ def exposure(manifests: Manifests) -> Iterator[str]:
             yield (
                 f"{coordinator.name}: an Ingress leads to it, and it asks for no token of a Secret"
             )
+    if "gateway" in services:
+        yield from _names(manifests)
     for workload in workloads(manifests):
         if workload.labels.get("app.kubernetes.io/name") == "fedstream":
             url = environment(manifests, workload.containers[0]).get("FEDSTREAM_REDIS__URL", "")
             if urlsplit(url).scheme != "rediss":
                 yield f"{workload.name}: talks to Redis without TLS ({url or 'as run.toml says'})"
+
+
+def _names(manifests: Manifests) -> Iterator[str]:
+    """Behind an entrance, a gateway doesn't see the certificate that its names would be in."""
+    gateway = Workload(manifests.get("StatefulSet", "gateway"))
+    try:
+        names = {*read(manifests, gateway, gateway.containers[0]).gateway.names}
+    except ConfigError:
+        return  # said by `settings`
+    for host in sorted(hosts(manifests, "gateway") ^ names):
+        yield f"{gateway.name}: gateway.names and the hosts that lead to it differ in {host!r}"

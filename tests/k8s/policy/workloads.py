@@ -110,16 +110,31 @@ def workloads(manifests: Manifests) -> Iterator[Workload]:
 
 def entered(manifests: Manifests) -> dict[str, str]:
     """The Services that an entrance leads to, with the entrance."""
-    found: dict[str, str] = {}
-    for one in manifests.of(*ENTRANCES):
-        for rule in one["spec"]["rules"]:
-            backends = [
-                *(path["backend"]["service"] for path in rule.get("http", {}).get("paths", ())),
-                *rule.get("backendRefs", ()),
-            ]
-            name = f"{one['kind']} {one['metadata']['name']}"
-            found |= {backend["name"]: name for backend in backends}
-    return found
+    return {
+        service: f"{one['kind']} {one['metadata']['name']}"
+        for one in manifests.of(*ENTRANCES)
+        for rule in one["spec"]["rules"]
+        for service in _services(rule)
+    }
+
+
+def hosts(manifests: Manifests, service: str) -> set[str]:
+    """The hosts for which an entrance leads to a Service."""
+    return {
+        host
+        for one in manifests.of(*ENTRANCES)
+        for rule in one["spec"]["rules"]
+        if service in _services(rule)
+        for host in (rule.get("host"), *one["spec"].get("hostnames", ()))
+        if host is not None
+    }
+
+
+def _services(rule: Manifest) -> set[str]:
+    """The Services that a rule of an entrance leads to."""
+    paths = rule.get("http", {}).get("paths", ())
+    backends = [*(path["backend"]["service"] for path in paths), *rule.get("backendRefs", ())]
+    return {backend["name"] for backend in backends}
 
 
 def selected(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
