@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fedstream.runtime.tasks import LeaseSettings
     from fedstream.wire import Format
 
-_LOOK_S = 1.0  # between two looks at the run, and at who is away
+_LOOK_S = 1.0  # between two looks at the run and at who is away
 _ANNOUNCE_S = 2.0  # between two announcements of the same devices
 _CHANGED_S = 0.2  # between two announcements if they change
 _LONG = 1000  # devices: a list of more is announced no more often because it changes
@@ -180,7 +180,6 @@ class Gateway:
             with short_pauses():
                 async with asyncio.TaskGroup() as group:
                     for name, step in (
-                        ("run", partial(self._look, lasting)),
                         ("tasks", tasks.take),
                         ("leases", partial(self._renew, lasting, tasks)),
                         ("devices", partial(self._sweep, lasting, tasks)),
@@ -205,13 +204,6 @@ class Gateway:
             return True
         await pause(context.stop, 0.2)
         return False
-
-    async def _look(self, context: Context) -> None:
-        """Follow the run and its newest version."""
-        await self._current.look()
-        if self._current.is_over:
-            self._desk.release_all()
-        await pause(context.stop, _LOOK_S)
 
     async def _renew(self, context: Context, tasks: Tasks) -> None:
         await tasks.renew()

@@ -144,7 +144,9 @@ class Tasks:
             await self._discard_ended(lost)
 
     async def sweep(self) -> None:
-        """Give up the tasks of devices that stay away, and all tasks once the run is over.
+        """Look at the run, and give up the tasks of devices that stay away.
+
+        Once the run is over, give up all tasks, and let go of all who wait for one.
 
         Silence counts only while devices could be heard: while Redis is away they are told to come
         again, and a process that stands still hears nobody.
@@ -156,6 +158,7 @@ class Tasks:
         for held in self._desk.gone(now, self._hears_since):
             await self.give_up(held, reasons.DROPPED_OUT)
         if self._current.is_over:
+            self._desk.release_all()
             for held in self._desk:
                 await self.give_up(held, reasons.RUN_FINISHED)
         self._listened = time.monotonic()
