@@ -45,6 +45,17 @@ def load(
             help="trust the certificates in this file (PEM) instead of the system's authorities",
         ),
     ] = None,
+    cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="the certificate (PEM) that all devices show, for gateways that ask for one",
+        ),
+    ] = None,
+    cert_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="its private key (PEM); default: in the same file"),
+    ] = None,
     seconds: Annotated[float, typer.Option(metavar="S", help="how long it is counted")] = 60.0,
     warm_up: Annotated[
         float, typer.Option(metavar="S", help="how long before that it is not counted")
@@ -57,6 +68,13 @@ def load(
     ] = 50.0,
     models: Annotated[
         bool, typer.Option("--models/--no-models", help="download each new model, or none")
+    ] = True,
+    changes: Annotated[
+        bool,
+        typer.Option(
+            "--changes/--no-changes",
+            help="download what changed since the model that a device has, or always the model",
+        ),
     ] = True,
     think: Annotated[
         tuple[float, float],
@@ -124,9 +142,9 @@ def load(
         slow_rate=slow_rate, skewed=skewed,
     )  # fmt: skip
     options = LoadOptions(
-        GatewayAddress(url, ca), dict.fromkeys(range(devices), ""), seconds, warm_up_s=warm_up,
-        arrivals=arrivals, wait_s=wait, models=models, habits=habits, seed=seed,
-        elsewhere=yes_elsewhere,
+        GatewayAddress(url, ca, cert, cert_key), dict.fromkeys(range(devices), ""), seconds,
+        warm_up_s=warm_up, arrivals=arrivals, wait_s=wait, models=models, changes=changes,
+        habits=habits, seed=seed, elsewhere=yes_elsewhere,
     )  # fmt: skip
     check(options)  # before anybody is invited
     if invites is not None:

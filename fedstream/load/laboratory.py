@@ -39,6 +39,7 @@ class LoadOptions:
     arrivals: float = 100.0  # devices per second that arrive at first
     wait_s: float = 50.0  # of a check-in
     models: bool = True  # download each model that a device doesn't have
+    changes: bool = True  # or only what changed in it since the one that the device has
     habits: Habits = field(default_factory=Habits)
     seed: int = 0
     elsewhere: bool = False  # the gateway may be on another machine
@@ -89,7 +90,7 @@ def _lives(options: LoadOptions, tally: LoadTally) -> Iterator[Coroutine[None, N
         device = LoadDevice(
             number, invite, DeviceLine(base, tls, tally, traits.bytes_per_s), options.habits,
             tally, stand_ins, rng, seed=options.seed, skew_s=traits.skew_s, wait_s=options.wait_s,
-            models=options.models,
+            models=options.models, changes=options.changes,
         )  # fmt: skip
         yield device.live(place / options.arrivals)
 

@@ -62,8 +62,9 @@ class LoadDevice:
     """A device. What it does is drawn by :class:`~fedstream.load.habits.Habits`."""
 
     __slots__ = (
-        "_access", "_backoff", "_check_ins", "_habits", "_has", "_invite", "_line", "_models",
-        "_number", "_rng", "_seed", "_skew_s", "_stand_ins", "_tally", "_tasks", "_wait_s",
+        "_access", "_backoff", "_changes", "_check_ins", "_habits", "_has", "_invite", "_line",
+        "_models", "_number", "_rng", "_seed", "_skew_s", "_stand_ins", "_tally", "_tasks",
+        "_wait_s",
     )  # fmt: skip
 
     def __init__(
@@ -80,9 +81,11 @@ class LoadDevice:
         skew_s: float,
         wait_s: float,
         models: bool,
+        changes: bool,
     ) -> None:
         """``rng``: of waits between tries, shared by all devices. ``skew_s``: by which its clock is
-        ahead. ``wait_s``: of a check-in. ``models``: download each model that it doesn't have.
+        ahead. ``wait_s``: of a check-in. ``models``: download each model that it doesn't have;
+        ``changes``: or what changed since the one that it has.
         """
         self._number = number
         self._invite = invite
@@ -95,6 +98,7 @@ class LoadDevice:
         self._skew_s = skew_s
         self._wait_s = wait_s
         self._models = models
+        self._changes = changes
         self._backoff = Backoff(0.5, _MOST_WAIT_S, rng=rng)
         self._access: tuple[str, float] | None = None  # the token, and when to ask for the next
         self._has: str | None = None  # digest of the newest model
@@ -241,8 +245,9 @@ class LoadDevice:
             cut_at = self._habits.check_in(self._seed, self._number, self._check_ins)
             broken = Break(after_s=cut_at * self._wait_s) if cut_at is not None else None
             body = CheckIn(
-                nonce=new_nonce(), wait_s=self._wait_s, formats=FORMATS, has=self._has
-            ).encode()
+                nonce=new_nonce(), wait_s=self._wait_s, formats=FORMATS,
+                has=self._has if self._changes else None,
+            ).encode()  # fmt: skip
             while True:  # the same nonce again if the answer was lost
                 reply = await self._once(
                     "check-in", "POST", "/v1/check-in", body=body, wait_s=self._wait_s,
@@ -286,7 +291,10 @@ class LoadDevice:
         self._tally.receipts[_outcome(receipt)] += 1
 
     async def _download(self, offer: Offer) -> bool:
-        """Download the model, and throw it away; whether it was there."""
+        """Download the model, or what changed in it, and throw it away; whether it was there."""
+        if offer.model.changes is not None and await self._changed(offer.model.changes):
+            self._has = sys.intern(offer.model.digest)
+            return True
         reply = await self._ask("model", "GET", offer.model.url)
         if reply.status == 404:
             self._tally.events["models superseded"] += 1
@@ -296,6 +304,20 @@ class LoadDevice:
         if digest_of(reply.body) != offer.model.digest:
             raise TurnedOff("a model that is not of its digest")
         self._has = sys.intern(offer.model.digest)  # all devices have the same few
+        return True
+
+    async def _changed(self, url: str) -> bool:
+        """Download what changed since the model that the device has; whether that was there.
+
+        If not, it has to download the model, which says so itself if it is gone.
+        """
+        reply = await self._ask("changes", "GET", url)
+        if reply.status == 404:
+            return False
+        if reply.status != 200:
+            raise _turned_off(reply, "changes")
+        if reply.headers.get("etag") != f'"{digest_of(reply.body)}"':
+            raise TurnedOff("changes that are not of their digest")
         return True
 
     async def _think(self, offer: Offer, seconds: float) -> bool:

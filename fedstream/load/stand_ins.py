@@ -1,33 +1,52 @@
-"""What devices send instead of updates: zeros, except for the last value, which always changes.
+"""What devices send instead of updates: noise, and a last value that always changes.
 
-If it did not, the run's model would become the same from version to version, and nobody would have
-to download it again.
+The noise is the same few values in another place each time. So models differ in all of their
+values, as trained ones do: what changed between two of them takes about as many bytes. The last
+value makes each update another one, however many there are.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 
 _VALUES = 1 << 23  # from 0 to 1, exact in float32
 _STEP = 5_183_117  # odd, so that all values come in turn, and the next one is far away
-_LAST = 4  # bytes: a float32, or a zero and a bfloat16
+_LAST = 4  # bytes: a float32, or two bfloat16
+_SHIFTS = 8  # places where an update may begin in the noise
+# High bytes of bfloat16, and so of float32, whose values are up to 1/2 and not tiny.
+_HIGH = bytes((0x3C, 0x3D, 0x3E, 0xBC, 0xBD, 0xBE))
 
 
 class StandIns:
-    """Updates of any size. In float32 and bfloat16, they are parameters from 0 to 1."""
+    """Updates of any size. In float32 and bfloat16, their values are from -1/2 to 1."""
 
     def __init__(self) -> None:
         self._made = 0
-        self._begun: dict[int, hashlib._Hash] = {}  # digests of all but the last bytes, by size
+        self._noise: dict[int, bytes] = {}  # by size
+        # Digests of all but the last bytes, by size and place.
+        self._begun: dict[tuple[int, int], hashlib._Hash] = {}
 
     def next(self, size: int) -> tuple[bytes, str]:
         """So many bytes and their SHA-256 as hexadecimal digits."""
-        zeros = bytes(max(0, size - _LAST))
-        if size not in self._begun:
-            self._begun[size] = hashlib.sha256(zeros)
+        if size not in self._noise:
+            self._noise[size] = _noise(max(0, size - _LAST) + _LAST * _SHIFTS)
+        at = _LAST * (self._made % _SHIFTS)
         self._made += 1
+        first = memoryview(self._noise[size])[at : at + max(0, size - _LAST)]
+        begun = self._begun.get((size, at))
+        if begun is None:
+            begun = self._begun[size, at] = hashlib.sha256(first)
         last = struct.pack("<f", self._made * _STEP % _VALUES / _VALUES)[-size:]
-        digest = self._begun[size].copy()
+        digest = begun.copy()
         digest.update(last)
-        return zeros + last, digest.hexdigest()
+        return b"".join((first, last)), digest.hexdigest()
+
+
+def _noise(size: int) -> bytes:
+    """Finite values of both formats, at random, but the same each time."""
+    rng = random.Random(size)
+    found = bytearray(rng.randbytes(size))
+    found[1::2] = bytes(rng.choices(_HIGH, k=len(found) // 2))
+    return bytes(found)

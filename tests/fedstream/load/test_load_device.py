@@ -17,7 +17,7 @@ from fedstream.broker.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.load.habits import Habits
 from fedstream.load.laboratory import LoadOptions, LoadReport, load
-from fedstream.protocol.messages import Advice, Receipt
+from fedstream.protocol.messages import Advice, Offer, Receipt
 from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.vector import layout_of
 from tests.device.fake import FakeGateway
@@ -53,12 +53,14 @@ async def loaded(gateway: FakeGateway) -> AsyncIterator[Loaded]:
     invite = "7-" + secrets.token_urlsafe(24)
     gateway.invites[invite] = 7
 
-    async def run(until: Callable[[], bool] | None = None, **about: Any) -> LoadReport:
-        habits = Habits(**about)
+    async def run(
+        until: Callable[[], bool] | None = None, *, changes: bool = True, **about: Any
+    ) -> LoadReport:
         stop = asyncio.Event()
         options = LoadOptions(
-            GatewayAddress(str(server.make_url("/"))), {7: invite}, 60.0, wait_s=0.1, habits=habits
-        )
+            GatewayAddress(str(server.make_url("/"))), {7: invite}, 60.0, wait_s=0.1,
+            changes=changes, habits=Habits(**about),
+        )  # fmt: skip
         running = asyncio.create_task(load(options, stop))
         # It has heard of its receipt when it checks in again.
         over = until or (lambda: not gateway.offers and gateway.asked[-1].endswith("/check-in"))
@@ -71,9 +73,11 @@ async def loaded(gateway: FakeGateway) -> AsyncIterator[Loaded]:
     await server.close()
 
 
-def sent(gateway: FakeGateway) -> list[tuple[int, bytes]]:
-    """Versions and bytes of updates, which are zeros but for the last value."""
-    return [(one.report.tau, bytes(one.data[:-4])) for one in gateway.sent.values()]
+def sent(gateway: FakeGateway) -> list[tuple[int, int]]:
+    """Versions and sizes of updates, whose bytes are those of their digests."""
+    updates = gateway.sent.values()
+    assert all(digest_of(bytes(one.data)) == one.report.digest for one in updates)
+    return [(one.report.tau, len(one.data)) for one in updates]
 
 
 async def test_device_enrols_downloads_and_sends_what_it_made_up(
@@ -83,9 +87,8 @@ async def test_device_enrols_downloads_and_sends_what_it_made_up(
     gateway.receipts["task-1"] = [Receipt(state="admitted")]
     found = await loaded(lambda: any(one.complete for one in gateway.sent.values()))
     size = model.buffer.nbytes
-    assert sent(gateway) == [(4, bytes(size - 4))]
+    assert sent(gateway) == [(4, size)]
     [update] = gateway.sent.values()
-    assert update.report.digest == digest_of(bytes(update.data))
     assert update.report.layout == gateway.layout.signature
     paths = [one.split("?")[0] for one in gateway.asked[:4]]
     assert [one.split("/")[2] for one in paths] == ["devices", "token", "check-in", "models"]
@@ -106,6 +109,58 @@ async def test_second_task_of_the_same_version_needs_no_second_download(
         f"GET {next(iter(gateway.models)).join(('/v1/models/', ''))}"
     ]
     assert gateway.check_ins[1].has == next(iter(gateway.models))
+
+
+def offered_twice(gateway: FakeGateway, model: Model) -> tuple[Offer, Offer]:
+    """Tasks of two versions that differ little."""
+    first = gateway.offer(model, task="task-1", version=1)
+    model.buffer[:4] = 9
+    return first, gateway.offer(model, task="task-2", version=2, since=first)
+
+
+def downloads(gateway: FakeGateway) -> list[str]:
+    return [one.removeprefix("GET ") for one in gateway.asked if "/models/" in one]
+
+
+async def test_device_downloads_what_changed(
+    gateway: FakeGateway, model: Model, loaded: Loaded
+) -> None:
+    first, second = offered_twice(gateway, model)
+    found = await loaded()
+    assert downloads(gateway) == [first.model.url, second.model.changes]
+    assert found.tally.answers["changes", 200] == 1
+    assert found.tally.receipts == {"admitted": 2}
+    assert [one.has for one in gateway.check_ins[:3]] == [
+        None, first.model.digest, second.model.digest,
+    ]  # fmt: skip
+
+
+async def test_changes_that_are_gone_cost_a_whole_model(
+    gateway: FakeGateway, model: Model, loaded: Loaded
+) -> None:
+    first, second = offered_twice(gateway, model)
+    gateway.changes.clear()
+    found = await loaded()
+    assert downloads(gateway) == [first.model.url, second.model.changes, second.model.url]
+    assert found.tally.refusals == {"no changes": 1}
+    assert found.tally.receipts == {"admitted": 2}
+
+
+async def test_changes_of_another_digest_end_the_device(
+    gateway: FakeGateway, model: Model, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered_twice(gateway, model)
+    monkeypatch.setattr("tests.device.fake.digest_of", lambda _data: "0" * 64)
+    found = await loaded(lambda: False)
+    assert found.tally.ended == {"changes that are not of their digest": 1}
+
+
+async def test_device_that_wants_no_changes_says_no_model(
+    gateway: FakeGateway, model: Model, loaded: Loaded
+) -> None:
+    gateway.offer(model, version=1)
+    await loaded(changes=False)
+    assert {one.has for one in gateway.check_ins} == {None}
 
 
 async def test_device_drops_out_in_the_gateways_words(
@@ -138,7 +193,7 @@ async def test_cut_upload_is_resumed(gateway: FakeGateway, model: Model, loaded:
     assert found.tally.events["connections lost"] == 0
     uploads = [one.split()[0] for one in gateway.asked if "/updates/" in one]
     assert uploads == ["POST", "HEAD", "POST"], "nothing had arrived in whole chunks"
-    assert sent(gateway) == [(0, bytes(model.buffer.nbytes - 4))]
+    assert sent(gateway) == [(0, model.buffer.nbytes)]
     assert found.tally.turns.count == 0, "a cut is no latency of the gateway's"
 
 
@@ -150,7 +205,7 @@ async def test_slow_link_takes_its_time_both_ways(
     found = await loaded(slow=1.0, slow_rate=2.0 * size)
     assert found.tally.receipts == {"admitted": 1}
     assert found.tally.turns.most_s >= 0.8  # half a second each way
-    assert sent(gateway) == [(0, bytes(size - 4))]
+    assert sent(gateway) == [(0, size)]
 
 
 async def test_thinking_device_sends_heartbeats_and_stops_when_told(
