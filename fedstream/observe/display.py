@@ -13,14 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fedstream.broker.records import Tally
-from fedstream.observe.history import History
+from fedstream.observe.history import FIRST_S, History, is_stalled
 from fedstream.terminal import cell, console, cut, line, measure, spaced
 
 _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
 _MEAN = "device_mean_"  # of trainer/fairness.py
-_STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
-_FIRST_S = 30.0  # how long the first version may take
 
 
 class Display(Protocol):
@@ -57,9 +55,9 @@ def pace(view: Tally, history: History, now: float) -> str:
     if view.run.state == "finished" or left <= 0:
         return "measuring the last version"
     idle = history.idle_s(now)
-    if not rate and (view.head.version or idle <= _FIRST_S):  # a resumed run's times are old
+    if not rate and (view.head.version or idle <= FIRST_S):  # a resumed run's times are old
         return "waiting for updates"
-    if idle > max(_STALLED_S, 10 * history.usual_s):
+    if is_stalled(idle, history.usual_s, first=False):
         why = _idle_why(view)
         return f"stalled: no version for {duration(idle)}" + (f" ({why})" if why else "")
     shown = f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"

@@ -11,9 +11,25 @@ from typing import Any, NamedTuple
 from fedstream.broker.keys import POOL
 from fedstream.broker.messages import Event, Version
 
+STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
+FIRST_S = 30.0  # how long the first version may take
+BINS = (
+    ("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3-4", 3, 4), ("5-8", 5, 8), ("9-16", 9, 16),
+    ("17-32", 17, 32), ("33+", 33, None),
+)  # fmt: skip
+"""Staleness in a few bins: name, least, most."""
+
 _RATE_OVER_S = 10.0
 _EVENTS_SHOWN = 100
 _KINDS_KEPT = 20  # kinds of errors per site; bounded, because sites choose the kinds
+
+
+def is_stalled(idle_s: float, usual_s: float, *, first: bool) -> bool:
+    """Whether a run without a version for ``idle_s`` stands still.
+
+    ``usual_s``: between versions, so far; ``first``: there was none but the initial one.
+    """
+    return idle_s > (FIRST_S if first else max(STALLED_S, 10 * usual_s))
 
 
 class SeenUpdate(NamedTuple):

@@ -23,7 +23,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Event
 from fedstream.broker.records import Tally
 from fedstream.observe.display import outcomes, pace, quarantined, short, two_columns
-from fedstream.observe.history import History
+from fedstream.observe.history import BINS, History
 from fedstream.observe.observer import Observer
 from fedstream.observe.report import tasks_of
 from fedstream.runtime.backoff import pause
@@ -35,7 +35,6 @@ _REFRESH_S = 0.5
 _EVENTS = 8
 _TRAINERS = 10  # shown individually
 _REMEMBERED = 10_000  # versions, as many as the streams hold: watching longer shows no more
-_BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -48,11 +47,8 @@ def sparkline(values: Sequence[float]) -> str:
 def histogram(late: Counter[int]) -> list[tuple[str, int]]:
     """Staleness in a few bins, as (label, number of updates)."""
     return [
-        (
-            str(low) if low == high else f"{low}+" if high is None else f"{low}-{high}",
-            sum(n for d, n in late.items() if low <= d and (high is None or d <= high)),
-        )
-        for low, high in _BINS
+        (label, sum(n for d, n in late.items() if low <= d and (high is None or d <= high)))
+        for label, low, high in BINS
     ]
 
 

@@ -17,6 +17,23 @@ OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, How to Detect and Handle 
 _NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
 _MEAN = 1.2533  # the same in mean absolute deviations
 
+DEVICE_COLUMNS = (
+    ("device", "device", ""),
+    ("used", "used", "updates"),
+    ("refused", "refused", "updates"),
+    ("refused_share", "refused", "%"),
+    ("staleness", "staleness", "versions, mean"),
+    ("most_stale", "most stale", "versions"),
+    ("weight", "weight", "mean"),
+    ("loss", "loss", "mean"),
+    ("norm", "distance", "mean"),
+    ("largest", "distance", "most"),
+    ("cosine", "cosine", "mean"),
+    ("bytes", "size", "mean"),
+    ("last", "last seen", "version"),
+)
+"""Of the table of devices: the figure, its name, its unit."""
+
 JUDGED = ("staleness", "weight", "loss", "norm", "largest", "cosine", "refused_share", "bytes")
 """The figures for which a device is compared with the others."""
 

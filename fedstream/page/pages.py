@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import cache
-from math import isfinite
 from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
-from fedstream import __version__
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.journal import JournalError
 from fedstream.page import charts
 from fedstream.page.columns import each
-from fedstream.page.devices import OUTLIER, DeviceRow, devices_of
+from fedstream.page.devices import DEVICE_COLUMNS, DeviceRow, devices_of
 from fedstream.page.portraits import LayerGap, Portrait, Push
 from fedstream.page.questions import rule_of
 from fedstream.page.run import RecordedRun
-from fedstream.runtime.visible import visible
-from fedstream.terminal import counted, measure, number
+from fedstream.page.templating import (
+    LACKING,
+    cell_of,
+    moment,
+    rendered,
+    shown_bytes,
+    shown_count,
+    shown_number,
+)
+from fedstream.terminal import measure
 
 PAGE = 100  # updates on a page
-_LACKING = "–"  # noqa: RUF001  (a table's sign for no value)
-_KIB = 1024
-
-DEVICE_COLUMNS = (
-    ("device", "device", ""),
-    ("used", "used", "updates"),
-    ("refused", "refused", "updates"),
-    ("refused_share", "refused", "%"),
-    ("staleness", "staleness", "versions, mean"),
-    ("most_stale", "most stale", "versions"),
-    ("weight", "weight", "mean"),
-    ("loss", "loss", "mean"),
-    ("norm", "distance", "mean"),
-    ("largest", "distance", "most"),
-    ("cosine", "cosine", "mean"),
-    ("bytes", "size", "mean"),
-    ("last", "last seen", "version"),
-)
-"""Of the table of devices: the figure, its name, its unit."""
 
 
 class NotThere(FedstreamError):
@@ -107,7 +90,7 @@ def device(run: RecordedRun, wanted: int) -> str:
         raise NotThere(f"device {wanted} sent no update that the journal has")
     labels = {key: f"{name}, {unit}" for key, name, unit in DEVICE_COLUMNS}
     about = [
-        (f"{name}, {unit}" if unit else name, _cell_of(getattr(row, key), key))
+        (f"{name}, {unit}" if unit else name, cell_of(getattr(row, key), key))
         for key, name, unit in DEVICE_COLUMNS[1:]
     ]
     return page(
@@ -182,7 +165,7 @@ def beside(run: RecordedRun) -> str:
     except JournalError as error:  # nothing in common, or a part that cannot be read
         at, told = None, str(error)
     a, b = dict(facts(run)), dict(facts(other))
-    rows = [(name, a.get(name, _LACKING), b.get(name, _LACKING)) for name in {**a, **b}]
+    rows = [(name, a.get(name, LACKING), b.get(name, LACKING)) for name in {**a, **b}]
     return page(
         run, "beside.html", "Beside another", "Beside", names=(run.path, other.path), told=told,
         at=at, views=views, rows=rows, charts=charts.of_both(run, other),
@@ -245,7 +228,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     late = columns.updates["staleness"][columns.used]
     seconds = float(columns.made["time"][-1] - columns.made["time"][0])
     clock = "virtual seconds" if run.is_simulated else "seconds"
-    found = [("versions", f"{_count(run.oldest)} to {_count(run.newest)}")]
+    found = [("versions", f"{shown_count(run.oldest)} to {shown_count(run.newest)}")]
     for name in run.metrics[:3]:
         values = [(one.metrics[name], one.version) for one in run.measured if name in one.metrics]
         found.append((f"{name}, at the end", f"{measure(values[-1][0])} at {values[-1][1]}"))
@@ -253,24 +236,24 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
             best, at = max(values, key=lambda one: one[0])
             found.append(("accuracy, best", f"{measure(best)} at {at}"))
     found += [
-        ("updates used", _count(used)),
-        ("updates refused", _count(len(columns.updates) - used)),
-        ("staleness", f"{late.mean():.2f} mean, {_count(int(late.max()))} most" if used else ""),
-        ("devices that took part", _count(len(np.unique(columns.updates["device"])))),
-        ("received", _bytes(int(columns.updates["bytes"].sum()))),
-        ("time", f"{_number(seconds)} {clock}"),
+        ("updates used", shown_count(used)),
+        ("updates refused", shown_count(len(columns.updates) - used)),
+        ("staleness", f"{late.mean():.2f} mean, {int(late.max()):,} most" if used else ""),
+        ("devices that took part", shown_count(len(np.unique(columns.updates["device"])))),
+        ("received", shown_bytes(int(columns.updates["bytes"].sum()))),
+        ("time", f"{shown_number(seconds)} {clock}"),
     ]
     if seconds > 0:
-        found.append(("pace", f"{_number(used / seconds)} updates/s"))
+        found.append(("pace", f"{shown_number(used / seconds)} updates/s"))
     return found
 
 
 def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
     row = run.columns.row(wanted)
     seconds = run.seconds(float(row["time"]))
-    found = [("made", f"{_number(seconds)} s after the beginning")]
+    found = [("made", f"{shown_number(seconds)} s after the beginning")]
     if not run.is_simulated:
-        found.append(("at", _moment(float(row["time"]))))
+        found.append(("at", moment(float(row["time"]))))
     measured = run.measured_at(wanted)
     for name, value in measured.metrics.items() if measured is not None else ():
         at = "" if measured is None or measured.version == wanted else f" at {measured.version}"
@@ -345,8 +328,8 @@ def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -
     """A page of a template. ``here``: where the navigation stands."""
     head = run.past.head
     state, why = run.state
-    # All that is shown is escaped: much of it is somebody else's.
-    return _templates().get_template(template).render( title=title, here=here, release=__version__,
+    return rendered(
+        template, title=title, here=here,
         run={
             "name": head.run, "task": head.task, "strategy": head.strategy.get("name"),
             "state": state, "why": why, "oldest": run.oldest, "newest": run.newest,
@@ -354,71 +337,3 @@ def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -
         },
         **about,
     )  # fmt: skip
-
-
-@cache
-def _templates() -> Environment:
-    found = Environment(
-        loader=PackageLoader("fedstream.page"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
-    )  # fmt: skip
-    found.filters |= _FILTERS
-    found.globals |= {"device_columns": DEVICE_COLUMNS, "outlier": OUTLIER}
-    return found
-
-
-def _shown(value: object) -> object:
-    """A value without what could hide or reorder the text around it."""
-    return value if isinstance(value, Markup) else visible(value)
-
-
-def _number(value: float | None) -> str:
-    return _LACKING if value is None or not isfinite(value) else number(value)
-
-
-def _count(value: int | None) -> str:
-    return _LACKING if value is None else f"{value:,}"
-
-
-def _percent(value: float | None) -> str:
-    return _LACKING if value is None else f"{100 * value:.4g} %"
-
-
-def _bytes(value: float | None) -> str:
-    """Bytes in the largest unit of which there is at least one."""
-    if value is None:
-        return _LACKING
-    unit, left = "bytes", value
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if left < _KIB:
-            break
-        unit, left = larger, left / _KIB
-    return f"{left:.4g} {unit}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None or not isfinite(value):
-        return _LACKING
-    return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.4g} s"
-
-
-def _moment(seconds: float) -> str:
-    try:
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except (OverflowError, ValueError, OSError):
-        return _LACKING
-
-
-def _cell_of(value: float | None, key: str) -> str:
-    """A figure of a device, as its column shows it."""
-    how: Mapping[str, Callable[[Any], str]] = {
-        "refused_share": _percent, "bytes": _bytes, "used": _count, "refused": _count,
-        "most_stale": _count, "last": _count,
-    }  # fmt: skip
-    return how.get(key, _number)(value)
-
-
-_FILTERS: dict[str, Callable[..., str]] = {
-    "number": _number, "count": _count, "percent": _percent, "bytes": _bytes,
-    "seconds": _seconds, "cell_of": _cell_of, "counted": counted,
-}  # fmt: skip

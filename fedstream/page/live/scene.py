@@ -1,0 +1,173 @@
+"""All that the live page shows of one moment, as values.
+
+The collector makes scenes, the panels draw them. A scene has no clock: ``now`` is Redis's. Times
+are seconds since 1970, by the clock that is named where it isn't Redis's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedstream.broker.records import Tally
+from fedstream.settings.config import Settings
+
+Phase = Literal["triggered", "waiting", "training", "uploading", "queue"]
+PHASES: tuple[Phase, ...] = ("triggered", "waiting", "training", "uploading", "queue")
+"""Where an open task is, in the order in which it gets there: a coordinator has not handed it out
+yet; nobody has taken it yet; a trainer or device has it; its answer waits in an inbox to be
+admitted; its update waits for the updater, or in a batch."""
+
+SceneRows = npt.NDArray[Any]
+
+ENDED = np.dtype(
+    [
+        ("time", "f8"),  # when the outcome was told
+        ("device", "i8"),  # -1: unknown
+        ("outcome", "i1"),  # a place in OUTCOMES
+        ("reason", "i2"),  # a place in Scene.reasons, whose first is ''
+        ("version", "i8"),  # that it went into, or the newest then; -1: none
+        ("staleness", "i8"),  # versions; -1: unknown
+        ("weight", "f8"),  # NaN: none
+        ("loss", "f8"),  # mean over local training, as the device says; NaN: none
+        ("samples", "i8"),  # of the device's data; 0: unknown
+    ]
+)
+"""An ended task. Loss and samples are known only of updates that went into a version."""
+
+MADE = np.dtype([("version", "i8"), ("time", "f8"), ("updates", "i8")])
+"""A published version: when, by the updater's clock, and of how many updates."""
+
+GAUGED = np.dtype(
+    [
+        ("time", "f8"),
+        ("open", "i8"), ("queue", "i8"), ("triggers", "i8"), ("inbox", "i8"),  # tasks, entries
+        ("trainers", "i8"),
+        ("memory", "i8"),  # bytes
+        ("training", "i8"), ("uploading", "i8"),  # open tasks in that phase
+        ("dead", "i8"),  # letters
+        ("leads", "i1"),  # 1: a scheduler does, 2: an updater does, 3: both
+    ]
+)  # fmt: skip
+"""What was there at a moment at which somebody looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTask:
+    """An open task."""
+
+    task: str
+    device: int
+    lane: str  # the trainer or gateway that has it, or owns its device; '': nobody has taken it
+    phase: Phase
+    since: float | None  # when it was opened; None: unknown
+    phase_since: float  # when it was first seen in this phase
+    handed: int | None  # the newest version when it was handed out
+    round: int | None  # in rounds, the version that it is trained from
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenWorker:
+    """A trainer, or a replica of a gateway, as it describes itself: foreign text and numbers."""
+
+    name: str
+    is_gateway: bool
+    host: str
+    pid: int
+    device: int | None  # that it trains now
+    answers: int  # given so far
+    owns: int  # devices; 0: it serves all that nobody owns
+    heard: float | None  # when it said something last; None: it has signed off
+
+
+@dataclass(frozen=True, slots=True)
+class SeenMetrics:
+    """A version's metrics on the test data."""
+
+    version: int
+    time: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEnd:
+    """A task that has just ended. ``id``: of its event in the stream."""
+
+    id: str
+    time: float
+    task: str
+    device: int | None
+    outcome: str
+    reason: str
+    version: int | None
+    staleness: int | None
+    weight: float | None
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An event that is neither an outcome nor a measurement: an error, a stray, a change."""
+
+    id: str
+    time: float
+    what: str  # error, stray, trainer, run, ...
+    service: str
+    device: int | None
+    version: int | None
+    reason: str
+    text: str
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Per second, over the last ``over_s`` seconds; all zero until that is known."""
+
+    over_s: float = 0.0
+    issued: float = 0.0
+    used: float = 0.0  # applied and buffered
+    refused: float = 0.0
+    given_up: float = 0.0
+    dead: float = 0.0
+    versions: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RedisMemory:
+    """Redis's memory, in bytes. ``limit``: 0 if there is none."""
+
+    used: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A run at one moment. What grows with the run is bounded, newest last."""
+
+    name: str  # of the run
+    settings: Settings  # the coordinator's: limits, the rule's parameters, leases
+    tally: Tally  # run, head (with quarantines), counts and reasons, queue, triggers, inboxes
+    now: float
+    position: str  # id of the newest event that is part of this scene
+    moved: float  # when the newest event or version was told; the run's creation if there is none
+    began: float  # when somebody began to look; gauges, rates and phases know nothing before
+    memory: RedisMemory
+    tasks: tuple[SeenTask, ...]  # oldest first, at most 1,000
+    phases: Mapping[Phase, int]  # of all open tasks
+    leading: frozenset[str]  # of "scheduler" and "updater": the roles that somebody holds
+    oldest: float | None  # when the oldest open task was opened
+    workers: tuple[SeenWorker, ...]  # by name, at most 200; the tally has how many are alive
+    rates: Rates
+    measured: tuple[SeenMetrics, ...]  # by version, at most 10,000
+    ended: SceneRows  # of ENDED: the newest 16,384
+    reasons: tuple[str, ...]  # of ``ended``
+    made: SceneRows  # of MADE: the newest 16,384
+    gauged: SceneRows  # of GAUGED: at most 1,800
+    outcomes: tuple[TaskEnd, ...]  # the newest 50
+    notes: tuple[Note, ...]  # the newest 50
