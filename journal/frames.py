@@ -95,12 +95,18 @@ def packed(
 
 def frame_of(data: bytes | memoryview) -> Frame | None:
     """The frame that these bytes begin with; None if they don't begin with one."""
+    found = frame_parts(data)
+    return None if found is None else Frame(*found)
+
+
+def frame_parts(data: bytes | memoryview) -> tuple[int, int, int, int, bytes, bytes] | None:
+    """The fields of :func:`frame_of`; a tuple is made in a fraction of the time."""
     if len(data) < FRAME_BYTES:
         return None
     mark, length, payload, synced, offset, follows = _FRAME.unpack_from(data)
     if mark != _MARK or length > MOST:
         return None
-    return Frame(length, payload, synced, offset, follows, bytes(data[_FRAME.size : FRAME_BYTES]))
+    return length, payload, synced, offset, follows, bytes(data[_FRAME.size : FRAME_BYTES])
 
 
 def is_whole(salt: int, data: bytes, checksum: bytes) -> bool:
@@ -114,7 +120,4 @@ def filled(length: int) -> int:
 
 
 def _checksum(salt: int, frame: bytes, message: bytes) -> bytes:
-    digest = hashlib.sha256(salt.to_bytes(8, "little"))
-    digest.update(frame)
-    digest.update(message)
-    return digest.digest()
+    return hashlib.sha256(salt.to_bytes(8, "little") + frame + message).digest()

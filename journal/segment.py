@@ -33,6 +33,7 @@ from fedstream.journal.frames import (
     file_parts,
     filled,
     frame_of,
+    frame_parts,
     is_whole,
 )
 from fedstream.journal.records import (
@@ -47,6 +48,7 @@ from fedstream.journal.records import (
 from fedstream.wire import most_bytes
 
 _CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
+_MESSAGE = 1024  # bytes that are read for a message; most are shorter
 _AHEAD = 16 << 20  # bytes after a payload that the disk is asked to prefetch
 
 
@@ -250,6 +252,35 @@ class Segment:
             at, chain = record.end, record.chain
         self._check_end(cut, chain)
 
+    def messages(self, cut: Cut | None) -> Iterator[tuple[int, bytes, int]]:
+        """The records of :meth:`records`, much faster: offset, encoded message, and end of each.
+
+        Nothing but the messages' content is left unchecked. Raises JournalError where a record is
+        not whole, also at a torn tail: :meth:`records` tells what is wrong there.
+        """
+        at, chain = self.beginning.at, self.beginning.chain
+        file, salt, end = self._file, self._salt, self.size if cut is None else cut.at
+        with self._told(at):
+            while at < end:
+                data = os.pread(file, _MESSAGE, at)
+                frame = frame_parts(data)
+                if frame is None:
+                    break
+                length, payload, _, offset, follows, checksum = frame
+                if FRAME_BYTES + length > len(data):
+                    data = os.pread(file, FRAME_BYTES + length, at)
+                data = data[: FRAME_BYTES + length]
+                after = at + filled(FRAME_BYTES + length) + filled(payload)
+                if offset != at or follows != chain or after > end:
+                    break
+                if not is_whole(salt, data, checksum):
+                    break
+                yield at, data[FRAME_BYTES:], after
+                at, chain = after, checksum
+        if at < end:
+            raise JournalDamaged(f"damaged record: {Place(self.path, at).where}")
+        self._check_end(cut, chain)
+
     def at(self, offset: int) -> Record:
         """The record at an offset where :meth:`records` found one. Raises JournalDamaged."""
         record = self._record(offset)
@@ -407,25 +438,27 @@ class Segment:
         """
         # One page holds the frame and, usually, the whole message.
         begin = self._read(PAGE, at) if there is None else bytes(there[:PAGE])
-        frame = frame_of(begin)
-        if frame is None or frame.end(at) > self.size:
+        frame = frame_parts(begin)
+        if frame is None:
             return None
-        data = begin[: FRAME_BYTES + frame.length]
-        if len(data) < FRAME_BYTES + frame.length:
-            data += self._read(FRAME_BYTES + frame.length - len(data), at + len(data))
-        if not is_whole(self._salt, data, frame.checksum):
+        length, payload, synced, offset, follows, checksum = frame
+        start = at + filled(FRAME_BYTES + length)
+        end = start + filled(payload)
+        if end > self.size:
+            return None
+        data = begin[: FRAME_BYTES + length]
+        if len(data) < FRAME_BYTES + length:
+            data += self._read(FRAME_BYTES + length - len(data), at + len(data))
+        if not is_whole(self._salt, data, checksum):
             return None
         place = Place(self.path, at)
-        if frame.offset != at:
-            raise JournalDamaged(f"{place.where}: holds the record of byte {frame.offset}")
+        if offset != at:
+            raise JournalDamaged(f"{place.where}: holds the record of byte {offset}")
         try:
             found = decode(data[FRAME_BYTES:], *KINDS)
         except BadMessage as error:
             raise JournalDamaged(f"{place.where}: {error}") from error
-        return Record(
-            found, place, frame.payload_at(at), frame.payload, frame.synced, frame.end(at),
-            frame.follows, frame.checksum,
-        )  # fmt: skip
+        return Record(found, place, start, payload, synced, end, follows, checksum)
 
     def _read(self, size: int, at: int) -> bytes:
         with self._told(at):

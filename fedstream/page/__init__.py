@@ -2,11 +2,13 @@
 
 From what is read to what is shown:
 
-    columns, index     the journal's versions and updates as arrays; a file that keeps them
+    columns, rows      the journal's versions and updates as arrays; reading them
+    index              a file that keeps them
     past, portraits      models made again on demand; what they say of one version
     run                all that a page may ask about one run
     directions         what all models say of each device, measured when asked
     devices, charts    figures of each device; curves and bars
+    thinning           fewer points for a curve
     questions          what takes a replay to answer: bisection, another rule
     jobs, work         one question at a time, in a process of its own
     pages, answers     HTML, from ``templates/`` and ``static/``

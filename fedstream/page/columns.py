@@ -6,18 +6,15 @@ knows where its record is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import nan
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedstream.broker.messages import OUTCOMES
-from fedstream.journal import Cut, JournalDamaged, Segment, Standing, Taken, entries
-from fedstream.journal.rebuild import is_used
 
 RowArray: TypeAlias = npt.NDArray[Any]
 
@@ -54,7 +51,6 @@ UPDATE = np.dtype(
 )
 NONE = -1  # in place of a version or an offset: there is none
 _USED = tuple(OUTCOMES.index(name) for name in ("applied", "buffered"))
-_MOST = 2**63 - 1
 
 
 @dataclass
@@ -85,62 +81,6 @@ class SegmentRows:
     damage: str | None = None  # what could not be read after these rows
 
 
-def rows_of(
-    segment: Segment,
-    cut: Cut | None,
-    reasons: Reasons,
-    *,
-    first: bool,
-    read: Callable[[int], object] = lambda _bytes: None,
-) -> SegmentRows:
-    """Read a segment. ``first``: the journal begins with it. ``read`` is told of bytes passed.
-
-    A damaged record ends the part. Raises JournalError if the file can't be read.
-    """
-    said = segment.standing
-    made: list[tuple[Any, ...]] = []
-    updates: list[tuple[Any, ...]] = []
-    if begins(said, first=first):
-        made.append((said.version, said.time, 0, True, 0, NONE))
-    finished, damage, passed = said.finished, None, 0
-    try:
-        for record, entry in entries(segment, cut):
-            if isinstance(entry, Taken):
-                updates.append(_update(entry, reasons, record.place.offset))
-            if entry.digest is not None:
-                at = record.place.offset
-                made.append((_whole(entry.version), entry.time, len(updates), False, 0, at))
-            finished = entry.finished or finished
-            read(record.end - passed)
-            passed = record.end
-    except JournalDamaged as error:
-        damage = str(error)
-    return SegmentRows(np.array(made, MADE), np.array(updates, UPDATE), finished, damage)
-
-
-def begins(said: Standing, *, first: bool) -> bool:
-    """Whether a segment's checkpoint is a version that no earlier segment made."""
-    return first or said.why != "continued"
-
-
-def _update(entry: Taken, reasons: Reasons, offset: int) -> tuple[Any, ...]:
-    upload = entry.upload
-    return (
-        _whole(entry.version), entry.time, _whole(upload.device), _whole(upload.tau),
-        _whole(entry.staleness), entry.weight if is_used(entry) else nan,
-        OUTCOMES.index(entry.outcome), reasons.number(entry.reason), _whole(upload.size),
-        _whole(upload.samples), _whole(upload.steps),
-        nan if upload.loss is None else upload.loss,
-        entry.sizes[0] if is_used(entry) and entry.sizes else nan,
-        upload.seconds, max(0.0, entry.time - entry.received), 0, offset,
-    )  # fmt: skip
-
-
-def _whole(number: int) -> int:
-    """A count as it fits an array; a foreign journal may hold any."""
-    return min(number, _MOST)
-
-
 @dataclass(frozen=True)
 class Columns:
     """A journal's versions and updates, oldest first."""
@@ -158,9 +98,17 @@ class Columns:
         return np.unique(self.made["version"])
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        """Version -> its row; the newest row counts if a version was made again after a loss."""
-        return {int(version): place for place, version in enumerate(self.made["version"])}
+    def places(self) -> npt.NDArray[np.int64]:
+        """The row of each of the numbers; the newest counts if a version was made again."""
+        _, last = np.unique(self.made["version"][::-1], return_index=True)
+        found: npt.NDArray[np.int64] = len(self.made) - 1 - last
+        return found
+
+    def _place(self, version: int) -> int:
+        """A version's row. Raises KeyError."""
+        if not self.has(version):
+            raise KeyError(version)
+        return int(self.places[np.searchsorted(self.numbers, version)])
 
     @cached_property
     def contained(self) -> npt.NDArray[np.int64]:
@@ -181,11 +129,12 @@ class Columns:
 
     def row(self, version: int) -> Any:
         """A version's row. Raises KeyError."""
-        return self.made[self._places[version]]
+        return self.made[self._place(version)]
 
     def has(self, version: int) -> bool:
         """Whether the journal has the version."""
-        return version in self._places
+        at = int(np.searchsorted(self.numbers, version))
+        return at < len(self.numbers) and int(self.numbers[at]) == version
 
     def at(self, update: int) -> tuple[str, int]:
         """The segment's name and the offset of an update's record."""
@@ -198,7 +147,7 @@ class Columns:
         From the first to just after the last; they are the used ones in it and those refused
         meanwhile. Raises KeyError.
         """
-        place = self._places[version]
+        place = self._place(version)
         end = int(self.made["end"][place])
         if self.made["begins"][place]:
             return end, end

@@ -33,8 +33,8 @@ from fedstream.page.columns import (
     RowArray,
     SegmentRows,
     joined,
-    rows_of,
 )
+from fedstream.page.rows import rows_of
 
 _BEGIN = b"fedstream journal index 1\n"
 _LENGTH = 8  # bytes

@@ -146,7 +146,7 @@ MUTANTS = (
     ),
     Mutant(
         "damage in a record is not noticed", "journal/segment.py",
-        "if not is_whole(self._salt, data, frame.checksum):", "if False:",
+        "if not is_whole(self._salt, data, checksum):", "if False:",
         (Kind.ROT,),
     ),
     Mutant(

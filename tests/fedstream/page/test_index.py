@@ -95,7 +95,8 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     passed: list[int] = []
     found = columns_of(tmp_path / "journal", passed.append)
     assert found.numbers.tolist() == list(range(8))
-    assert len(passed) == 2  # the records of the second segment
+    second = (tmp_path / "journal" / SECOND).stat().st_size
+    assert 0 < sum(passed) <= second  # the first segment is not read again
     index_of(tmp_path / "journal").unlink()
     assert same(columns_of(tmp_path / "journal"), found)
 

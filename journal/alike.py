@@ -1,0 +1,184 @@
+"""Many messages read at once, where they are alike.
+
+The messages of a journal have the same keys in the same order, and most numbers take as many bytes
+as in the message before. So one of them is taken apart, which gives its shape: the bytes that say
+what is where. All others with the same bytes there are alike, and numpy reads their numbers at
+once. The constraints on numbers are intervals, so a number is valid if the least and the most of it
+are: only the messages that have these are decoded and validated as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.messages import decode
+from fedstream.journal.errors import JournalDamaged
+from fedstream.journal.records import EntryRecord, QuarantineSet, RoundClosed, Taken
+
+Path: TypeAlias = tuple[str | int, ...]  # of a value: the keys that lead to it
+NumberArray: TypeAlias = npt.NDArray[Any]
+
+_FREE = frozenset(
+    {"entry", "task", "attempt", "trainer", "base", "layout", "digest", "given"}
+)  # keys of texts that differ from one message to the next
+_FEW = 32  # messages that are not worth a shape
+_POOR = 8  # shapes that fit no more than that; then the rest is read one by one
+_DEEP = 4  # levels; ours have 3
+_WORD = 8  # bytes that are compared at once
+_FIXED = 0xFF  # all bits of the byte say what is where
+_SMALL = 0x80  # only its first bit: it says that the others are a number
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Messages of one shape: they differ in the numbers, and in texts that name something."""
+
+    places: npt.NDArray[np.int64]  # in the sequence that was read, ascending
+    sample: EntryRecord  # one of them; what is not in ``numbers`` is the same in all
+    numbers: Mapping[Path, NumberArray]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    words: npt.NDArray[np.uint64]
+    mask: npt.NDArray[np.uint64]
+    numbers: Mapping[Path, tuple[int, str]]  # offset and dtype
+
+
+def alike(messages: Sequence[bytes]) -> Iterator[Alike]:
+    """Queue entries' encoded messages, in groups. Raises JournalDamaged if one is not valid.
+
+    Of the texts that name something, only the samples' are checked: they are in no group.
+    """
+    lengths = np.fromiter(map(len, messages), np.int64, len(messages))
+    poor = 0
+    for length in np.unique(lengths).tolist():
+        left = np.flatnonzero(lengths == length)
+        wide = length + -length % _WORD
+        joined = b"".join(messages[place].ljust(wide, b"\0") for place in left.tolist())
+        table = np.frombuffer(joined, np.uint8).reshape(len(left), wide)
+        while len(left) > _FEW and poor < _POOR:
+            shape = _shape_of(messages[left[0]], wide)
+            if shape is None:
+                break
+            fits = ~((table.view(np.uint64) ^ shape.words) & shape.mask).any(axis=1)
+            poor += int(fits.sum()) <= _FEW
+            yield _group(messages, left[fits], table[fits], shape)
+            left, table = left[~fits], np.ascontiguousarray(table[~fits])
+        for place in left.tolist():
+            yield Alike(np.array([place]), _decoded(messages[place]), {})
+
+
+def _group(
+    messages: Sequence[bytes],
+    places: npt.NDArray[np.int64],
+    table: npt.NDArray[np.uint8],
+    shape: _Shape,
+) -> Alike:
+    names = [str(number) for number in range(len(shape.numbers))]
+    at, formats = zip(*shape.numbers.values(), strict=True)
+    of = np.dtype({"names": names, "formats": formats, "offsets": at, "itemsize": table.shape[1]})
+    rows = np.ascontiguousarray(table).view(of)[:, 0]
+    numbers = {path: rows[name] for path, name in zip(shape.numbers, names, strict=True)}
+    extreme = {0}
+    for values in numbers.values():
+        extreme |= {int(values.argmin()), int(values.argmax())}  # of a NaN, if there is one
+        if values.dtype.kind == "f" and np.isnan(values).any():
+            known = np.flatnonzero(~np.isnan(values))
+            found = values[known]
+            extreme |= (
+                {int(known[found.argmin()]), int(known[found.argmax()])} if len(known) else set()
+            )
+    checked = [_decoded(messages[places[number]]) for number in sorted(extreme)]
+    return Alike(places, checked[0], numbers)
+
+
+def _decoded(message: bytes) -> EntryRecord:
+    try:
+        return decode(message, Taken, RoundClosed, QuarantineSet)
+    except BadMessage as error:
+        raise JournalDamaged(str(error)) from error
+
+
+# shapes
+
+
+def _shape_of(message: bytes, wide: int) -> _Shape | None:
+    """The shape of a message, filled up to ``wide`` bytes; None for one that is none of ours."""
+    mask = bytearray([_FIXED]) * wide
+    numbers: dict[Path, tuple[int, str]] = {}
+    try:
+        end = _taken_apart(message, 0, (), mask, numbers)
+    except (IndexError, _Foreign):
+        return None
+    if end != len(message) or not numbers:
+        return None
+    words = np.frombuffer(message.ljust(wide, b"\0"), np.uint64)
+    return _Shape(words, np.frombuffer(bytes(mask), np.uint64), numbers)
+
+
+class _Foreign(Exception):
+    """Not what messages are made of."""
+
+
+_NUMBERS = {0xCB: ">f8", 0xCC: "u1", 0xCD: ">u2", 0xCE: ">u4", 0xCF: ">u8"}
+_PLAIN = (0xC0, 0xC2, 0xC3)  # nil, false, true
+_TEXT, _LIST, _MAP = "text", "list", "map"
+_LONG = {0xD9: (_TEXT, 1), 0xDA: (_TEXT, 2), 0xDC: (_LIST, 2), 0xDE: (_MAP, 2)}
+
+
+def _taken_apart(
+    data: bytes, at: int, path: Path, mask: bytearray, numbers: dict[Path, tuple[int, str]]
+) -> int:
+    """Note where the numbers of a msgpack value are, and what else may differ; return its end.
+
+    Raises _Foreign; IndexError if it is cut off.
+    """
+    kind = data[at]
+    if kind < 0x80:
+        mask[at], numbers[path] = _SMALL, (at, "u1")
+        return at + 1
+    if kind in _NUMBERS:
+        size = np.dtype(_NUMBERS[kind]).itemsize
+        mask[at + 1 : at + 1 + size] = bytes(size)
+        numbers[path] = at + 1, _NUMBERS[kind]
+        return at + 1 + size
+    if kind in _PLAIN:
+        return at + 1
+    what, length, at = _header(data, at)
+    if what == _TEXT:
+        if path and path[-1] in _FREE:
+            mask[at : at + length] = bytes(length)
+        return at + length
+    if len(path) == _DEEP:
+        raise _Foreign
+    for number in range(length):
+        key: str | int = number
+        if what == _MAP:
+            kind_of_key, size, begin = _header(data, at)
+            if kind_of_key != _TEXT:
+                raise _Foreign
+            at = begin + size
+            key = data[begin:at].decode("latin-1")
+        at = _taken_apart(data, at, (*path, key), mask, numbers)
+    return at
+
+
+def _header(data: bytes, at: int) -> tuple[str, int, int]:
+    """What begins here: a text, a list or a map; its length, and where its content begins."""
+    kind = data[at]
+    if 0xA0 <= kind <= 0xBF:
+        return _TEXT, kind & 0x1F, at + 1
+    if 0x80 <= kind <= 0x9F:
+        return _LIST if kind >= 0x90 else _MAP, kind & 0x0F, at + 1
+    if kind not in _LONG:
+        raise _Foreign
+    what, size = _LONG[kind]
+    begin = at + 1 + size
+    return what, int.from_bytes(data[at + 1 : begin], "big"), begin
