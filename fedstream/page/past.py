@@ -1,7 +1,12 @@
 """The models of a journal's versions, made again on demand and never far from where one has been.
 
 A version is made from the nearest checkpoint before it, which is at most a segment away. On the way
-copies are left behind, so that the next look nearby begins there.
+copies are left behind, so that the next look nearby begins there. While nobody asks, :meth:`fill`
+leaves copies everywhere.
+
+On the way only the models that are kept are compared with their digests, and with them all updates
+before: any other update would have made another model. If one differs, the way is gone once more
+with a look at each record, which tells where the journal is damaged.
 """
 
 from __future__ import annotations
@@ -22,14 +27,18 @@ from fedstream.journal import (
     Standing,
     Taken,
     cuts,
+    entries,
     opened,
 )
 from fedstream.journal.inspection import Move, moves
-from fedstream.journal.rebuild import Rebuild
+from fedstream.journal.rebuild import Rebuild, is_used
+from fedstream.journal.updates import update_of
 
 _MEMORY = 256 << 20  # bytes of models that are kept
+_BESIDES = 8 << 10  # bytes that a copy takes besides its models
 _STRIDE = 16  # versions between two copies, if there is memory for all
-_SEGMENT = 4000  # versions that a segment usually has
+_SEGMENT = 4000  # versions that the newest segment usually has in the end
+_FILLED = 10 << 30  # bytes of the journal that are read ahead of anybody's asking
 
 
 class Unwanted(Exception):
@@ -44,6 +53,10 @@ class _Copy:
     record: Record
     rebuild: Rebuild
 
+    @property
+    def version(self) -> int:
+        return self.rebuild.progress.state.version
+
 
 class Past:
     """A journal's versions, to walk along. Close it; one thread at a time may use it."""
@@ -57,11 +70,17 @@ class Past:
         self._chain = list(cuts(chain))
         self.head = chain[-1].head
         self.layout: Layout = chain[-1].layout
-        fit = memory // max(1, 2 * self.layout.nbytes)
+        fit = memory // (2 * self.layout.nbytes + _BESIDES)
         self._most = fit if fit > 1 else 0
-        self._stride = max(_STRIDE, -(-_SEGMENT // fit)) if fit else 0
+        versions = chain[-1].standing.version + _SEGMENT - chain[0].standing.version
+        # Some of those that fit are near where somebody looks, at any version.
+        self._stride = max(_STRIDE, -(-versions // max(1, fit * 3 // 4)))
         self._copies: OrderedDict[int, _Copy] = OrderedDict()  # by version, least used first
         self._origin: Model | None = None
+        self._filled: dict[int, int] = {}  # segment -> version up to which copies were left
+        self._full: set[int] = set()  # segments in which they were left to the end
+        self._may_fill = _FILLED  # bytes
+        self._room = Model(self.layout)  # for one update at a time
 
     def close(self) -> None:
         """Close the files."""
@@ -118,39 +137,44 @@ class Past:
         Unwanted once ``is_wanted`` says no.
         """
         first = self._nearest(version)
-        begun = False
+        copy, begun = self._near(version, first, is_wanted), False
+        if copy is not None:
+            rebuild = copy.rebuild.copy()
+            model = rebuild.progress.state.model
+            yield Move(copy.record, copy.record.entry, None, None, model)
+            yield from self._moves(first, copy.record, rebuild, is_wanted)
+            first, begun = first + 1, True
         for number in range(first, len(self._chain)):
-            segment, cut = self._chain[number]
-            known = self._known(version, number) if number == first else None
-            rebuild = known.rebuild.copy() if known else Rebuild(segment)
-            if known is not None and known.rebuild.progress.state.version == version:
-                begun, model = True, rebuild.progress.state.model
-                yield Move(known.record, known.record.entry, None, None, model)
-            try:
-                after = known.record if known else None
-                for move in moves(segment, cut, rebuild=rebuild, after=after):
-                    if not is_wanted():
-                        raise Unwanted
-                    if move.after is None:
-                        raise NotRecorded(
-                            f"{move.record.place.where}: models after version "
-                            f"{segment.standing.version} cannot be rebuilt: updates were recorded "
-                            "without their weights (journal.weights = false)"
-                        )
-                    if isinstance(move.message, Standing):
-                        if begun and move.message.why == "continued":
-                            continue
-                    else:
-                        self._keep(number, move, rebuild)
-                    if not begun and move.is_made and move.message.version == version:
-                        begun = True
-                        yield Move(move.record, move.message, move.before, None, move.after)
-                    elif begun:
-                        yield move
-            finally:
-                segment.close()
+            rebuild = Rebuild(self._chain[number][0])
+            for move in self._moves(number, None, rebuild, is_wanted):
+                if isinstance(move.message, Standing) and begun and move.message.why == "continued":
+                    continue
+                if begun:
+                    yield move
+                elif move.is_made and move.message.version == version:
+                    begun = True
+                    yield Move(move.record, move.message, move.before, None, move.after)
         if not begun:
             raise JournalError(f"{self.journal}: version {version} is not in the journal")
+
+    def _moves(
+        self, number: int, after: Record | None, rebuild: Rebuild, is_wanted: Callable[[], bool]
+    ) -> Iterator[Move]:
+        """A segment's moves, each with its models, all checked."""
+        segment, cut = self._chain[number]
+        try:
+            for move in moves(segment, cut, rebuild=rebuild, after=after):
+                if not is_wanted():
+                    raise Unwanted
+                if move.after is None:
+                    raise NotRecorded(
+                        f"{move.record.place.where}: models after version "
+                        f"{segment.standing.version} cannot be rebuilt: updates were recorded "
+                        "without their weights (journal.weights = false)"
+                    )
+                yield move
+        finally:
+            segment.close()
 
     def _nearest(self, version: int) -> int:
         """The number of the newest segment that begins at or before a version."""
@@ -162,6 +186,44 @@ class Past:
             f"{self.journal}: version {version} is no longer kept; the oldest is {oldest}"
         )
 
+    # copies
+
+    def fill(self, version: int, is_wanted: Callable[[], bool]) -> None:
+        """Leave copies everywhere, first near a version. Raises JournalError, Unwanted.
+
+        Does nothing once that is done, or enough of the journal was read for it.
+        """
+        here = self._nearest(version)
+        for number in sorted(range(len(self._chain)), key=lambda one: abs(one - here)):
+            if not self._most or self._may_fill <= 0:
+                return
+            if number in self._full:
+                continue
+            segment, _ = self._chain[number]
+            begin = self._known(self._filled.get(number, segment.standing.version), number)
+            at = segment.beginning.at if begin is None else begin.record.end
+            for passed in self._steps(number, begin, None, is_wanted):
+                self._may_fill -= passed.record.end - at
+                self._filled[number], at = passed.version, passed.record.end
+            self._full.add(number)
+
+    def _near(self, version: int, number: int, is_wanted: Callable[[], bool]) -> _Copy | None:
+        """A copy of a version, which is left there; None if it is not made that way.
+
+        It is not if copies take too much memory, or something is wrong on the way.
+        """
+        found = self._known(version, number)
+        begin = self._chain[number][0].standing.version
+        if not self._most or (found is None and version == begin):
+            return None
+        try:
+            if found is None or found.version < version:
+                for passed in self._steps(number, found, version, is_wanted):
+                    found = passed
+        except JournalError:  # the way that checks each record tells where
+            return None
+        return found if found is not None and found.version == version else None
+
     def _known(self, version: int, segment: int) -> _Copy | None:
         """The nearest copy in a segment, at or before a version."""
         there = [at for at, one in self._copies.items() if one.segment == segment and at <= version]
@@ -170,13 +232,42 @@ class Past:
         self._copies.move_to_end(max(there))
         return self._copies[max(there)]
 
-    def _keep(self, segment: int, move: Move, rebuild: Rebuild) -> None:
-        """Leave a copy behind, now and then. Vectors of devices would take too much memory."""
-        version = move.message.version
-        if not (self._most and move.is_made and version % self._stride == 0):
-            return
-        if version in self._copies or rebuild.progress.state.memory.devices is not None:
-            return
-        self._copies[version] = _Copy(segment, move.record, rebuild.copy())
+    def _steps(
+        self, number: int, begin: _Copy | None, until: int | None, is_wanted: Callable[[], bool]
+    ) -> Iterator[_Copy]:
+        """Go on in a segment from a copy or its checkpoint; yield the copies that are left.
+
+        Stops with a copy of version ``until``. Raises JournalError, Unwanted.
+        """
+        segment, cut = self._chain[number]
+        rebuild = begin.rebuild.copy() if begin is not None else Rebuild(segment)
+        if rebuild.strategy.remembered is not None:
+            return  # vectors of devices would take too much memory
+        try:
+            for record, entry in entries(segment, cut, begin.record if begin else None):
+                if not is_wanted():
+                    raise Unwanted
+                update = None
+                if is_used(entry) and record.payload_bytes:
+                    update = update_of(segment, record, self._room)
+                step = rebuild.take(record, update)
+                if entry.digest is None or (
+                    entry.version % self._stride and entry.version != until
+                ):
+                    continue
+                rebuild.check(record, step)
+                yield self._left(number, record, rebuild)
+                if entry.version == until:
+                    return
+        finally:
+            segment.close()
+
+    def _left(self, number: int, record: Record, rebuild: Rebuild) -> _Copy:
+        """Leave a copy behind."""
+        version = record.entry.version
+        self._copies[version] = _Copy(number, record, rebuild.copy())
+        self._copies.move_to_end(version)
         while len(self._copies) > self._most:
-            self._copies.popitem(last=False)
+            passing = (at for at in self._copies if at % self._stride)  # where somebody was once
+            del self._copies[next(passing, next(iter(self._copies)))]
+        return self._copies[version]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,13 +72,12 @@ class _Open:
 
 
 class Portraits:
-    """Looks at versions, some neighbours at a time, and remembers what it saw."""
+    """Looks at versions, and remembers what it saw."""
 
     def __init__(self, past: Past, versions: Sequence[int]) -> None:
         """``versions``: all that the journal has, ascending."""
         self._past = past
         self._versions = versions
-        self._places = {int(version): place for place, version in enumerate(versions)}
         size = max(1, past.layout.nbytes)
         self._block = max(1, min(_BLOCK, _BLOCK_BYTES // size))
         self._known: OrderedDict[int, Portrait] = OrderedDict()
@@ -90,14 +90,29 @@ class Portraits:
     def of(self, version: int, is_wanted: Callable[[], bool] = lambda: True) -> Portrait:
         """The portrait of a version that the journal has. Raises JournalError, Unwanted."""
         if version not in self._known:
-            place = self._places[version] // self._block * self._block
-            wanted = {int(one) for one in self._versions[place : place + self._block]}
-            begin = int(self._versions[max(0, place - 1)])
-            for portrait in self._looked(self._past.walk(begin, is_wanted), wanted):
-                self._known[portrait.version] = portrait
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            self._look({version}, is_wanted)
         return self._known[version]
+
+    def look_around(self, version: int, step: int, is_wanted: Callable[[], bool]) -> None:
+        """Look at the versions that are likely to be asked for after this one.
+
+        ``step``: by how many versions whoever asked moved last. Raises JournalError, Unwanted.
+        """
+        here, half = bisect_left(self._versions, version), self._block // 2 or 1
+        onward = half if step >= 0 else -half
+        for place in (here, here + onward, here + step, here - onward):
+            begin = max(0, min(place, len(self._versions) - 1)) // self._block * self._block
+            block = self._versions[begin : begin + self._block]
+            if unknown := {int(one) for one in block if int(one) not in self._known}:
+                self._look(unknown, is_wanted)
+
+    def _look(self, wanted: set[int], is_wanted: Callable[[], bool]) -> None:
+        """Look at versions in one walk. Raises JournalError, Unwanted."""
+        begin = int(self._versions[max(0, bisect_left(self._versions, min(wanted)) - 1)])
+        for portrait in self._looked(self._past.walk(begin, is_wanted), wanted):
+            self._known[portrait.version] = portrait
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
 
     def gap(
         self, version: int, other: int, is_wanted: Callable[[], bool] = lambda: True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -13,12 +15,13 @@ from fedstream.broker.layout import Layout, Tensor
 from fedstream.journal import JournalError, NotRecorded, opened
 from fedstream.journal.inspection import model_at
 from fedstream.journal.shares import stats
+from fedstream.page.index import columns_of
 from fedstream.page.past import Past, Unwanted
 from fedstream.page.portraits import AHEAD, Portraits
 from fedstream.page.run import RecordedRun
 from fedstream.strategies import FedAsyncSettings, FedBuffSettings
 from tests.fedstream.page.conftest import VERSIONS
-from tests.fedstream.recordings.scribes import By
+from tests.fedstream.recordings.scribes import FIRST, By, flip
 from tests.journals import Scribe
 from tests.support import model_of
 
@@ -47,6 +50,56 @@ def test_the_next_look_begins_where_the_last_one_was(recorded: Path) -> None:
     with Past(recorded / "journal") as past:
         assert looked(past, 19) > 16
         assert looked(past, 19) < 8
+
+
+def test_copies_everywhere_make_every_look_short(recorded: Path) -> None:
+    """Also where segments end; who asks meanwhile interrupts it, and it goes on where it was."""
+    looks, patience = 0, 25
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks % patience != 0
+
+    with Past(recorded / "journal") as past:
+        for _ in range(20):
+            with suppress(Unwanted):
+                past.fill(30, look)
+        assert 60 < looks < 200  # 65 records, and some twice
+        done, patience = looks, 10**6
+        past.fill(5, look)
+        assert looks == done
+        with opened(recorded) as chain:
+            for version in (17, 31, 39, 59):
+                before = looks
+                assert past.model(version, look).digest() == model_at(chain, version)[1]
+                assert looks - before <= 18
+
+
+def test_damage_on_the_way_is_told_with_its_place(recorded: Path, tmp_path: Path) -> None:
+    """On the way models are only compared now and then: what differs is then looked for."""
+    shutil.copytree(recorded / "journal", tmp_path / "journal")
+    offsets = columns_of(recorded / "journal").updates["offset"]
+    flip(tmp_path / "journal" / FIRST, int(offsets[5]) + 4096 + 3)  # an update's first weight
+    with Past(tmp_path / "journal") as past:
+        assert past.model(4)
+        damaged = f"{FIRST} at byte {offsets[5]}: the update does not match its digest"
+        for _ in range(2):
+            with pytest.raises(JournalError, match=damaged):
+                past.model(12)
+        with pytest.raises(JournalError):
+            past.fill(12, lambda: True)
+        assert past.model(22)  # after the next checkpoint
+
+
+def test_neighbours_are_looked_at_ahead(recorded: Path) -> None:
+    run = RecordedRun(recorded)
+    run.portraits.of(30)
+    assert run.portraits.known(31) is None
+    run.look_around(30, -1, lambda: True)
+    assert all(run.portraits.known(version) for version in range(1, 60))
+    portrait = run.portraits.known(33)
+    assert portrait == RecordedRun(recorded).portraits.of(33)
 
 
 def test_who_leaves_is_not_worked_for(recorded: Path) -> None:
