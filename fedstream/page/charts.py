@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 import numpy as np
 
 from fedstream.observe.curves import bars, medians
 from fedstream.page.columns import RowArray
 from fedstream.page.run import RecordedRun
+from fedstream.page.thinning import thinned
 
-_POINTS = 1000  # of a curve: more than a screen has columns of pixels to tell apart
+
+@dataclass(frozen=True)
+class Window:
+    """What the curves of a page are over: a part of the run, and versions or time."""
+
+    first: int | None = None  # version; None: the oldest
+    last: int | None = None  # None: the newest
+    over_time: bool = False
+
+    @property
+    def is_part(self) -> bool:
+        """Whether anything of the run may be outside."""
+        return self.first is not None or self.last is not None
+
+    def query(self, *, over_time: bool) -> str:
+        """The same over another axis, as an address has it."""
+        asked = {"over": "time" if over_time else None, "from": self.first, "until": self.last}
+        known = {name: value for name, value in asked.items() if value is not None}
+        return f"?{urlencode(known)}" if known else ""
+
+    def within(self, versions: RowArray) -> RowArray:
+        """Which of these versions are in it."""
+        found = np.ones(len(versions), bool)
+        if self.first is not None:
+            found &= versions >= self.first
+        if self.last is not None:
+            found &= versions <= self.last
+        return found
+
+
+WHOLE = Window()
 
 
 @dataclass(frozen=True)
@@ -35,7 +67,8 @@ class Chart:
     unit: str  # of the axis
     x: list[float]
     series: list[Curve]
-    versions: bool = True  # the axis has versions, to which a click may lead
+    versions: bool = True  # a point belongs to a version, to which a click may lead
+    leads: list[int] = field(default_factory=list)  # these versions, if the axis has other values
 
     def plain(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -44,19 +77,39 @@ class Chart:
     @property
     def header(self) -> list[str]:
         """The header of its table."""
-        return [self.unit, *(one.label for one in self.series)]
+        at = ["version"] if self.leads else []
+        return [self.unit, *at, *(one.label for one in self.series)]
 
     def rows(self, most: int = 50) -> list[list[float | None]]:
         """Its table, of at most about ``most`` evenly chosen rows and the last one."""
         step = -(-len(self.x) // most) or 1
         places = sorted({*range(0, len(self.x), step), len(self.x) - 1}) if self.x else []
-        return [[self.x[at], *(one.values[at] for one in self.series)] for at in places]
+        return [
+            [self.x[at], *self.leads[at : at + 1], *(one.values[at] for one in self.series)]
+            for at in places
+        ]
 
 
-def of_run(run: RecordedRun) -> list[Chart]:
-    """The charts of a whole run, those that have anything to show."""
-    found = [*_measured(run), _loss(run), _staleness_over(run), _staleness(run)]
-    return [chart for chart in found if chart is not None and chart.x]
+def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
+    """The same charts over seconds since the run's beginning, where they are over versions."""
+    unit = "seconds of the simulation" if run.is_simulated else "seconds since the beginning"
+    return [
+        replace(chart, unit=unit, x=run.times(versions), leads=versions)
+        if chart.versions
+        else chart
+        for chart in charts
+        for versions in [[int(one) for one in chart.x]]
+    ]
+
+
+def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
+    """The charts of a run, those that have anything to show."""
+    rows = run.columns.updates[run.columns.used]
+    rows = rows[window.within(rows["version"])]
+    measured, loss = _measured(run, window), _loss(rows)
+    found = [*measured, loss, _staleness_over(rows), _staleness(rows)]
+    shown = [chart for chart in found if chart is not None and chart.x]
+    return _over_time(run, shown) if window.over_time else shown
 
 
 def of_both(run: RecordedRun, other: RecordedRun) -> list[Chart]:
@@ -78,13 +131,13 @@ def of_both(run: RecordedRun, other: RecordedRun) -> list[Chart]:
 
 def _curves(run: RecordedRun) -> list[Chart]:
     """What is measured over the versions, by the metric's name."""
-    measured = zip(run.metrics, _measured(run), strict=True)
+    measured = zip(run.metrics, _measured(run, WHOLE), strict=True)
     found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
-    loss = _loss(run)
+    loss = _loss(run.columns.updates[run.columns.used])
     return [*found, loss] if loss is not None else found
 
 
-def of_device(run: RecordedRun, device: int) -> list[Chart]:
+def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Chart]:
     """How a device's updates change over the run."""
     rows = run.columns.updates[run.columns.used & (run.columns.updates["device"] == device)]
     shares = run.directions.shares
@@ -92,26 +145,30 @@ def of_device(run: RecordedRun, device: int) -> list[Chart]:
         apart = shares[device].distance.values
         if len(apart) == len(rows):  # all were recorded with their weights
             rows["norm"] = apart
-    shown = rows[_spread(len(rows))]
-    x = shown["version"].astype(float).tolist()
-    found = [
-        Chart(f"device-{name}", title, "version", x, [Curve(label, _floats(shown[name]), "points")])
-        for name, title, label in (
-            ("norm", "How far its updates alone would move the model", "norm"),
-            ("loss", "Training loss that it reports", "loss"),
-            ("staleness", "Staleness of its updates", "versions late"),
-            ("weight", "Weight that its updates were given", "weight"),
-        )
-    ]
-    return [chart for chart in found if any(one is not None for one in chart.series[0].values)]
+    rows = rows[window.within(rows["version"])]
+    found = []
+    for name, title, label in (
+        ("norm", "How far its updates alone would move the model", "norm"),
+        ("loss", "Training loss that it reports", "loss"),
+        ("staleness", "Staleness of its updates", "versions late"),
+        ("weight", "Weight that its updates were given", "weight"),
+    ):
+        shown = rows[thinned(rows[name])] if len(rows) else rows
+        x = shown["version"].astype(float).tolist()
+        curve = Curve(label, _floats(shown[name]), "points")
+        found.append(Chart(f"device-{name}", title, "version", x, [curve]))
+    known = [chart for chart in found if any(one is not None for one in chart.series[0].values)]
+    return _over_time(run, known) if window.over_time else known
 
 
-def _measured(run: RecordedRun) -> list[Chart]:
+def _measured(run: RecordedRun, window: Window) -> list[Chart]:
     """A chart of each metric."""
     found: list[Chart] = []
+    inside = window.within(np.array([one.version for one in run.measured], np.int64))
+    shown = [run.measured[at] for at in np.flatnonzero(inside).tolist()]
     for name in run.metrics:
-        points = [(one.version, one.metrics[name]) for one in run.measured if name in one.metrics]
-        points = [points[at] for at in _spread(len(points)).tolist()]
+        points = [(one.version, one.metrics[name]) for one in shown if name in one.metrics]
+        points = [points[at] for at in thinned([value for _, value in points])]
         title = "Test accuracy" if name == "accuracy" else f"Test {name}"
         values = [finite(value) for _, value in points]
         found.append(
@@ -123,18 +180,17 @@ def _measured(run: RecordedRun) -> list[Chart]:
     return found
 
 
-def _loss(run: RecordedRun) -> Chart | None:
-    return _of_updates(run, "loss", "Training loss that devices report", "loss, median")
+def _loss(rows: RowArray) -> Chart | None:
+    return _of_updates(rows, "loss", "Training loss that devices report", "loss, median")
 
 
-def _staleness_over(run: RecordedRun) -> Chart | None:
+def _staleness_over(rows: RowArray) -> Chart | None:
     title = "Staleness over the run"
-    return _of_updates(run, "staleness", title, "versions late, median")
+    return _of_updates(rows, "staleness", title, "versions late, median")
 
 
-def _of_updates(run: RecordedRun, name: str, title: str, label: str) -> Chart | None:
-    """The median and the most of a figure of the used updates, over the versions."""
-    rows = run.columns.updates[run.columns.used]
+def _of_updates(rows: RowArray, name: str, title: str, label: str) -> Chart | None:
+    """The median and the most of a figure of used updates, over the versions."""
     found = medians(rows["version"].tolist(), rows[name].tolist())
     if not found.at:
         return None
@@ -144,9 +200,8 @@ def _of_updates(run: RecordedRun, name: str, title: str, label: str) -> Chart | 
     return Chart(name, title, "version", found.at, series)
 
 
-def _staleness(run: RecordedRun) -> Chart | None:
-    """How many updates were how stale, and the weight that these were given."""
-    rows: RowArray = run.columns.updates[run.columns.used]
+def _staleness(rows: RowArray) -> Chart | None:
+    """How many used updates were how stale, and the weight that these were given."""
     if not len(rows):
         return None
     late, counts = np.unique(rows["staleness"], return_counts=True)
@@ -165,11 +220,6 @@ def _staleness(run: RecordedRun) -> Chart | None:
         ],
         versions=False,
     )  # fmt: skip
-
-
-def _spread(length: int) -> Any:
-    """The places of at most ``_POINTS`` evenly chosen values, the first and the last among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, _POINTS)).astype(np.int64))
 
 
 def _floats(values: Sequence[float]) -> list[float | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,11 +58,11 @@ class Selection:
 # pages
 
 
-def overview(run: RecordedRun) -> str:
-    """Curves over versions, staleness, outcomes."""
+def overview(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
+    """Curves over versions or time, staleness, outcomes."""
     return page(
-        run, "overview.html", "Overview", "Overview",
-        facts=facts(run), charts=charts.of_run(run), outcomes=outcomes(run),
+        run, "overview.html", "Overview", "Overview", window=window,
+        facts=facts(run), charts=charts.of_run(run, window), outcomes=outcomes(run),
     )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def devices(run: RecordedRun, sort: str, *, models: bool = False) -> str:
     )  # fmt: skip
 
 
-def device(run: RecordedRun, wanted: int) -> str:
+def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) -> str:
     """One device's part and drift. Raises NotThere."""
     for row in devices_of(run.columns, run.directions.shares):
         if row.device == wanted:
@@ -95,7 +94,8 @@ def device(run: RecordedRun, wanted: int) -> str:
     ]
     return page(
         run, "device.html", f"Device {wanted}", "Devices",
-        device=row, labels=labels, facts=about, charts=charts.of_device(run, wanted),
+        device=row, labels=labels, facts=about, window=window,
+        charts=charts.of_device(run, wanted, window),
     )  # fmt: skip
 
 
@@ -264,14 +264,15 @@ def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
 
 def outcomes(run: RecordedRun) -> list[dict[str, Any]]:
     """How many updates ended how, most first."""
-    rows = run.columns.updates
-    found = Counter(zip(rows["outcome"].tolist(), rows["reason"].tolist(), strict=True))
+    rows, names = run.columns.updates, run.columns.reasons
+    both = rows["outcome"].astype(np.int64) * len(names) + rows["reason"]
+    found, counts = np.unique(both, return_counts=True)
     return [
         {
-            "outcome": OUTCOMES[outcome], "reason": run.columns.reasons[reason],
+            "outcome": OUTCOMES[which // len(names)], "reason": names[which % len(names)],
             "updates": count, "share": count / len(rows),
         }
-        for (outcome, reason), count in found.most_common()
+        for count, which in sorted(zip(counts.tolist(), found.tolist(), strict=True), reverse=True)
     ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,15 @@ class RecordedRun:
             self._portraits = Portraits(self.past, self.columns.numbers.tolist())
         return self._portraits
 
+    def look_around(self, version: int, step: int, is_wanted: Callable[[], bool]) -> None:
+        """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
+
+        ``step``: by how many versions whoever asked moved last.
+        """
+        if self.columns.has(version):
+            self.portraits.look_around(version, step, is_wanted)
+            self.past.fill(version, is_wanted)
+
     @cached_property
     def measured(self) -> list[Measurement]:
         """What was measured, by ascending version. Raises FedstreamError for a foreign table."""
@@ -138,6 +147,18 @@ class RecordedRun:
     def seconds(self, time: float) -> float:
         """Seconds from the run's beginning to a time of the journal."""
         return max(0.0, time - self.past.head.created)
+
+    def times(self, versions: Sequence[int]) -> list[float]:
+        """When versions were made, in seconds from the run's beginning; none is before the last.
+
+        A clock that was set back counts as standing still; of a version that the journal lacks,
+        the time is that of the one before.
+        """
+        made = self.columns.made
+        rows = np.searchsorted(self.columns.numbers, versions, side="right") - 1
+        times = made["time"][self.columns.places[np.maximum(rows, 0)]] - self.past.head.created
+        found: list[float] = np.maximum.accumulate(np.maximum(times, 0.0)).tolist()
+        return found
 
     def digest(self, version: int) -> str:
         """A version's digest. Raises JournalError, KeyError."""

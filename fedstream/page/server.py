@@ -8,7 +8,7 @@ address (DNS rebinding).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from aiohttp import web
 from fedstream.broker.errors import FedstreamError
 from fedstream.page import pages
 from fedstream.page.asking import Asking
+from fedstream.page.charts import Window
 from fedstream.page.jobs import PageJobs
 from fedstream.page.pages import NotThere, Selection
 from fedstream.page.past import Unwanted
@@ -60,6 +61,9 @@ class PageServer:
         self.jobs = PageJobs(run.path, access)
         self._asking = Asking(self.jobs, self._asked)
         self._using = asyncio.Lock()
+        self._waiting = 0  # requests that wait for it
+        self._moment = 0, 0  # the version whose models were shown last, and the step to it
+        self._moved = asyncio.Event()  # since somebody looked around there
 
     def application(self, host: str) -> web.Application:
         """The routes. ``host``: where they are served, for which requests may be too."""
@@ -100,7 +104,35 @@ class PageServer:
                 *self._asking.routes(),
             ]
         )
+        app.cleanup_ctx.append(self._looking_around)
         return app
+
+    async def _looking_around(self, _app: web.Application) -> AsyncIterator[None]:
+        looking = asyncio.create_task(self._look_around(), name="look around")
+        yield
+        self.is_ending = True
+        self._moved.set()
+        await looking
+
+    async def _look_around(self) -> None:
+        """While nobody asks, make ready what will likely be asked after the last moment."""
+
+        def is_idle() -> bool:
+            return not self._waiting and not self.is_ending
+
+        while not self.is_ending:
+            await self._moved.wait()
+            self._moved.clear()
+            moment = self._moment
+            while not self.is_ending and moment is self._moment:
+                async with self._using:
+                    try:
+                        await asyncio.to_thread(self.run.look_around, *moment, is_idle)
+                    except Unwanted:
+                        continue  # somebody asks: go on after that
+                    except FedstreamError:
+                        pass  # who asks for it is told
+                break
 
     async def _asked(self, make: Callable[[RecordedRun], T]) -> T:
         """Ask the run as it stands now."""
@@ -109,9 +141,16 @@ class PageServer:
             self.run = self.run.refresh()
             return make(self.run)
 
-        async with self._using:
+        self._waiting += 1
+        try:
+            await self._using.acquire()
+        finally:
+            self._waiting -= 1
+        try:
             # To the end, even if the client leaves: the next request must not find it in use.
             return await asyncio.shield(asyncio.to_thread(ask))
+        finally:
+            self._using.release()
 
     async def _page(self, make: Callable[[RecordedRun], str]) -> web.Response:
         return _html(await self._asked(make))
@@ -119,8 +158,9 @@ class PageServer:
     async def _failed(self, status: int, title: str, text: str) -> web.Response:
         return _html(await self._asked(lambda run: pages.error(run, title, text)), status)
 
-    async def _overview(self, _request: web.Request) -> web.Response:
-        return await self._page(pages.overview)
+    async def _overview(self, request: web.Request) -> web.Response:
+        window = _window(request.query)
+        return await self._page(lambda run: pages.overview(run, window))
 
     async def _beside(self, _request: web.Request) -> web.Response:
         return await self._page(pages.beside)
@@ -132,7 +172,8 @@ class PageServer:
 
     async def _device(self, request: web.Request) -> web.Response:
         wanted = _whole("device", request.match_info["number"])
-        return await self._page(lambda run: pages.device(run, wanted))
+        window = _window(request.query)
+        return await self._page(lambda run: pages.device(run, wanted, window))
 
     async def _updates(self, request: web.Request) -> web.Response:
         asked = request.query
@@ -151,9 +192,13 @@ class PageServer:
         def is_waiting() -> bool:
             return request.transport is not None and not self.is_ending
 
-        return await self._page(
+        answer = await self._page(
             lambda run: pages.version(run, wanted, to, models=models, is_waiting=is_waiting)
         )
+        if models or self.run.portraits.known(wanted):
+            self._moment = wanted, wanted - self._moment[0]
+            self._moved.set()
+        return answer
 
     async def _go(self, request: web.Request) -> web.Response:
         """The form's answer without JavaScript: whichever field was changed counts."""
@@ -210,6 +255,11 @@ async def _no_icon(_request: web.Request) -> web.Response:
 def static(name: str) -> bytes:
     """A file that comes with the pages."""
     return (files("fedstream.page") / "static" / name).read_bytes()
+
+
+def _window(asked: Mapping[str, str]) -> Window:
+    over_time = asked.get("over") == "time"
+    return Window(_optional("from", asked), _optional("until", asked), over_time)
 
 
 def _optional(name: str, asked: Mapping[str, str]) -> int | None:

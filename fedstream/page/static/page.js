@@ -4,6 +4,8 @@
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const COLOURS = ["one", "two", "three"];
 const drawn = new Map();
+const TWICE_MS = 300; // within which two clicks are a double click
+const REST_MS = 40; // after which the slider rests: longer than a key that is held takes to repeat
 
 function series(one, index) {
   const stroke = colour(COLOURS[index % COLOURS.length]);
@@ -40,16 +42,71 @@ function draw(figure) {
     series: [{ label: about.unit }, ...about.series.map(series)],
     cursor: { drag: { x: true, y: false } },
   };
-  const chart = new uPlot(options, [about.x, ...about.series.map((one) => one.values)], place);
+  const chart = new uPlot(options, data(about), place);
   drawn.set(figure, chart);
   const live = document.querySelector("nav") !== null;
   if (about.versions && live) {
+    let shown = about;
+    let range = "";
+    let going = 0;
     chart.over.style.cursor = "pointer";
     chart.over.addEventListener("click", () => {
       const at = chart.cursor.idx;
-      if (at !== null && at !== undefined && chart.select.width === 0) location.assign(`/versions/${about.x[at]}`);
+      if (at === null || at === undefined || chart.select.width !== 0) return;
+      const path = `/versions/${leads(shown)[at]}`;
+      // Where there is something to return from, it may be the first of two clicks.
+      clearTimeout(going);
+      going = setTimeout(() => location.assign(path), shown === about ? 0 : TWICE_MS);
     });
+    chart.over.addEventListener("dblclick", () => clearTimeout(going));
+    if (figure.closest("[data-windows]")) chart.hooks.setScale = [() => {
+      const { min, max } = chart.scales.x;
+      if (range === `${min} ${max}`) return;
+      range = `${min} ${max}`;
+      closer(figure, chart, about, (finer) => {
+        if (finer === shown) return;
+        shown = finer;
+        chart.setData(data(finer), false);
+        chart.redraw();
+      });
+    }];
   }
+}
+
+const data = (about) => [about.x, ...about.series.map((one) => one.values)];
+const leads = (about) => (about.leads.length ? about.leads : about.x);
+
+// A long run's curve has fewer points than the run has versions: ask for more where it is looked at.
+function closer(figure, chart, about, show) {
+  clearTimeout(figure.asking);
+  figure.asking = setTimeout(async () => {
+    const { min, max } = chart.scales.x;
+    const inside = (x) => x >= min && x <= max;
+    if (about.x.every(inside)) return show(about);
+    const at = about.x.findIndex((x) => x >= min);
+    const until = about.x.findLastIndex((x) => x <= max);
+    const versions = leads(about);
+    const query = new URLSearchParams(location.search);
+    query.set("from", versions[Math.max(0, at - 1)]);
+    query.set("until", versions[Math.min(versions.length - 1, until + 1)]);
+    const answer = await fetch(`${location.pathname}?${query}`);
+    if (!answer.ok) return;
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const found = page.querySelector(`figure[data-chart="${figure.dataset.chart}"] script`);
+    if (found) show(merged(about, JSON.parse(found.textContent)));
+  }, 100);
+}
+
+// The finer points where there are any, and the others around them.
+function merged(about, finer) {
+  const before = about.x.filter((x) => x < finer.x[0]).length;
+  const after = about.x.findIndex((x) => x > finer.x.at(-1));
+  const joined = (whole, part) => [...whole.slice(0, before), ...part, ...(after < 0 ? [] : whole.slice(after))];
+  const series = about.series.map((one) => {
+    const same = finer.series.find((other) => other.label === one.label);
+    return { ...one, values: joined(one.values, same?.values ?? finer.x.map(() => null)) };
+  });
+  return { ...about, x: joined(about.x, finer.x), leads: joined(about.leads, finer.leads), series };
 }
 
 export function drawAll() {
@@ -96,7 +153,7 @@ function follow() {
     }
     if (!models) {
       clearTimeout(resting);
-      resting = setTimeout(() => document.querySelector('#moment[data-models="no"] .more') && show(true), 250);
+      resting = setTimeout(() => document.querySelector('#moment[data-models="no"] .more') && show(true), REST_MS);
     }
   }
 

@@ -7,12 +7,14 @@ there.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import long_run
 from fedstream.page import single
 from fedstream.page.run import RecordedRun
 from tests.fedstream.page.browsing import Tab, served
@@ -20,6 +22,7 @@ from tests.integration.command import TEST_GUARD_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
+MANY = 100_000  # versions
 PAGES = (
     "/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside", "/bisect",
     "/bisect?metric=accuracy&bound=x&every=0", "/what-if", "/what-if?alpha=7&without=99",
@@ -59,6 +62,14 @@ def test_charts_are_drawn_and_lead_to_a_version(tab: Tab) -> None:
         ".getImageData(0, 0, one.width, one.height).data).size > 20)"
     )
     assert all(drawn)
+    page.locator('figure[data-chart="metric-0"] .u-over').click(position={"x": 200, "y": 60})
+    page.wait_for_url(re.compile(r"/versions/\d+0$"))  # a version that was measured
+
+
+def test_curves_over_time_lead_to_versions_too(tab: Tab) -> None:
+    page = tab.go("/")
+    page.get_by_role("link", name="time", exact=True).click()
+    page.wait_for_url("**/?over=time")
     page.locator('figure[data-chart="metric-0"] .u-over').click(position={"x": 200, "y": 60})
     page.wait_for_url(re.compile(r"/versions/\d+0$"))  # a version that was measured
 
@@ -106,6 +117,64 @@ def test_slider_only_shows_where_it_came_to_rest(tab: Tab) -> None:
     assert page.locator("#moment h1").inner_text() == "Version 50"
     rebuilt = [url for url in tab.asked if "models=1" in url]
     assert len(rebuilt) <= 2  # for 5, and for 50
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of 100,000 versions; only the updates of the newest 4,000 have their weights."""
+    folder = tmp_path_factory.mktemp("long")
+    yield long_run.write(folder / "run", MANY, weights=long_run.SEGMENT)
+    shutil.rmtree(folder)  # 0.4 GB
+
+
+def test_a_hundred_thousand_versions(browser: Any, long: Path) -> None:
+    """Opened without an index; keyboard, mouse and charts go anywhere in them."""
+    with served(long) as (link, _):
+        tab = Tab(browser, link)
+        page = tab.go("/")
+        assert page.locator("figure.chart canvas").count() == 5
+        assert "0 to 100,000" in page.locator(".facts").inner_text()
+        # The one version that was far worse is drawn, among some 1,000 of 10,001 measured.
+        about = page.locator('figure[data-chart="metric-0"] script').evaluate(
+            "(one) => JSON.parse(one.textContent)"
+        )
+        worst = about["x"].index(33_330)
+        assert about["series"][0]["values"][worst] == 0.1
+        assert len(about["x"]) < 1100
+        # A part of a curve has more points: the figures of single versions.
+        over = page.locator('figure[data-chart="metric-0"] .u-over')
+        place = over.bounding_box()
+        page.mouse.move(place["x"] + 100, place["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(place["x"] + 104, place["y"] + 50)
+        with page.expect_response(re.compile(r"/\?from=\d+&until=\d+$")):
+            page.mouse.up()
+        over.dblclick()  # shows all of it again, and goes nowhere
+        page.locator('figure[data-chart="loss"] .u-over').click(position={"x": 200, "y": 60})
+        page.wait_for_url(re.compile(r"/versions/\d+$"))
+        assert len([url for url in tab.asked if re.search(r"/versions/\d+$", url)]) == 1
+        tab.go(f"/versions/{MANY // 2}")
+        for key, version in (
+            ("ArrowRight", 50_001), ("PageUp", 60_001), ("PageDown", 50_001), ("ArrowLeft", 50_000),
+            ("Home", 0), ("End", MANY), ("ArrowLeft", MANY - 1),
+        ):  # fmt: skip
+            page.keyboard.press(key)
+            page.locator(f'#moment[data-version="{version}"]').wait_for()
+            assert page.locator("#moment h1").inner_text() == f"Version {version}"
+        shown(page, MANY - 1)
+        page.locator("#version").focus()
+        page.keyboard.press("ArrowLeft")
+        shown(page, MANY - 2)
+        page.locator("input[name=number]").fill("97531")
+        page.keyboard.press("Enter")
+        shown(page, 97_531)
+        assert page.locator("#moment table tbody tr").count() == 3  # its update, two tensors
+        tab.go("/versions/1")  # its weights were not recorded: all else is shown
+        page.get_by_text("No models:").wait_for()
+        tab.go("/devices?sort=-largest")
+        assert page.locator("tbody th").first.inner_text() == str(long_run.POISONED)
+        assert tab.wrong == []
+        tab.context.close()
 
 
 def test_who_ends_the_server_is_told(browser: Any, recorded: Path) -> None:

@@ -7,6 +7,8 @@ import gzip
 import json
 import re
 import shutil
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -17,6 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fedstream.journal import opened
 from fedstream.journal.shares import stats
+from fedstream.page.past import Unwanted
 from fedstream.page.portraits import AHEAD
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import HEADERS, PageServer
@@ -24,6 +27,7 @@ from tests.fedstream.conftest import Command
 from tests.fedstream.page.conftest import CHANGED, VERSIONS, Page
 from tests.fedstream.recordings.scribes import FIRST, flip, two_segments
 from tests.journals import GOLDEN, Scribe
+from tests.support import wait_until
 
 Client: TypeAlias = TestClient[web.Request, web.Application]
 Get = Callable[[str], Awaitable[tuple[int, str]]]
@@ -77,6 +81,52 @@ async def test_a_version_with_its_updates_and_what_was_refused_meanwhile(get: Ge
     page = Page(text)
     assert {"cosine", "weight", "distance to version 10"} <= set(page.cells)
     assert Page((await get("/versions/13?to=10"))[1]).cells == page.cells  # it is remembered
+
+
+async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) -> None:
+    site = PageServer(RecordedRun(recorded))
+    async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+        assert "cosine" not in Page(await _text(client, "/versions/30")).cells
+        assert "cosine" in Page(await _text(client, "/versions/30?models=1")).cells
+        await wait_until(lambda: site.run.portraits.known(31), what="the next version")
+        assert "cosine" in Page(await _text(client, "/versions/31")).cells
+
+
+async def test_looking_ahead_gives_way_to_who_asks_and_to_the_end(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def forever(_run: RecordedRun, _version: int, _step: int, is_idle: Callable[[], bool]) -> None:
+        asked.set()
+        while is_idle():
+            time.sleep(0.001)
+        raise Unwanted
+
+    monkeypatch.setattr(RecordedRun, "look_around", forever)
+    site = PageServer(RecordedRun(recorded))
+    async with asyncio.timeout(60):
+        async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+            for version in (30, 31, 32):
+                assert "cosine" in await _text(client, f"/versions/{version}?models=1")
+                await wait_until(asked.is_set)
+                asked.clear()
+    assert site.is_ending
+
+
+async def test_curves_over_time(get: Get) -> None:
+    """At each point the version to which it leads; the table has both."""
+    _, text = await get("/?over=time")
+    first = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', text)[0])
+    assert first["leads"] == [0, 10, 20, 30, 40, 50, 60]
+    assert first["unit"] == "seconds since the beginning"
+    assert first["x"][1] > 10
+    assert first["x"] == sorted(first["x"])
+    assert Page(text).cells[:3] == ["seconds since the beginning", "version", "accuracy"]
+    assert '<a href="/?over=time" aria-current="true">' in text
+    _, text = await get("/devices/3?over=time")
+    assert "seconds since the beginning" in Page(text).cells
+    assert "seconds since the beginning" not in Page((await get("/devices/3"))[1]).cells
 
 
 async def test_version_0_and_the_newest(get: Get) -> None:
