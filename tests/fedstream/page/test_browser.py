@@ -195,7 +195,7 @@ def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) 
         assert page.locator("canvas").count() == 0
         page.locator("summary").first.click()
         assert page.locator("details[open] table tbody tr").count() == 7  # as often as measured
-        page.get_by_role("link", name="Versions").click()
+        page.get_by_role("link", name="Versions", exact=True).click()
         assert page.locator("h1").inner_text() == "Version 60"
         page.locator("input[name=number]").fill("31")
         page.locator("input[name=to]").fill("10")
