@@ -16,7 +16,7 @@ from fedstream.page import charts
 from fedstream.page.columns import each
 from fedstream.page.devices import DEVICE_COLUMNS, DeviceRow, devices_of
 from fedstream.page.portraits import LayerGap, Portrait, Push
-from fedstream.page.questions import rule_of
+from fedstream.page.questions import rule_of, worsening
 from fedstream.page.run import RecordedRun
 from fedstream.page.templating import (
     LACKING,
@@ -63,6 +63,7 @@ def overview(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
     return page(
         run, "overview.html", "Overview", "Overview", window=window,
         facts=facts(run), charts=charts.of_run(run, window), outcomes=outcomes(run),
+        it=worsening(run),
     )  # fmt: skip
 
 
@@ -237,7 +238,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
             found.append(("accuracy, best", f"{measure(best)} at {at}"))
     found += [
         ("updates used", shown_count(used)),
-        ("updates refused", shown_count(len(columns.updates) - used)),
+        ("updates not used", shown_count(len(columns.updates) - used)),
         ("staleness", f"{late.mean():.2f} mean, {int(late.max()):,} most" if used else ""),
         ("devices that took part", shown_count(len(np.unique(columns.updates["device"])))),
         ("received", shown_bytes(int(columns.updates["bytes"].sum()))),

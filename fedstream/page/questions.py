@@ -14,12 +14,15 @@ from math import isfinite
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
+import numpy as np
+
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.journal.replay import Replayer
 from fedstream.page.run import RecordedRun
 from fedstream.recordings.bisect import Limit, limit_of
 
 _MEASUREMENTS = 50  # approximate number of versions that a curve of another rule has
+_MOST_SETTINGS = 50
 _DIGITS = 18  # more than any version or device has
 _PROGRAM = re.compile(r"[:\\]")  # its name has a colon, which a quoted value can also escape
 
@@ -102,21 +105,45 @@ def bisection(fields: Fields) -> tuple[Bisection | None, Problems]:
     return Bisection(metric, limit, every), {}
 
 
+@dataclass(frozen=True)
+class Worsening:
+    """A metric's first value, its best, and the worst after that."""
+
+    metric: str
+    is_loss: bool  # better if it is less
+    first: float
+    best: float
+    worst: float
+
+    @property
+    def is_grave(self) -> bool:
+        """Whether more than half of what was gained was lost."""
+        return abs(self.worst - self.best) > abs(self.best - self.first) / 2
+
+
+def worsening(run: RecordedRun) -> Worsening | None:
+    """What became of the first metric; None where nothing was measured."""
+    metric = run.metrics[0] if run.metrics else "accuracy"
+    is_loss = "loss" in metric or "error" in metric
+    values = [one.metrics[metric] for one in run.measured if metric in one.metrics]
+    values = [value for value in values if isfinite(value)]
+    if not values:
+        return None
+    best = (min if is_loss else max)(values)
+    worst = (max if is_loss else min)(values[values.index(best) :])
+    return Worsening(metric, is_loss, values[0], best, worst)
+
+
 def first_bisection(run: RecordedRun) -> dict[str, str]:
     """A form to begin with: the first metric, and half way from its best to its worst after that.
 
     No bound where nothing was measured, or where it never got worse.
     """
-    metric = run.metrics[0] if run.metrics else "accuracy"
-    above = "loss" in metric or "error" in metric
-    found = {"metric": metric, "side": "above" if above else "below", "bound": "", "every": ""}
-    values = [one.metrics[metric] for one in run.measured if metric in one.metrics]
-    values = [value for value in values if isfinite(value)]
-    if values:
-        best = (min if above else max)(values)
-        worst = (max if above else min)(values[values.index(best) :])
-        found["bound"] = _between(best, worst)
-    return found
+    it = worsening(run)
+    if it is None:
+        return {"metric": "accuracy", "side": "below"}
+    side = "above" if it.is_loss else "below"
+    return {"metric": it.metric, "side": side, "bound": _between(it.best, it.worst)}
 
 
 def _between(one: float, other: float) -> str:
@@ -144,6 +171,8 @@ def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Prob
     quick = [(name, f"{key}={reading.text(name)}") for name, key in _KEYS.items()]
     given = [(name, item) for name, item in quick if reading.text(name)]
     given += [("set", one.strip()) for one in reading.text("set").splitlines() if one.strip()]
+    if len(given) > _MOST_SETTINGS:
+        reading.problems["set"] = f"{len(given)} settings: at most {_MOST_SETTINGS}"
     for name, item in [("strategy", f"name={strategy}"), *given] if strategy else given:
         if _PROGRAM.search(item):
             reading.problems[name] = (
@@ -216,8 +245,11 @@ def _refused(
         return found
 
     found: Problems = {}
-    with _noting(found, "without"):
-        Replayer(run.journal, without=without).close()
+    updates = run.columns.updates[run.columns.used]  # a replay would read all records for this
+    if missing := without - set(np.unique(updates["device"]).tolist()):
+        found["without"] = (
+            f"device {min(missing)} never took part (the run has {run.past.head.devices} devices)"
+        )
     with _noting(found, "from"):
         Replayer(run.journal, from_version=begin).close()
     if tried(len(given)):  # by which of them?

@@ -14,6 +14,7 @@ from fedstream.page.questions import (
     first_bisection,
     other_rule,
     rule_of,
+    worsening,
 )
 from fedstream.page.run import RecordedRun
 from fedstream.recordings.bisect import Limit
@@ -53,15 +54,18 @@ def test_a_bisection_begins_half_way_from_the_best_to_what_came_after(
     run: RecordedRun, tmp_path: Path
 ) -> None:
     assert first_bisection(run)["bound"] == ""  # accuracy only rises here
-    for rows, metric, side, bound in (
-        (("0,0.1", "10,0.9", "20,0.0", "30,0.8"), "accuracy", "below", "0.5"),
-        (("0,0.984", "10,0.981"), "accuracy", "below", "0.982"),
-        (("0,5.0", "10,1.0", "20,nan", "30,3.1"), "test_loss", "above", "2"),
+    for rows, metric, side, bound, grave in (
+        (("0,0.1", "10,0.9", "20,0.0", "30,0.8"), "accuracy", "below", "0.5", True),
+        (("0,0.1", "10,0.984", "20,0.981"), "accuracy", "below", "0.982", False),
+        (("0,5.0", "10,1.0", "20,nan", "30,3.1"), "test_loss", "above", "2", True),
     ):
         table = tmp_path / "metrics.csv"
         lines = [f"{row.replace(',', ',1,1,1,')}\n" for row in rows]
         table.write_text("".join([f"version,seconds,updates,total_updates,{metric}\n", *lines]))
         found = first_bisection(RecordedRun(run.path, metrics=table))
+        worse = worsening(RecordedRun(run.path, metrics=table))
+        assert worse is not None
+        assert worse.is_grave is grave
         wanted = (metric.removeprefix("test_"), side, bound)
         assert (found["metric"], found["side"], found["bound"]) == wanted
         assert bisection(found)[0] is not None
@@ -93,6 +97,7 @@ def test_another_rule_as_the_form_has_it(run: RecordedRun) -> None:
         ({"alpha": "0.1", "set": "strategy.alhpa=1"}, "set", "alhpa"),
         ({"set": "trainer.threads=1"}, "set", "a replay can change only the strategy"),
         ({"set": "strategy.alpha"}, "set", "expected key=value"),
+        ({"set": "strategy.alpha=0.1\n" * 51}, "set", "51 settings: at most 50"),
         ({"strategy": "fedasink"}, "strategy", "fedasync"),
         ({"strategy": "scaffold"}, "strategy", "control variates"),
         ({"staleness": "hinge", "set": "strategy.staleness.b=-1"}, "set", "staleness.b"),
