@@ -59,6 +59,9 @@ _WATCH = """() => {
   };
   new MutationObserver(note).observe(moment, { attributes: true });
 }"""
+_SHOWN = """(wanted) => window.seen.find(
+  (one) => one.version === wanted.version && (one.models === "yes" || !wanted.models)
+)"""
 _DRAWN = """() => {
   const charts = document.querySelectorAll("figure.chart").length;
   return charts > 0 && charts === document.querySelectorAll("canvas").length;
@@ -215,12 +218,11 @@ def keys(chromium: Any, server: Serving, versions: int, *, models: bool) -> Foun
 
     def press(key: str, by: int) -> float:
         wanted = int(page.locator("#moment").get_attribute("data-version")) + by
-        shown = f"one.version === {wanted}" + (' && one.models === "yes"' if models else "")
+        page.evaluate("() => { window.seen.length = 0; }")
         page.keyboard.press(key)
-        page.wait_for_function(f"seen.some((one) => {shown})")
-        after = page.evaluate(f"seen.find((one) => {shown}).after")
-        page.evaluate("seen.length = 0")
-        return float(after) / 1000
+        asked = {"version": wanted, "models": models}
+        page.wait_for_function(f"(wanted) => ({_SHOWN})(wanted) !== undefined", arg=asked)
+        return float(page.evaluate(_SHOWN, asked).get("after")) / 1000
 
     what = "models" if models else "version"
     near = [press("ArrowRight", 1) for _ in range(LOOKS // 2)]

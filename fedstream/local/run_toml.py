@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tomli_w
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.settings import RedisSettings
 from fedstream.runtime.config import dump
-from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
+
+if TYPE_CHECKING:
+    from fedstream.settings.config import Settings
 
 _MARK = "# redis.url is of a Redis that ends with this run\n"  # the file's first line
 _AWAY_S = 30.0  # once such a Redis has been away this long, it won't come back

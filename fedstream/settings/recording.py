@@ -11,13 +11,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import ConfigError
 from fedstream.journal import RuleChanged, journal_of, opened
 from fedstream.journal.rebuild import check_sources, rule_of
 from fedstream.runtime.config import load
 from fedstream.runtime.plugins import allowing, runs_program
-from fedstream.settings.config import Settings, options, read
+
+if TYPE_CHECKING:  # looking at a recording takes no service's settings
+    from fedstream.settings.config import Settings
 
 CONFIG = "run.toml"
 TRUST = "--trust-recorded-code"
@@ -84,6 +87,8 @@ def settings_of(
     what can be done without the task. Raises ConfigError if only the recording names the task,
     unless it is ``trusted``.
     """
+    from fedstream.settings.config import Settings, options, read
+
     if config is not None:
         return read(config, sets, options(**given))
     journal = journal_of(folder).resolve()
