@@ -115,6 +115,30 @@ def robust_scores(values: Sequence[float | None]) -> list[float]:
     ]
 
 
+def shade_of_score(score: float | None) -> int:
+    """The shade of a robust z-score: 0 is usual, 1 to 3 more and more above, -1 to -3 below."""
+    if score is None:
+        return 0
+    shade = 3 if abs(score) > OUTLIER else 2 if abs(score) > OUTLIER / 2 else int(abs(score) > 1)
+    return shade if score > 0 else -shade
+
+
+def mark_of_score(score: float | None) -> str:
+    """▲ or ▼ for an outlier: what its colour says, for those who don't see it."""
+    if score is None or abs(score) <= OUTLIER:
+        return ""
+    return "▲" if score > 0 else "▼"
+
+
+def style_of_score(score: float | None) -> str:
+    """The classes that a figure has in the style sheet."""
+    shade = shade_of_score(score)
+    if not shade:
+        return ""
+    name = f"heat {'above' if shade > 0 else 'below'}{abs(shade)}"
+    return f"{name} outlier" if mark_of_score(score) else name
+
+
 def _mean(rows: RowArray, name: str) -> float | None:
     known = _known(rows, name)
     return float(known.mean()) if len(known) else None

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedstream import __version__
-from fedstream.page.devices import DEVICE_COLUMNS, OUTLIER
+from fedstream.page.devices import DEVICE_COLUMNS, OUTLIER, mark_of_score, style_of_score
 from fedstream.runtime.visible import visible
 from fedstream.terminal import counted, number
 
@@ -32,7 +32,12 @@ def _templates() -> Environment:
         trim_blocks=True, lstrip_blocks=True, finalize=_shown,
     )  # fmt: skip
     found.filters |= _FILTERS
-    found.globals |= {"device_columns": DEVICE_COLUMNS, "outlier": OUTLIER}
+    found.globals |= {
+        "device_columns": DEVICE_COLUMNS,
+        "outlier": OUTLIER,
+        "mark_of": mark_of_score,
+        "style_of": style_of_score,
+    }
     return found
 
 

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.page.devices import devices_of, robust_scores
+from fedstream.page.devices import (
+    devices_of,
+    mark_of_score,
+    robust_scores,
+    style_of_score,
+)
 from fedstream.page.index import columns_of
 
 
@@ -28,6 +33,14 @@ def test_the_large_device_stands_out_and_no_other(recorded: Path) -> None:
     rows = devices_of(columns_of(recorded / "journal"))
     assert {row.device for row in rows if "norm" in row.outliers} == {3}
     assert {row.device for row in rows if "loss" in row.outliers} == set()
+
+
+def test_a_figures_colour_says_what_its_mark_says() -> None:
+    scores = (None, 0.9, 1.1, -2.0, 3.6, -3.6)
+    assert [style_of_score(one) for one in scores] == [
+        "", "", "heat above1", "heat below2", "heat above3 outlier", "heat below3 outlier",
+    ]  # fmt: skip
+    assert [mark_of_score(one) for one in scores] == ["", "", "", "", "▲", "▼"]
 
 
 def test_scores_are_robust() -> None:

@@ -173,6 +173,9 @@ async def test_devices_are_sorted_and_the_outlier_is_marked(get: Get) -> None:
     assert first[1] == "3"
     assert Page(text).cells.count("▲ 50") == 2  # the mean and the most
     assert 'aria-sort="descending"' in text
+    assert re.search(
+        r'<td class="heat above3 outlier" title="robust z-score [\d.]+">▲ 50</td>', text
+    )
     _, text = await get("/devices/3")
     assert "It stands out in" in text
     assert (await get("/devices?sort=nothing"))[0] == 404

@@ -9,8 +9,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedstream.broker.messages import OUTCOMES
-from fedstream.page.devices import OUTLIER, robust_scores
-from fedstream.page.live.panels.heat import shade_of_score
+from fedstream.page.devices import (
+    OUTLIER,
+    mark_of_score,
+    robust_scores,
+    shade_of_score,
+    style_of_score,
+)
 from fedstream.page.live.scene import Scene, SceneRows
 from fedstream.page.templating import cell_of
 
@@ -60,17 +65,12 @@ class DeviceCell:
     @property
     def style(self) -> str:
         """Its classes in the style sheet."""
-        if not self.shade:
-            return ""
-        shade = f"heat {'above' if self.shade > 0 else 'below'}{abs(self.shade)}"
-        return f"{shade} outlier" if self.mark else shade
+        return style_of_score(self.score)
 
     @property
     def mark(self) -> str:
         """▲ or ▼ for an outlier."""
-        if self.score is None or abs(self.score) <= OUTLIER:
-            return ""
-        return "▲" if self.score > 0 else "▼"
+        return mark_of_score(self.score)
 
 
 @dataclass(frozen=True)

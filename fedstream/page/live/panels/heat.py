@@ -13,7 +13,6 @@ import numpy as np
 
 from fedstream.observe.display import duration
 from fedstream.observe.history import BINS
-from fedstream.page.devices import OUTLIER
 from fedstream.page.live.scene import SceneRows
 
 LEVELS = 6  # shades above an empty cell
@@ -44,14 +43,6 @@ def level_of(value: float, most: float) -> int:
     if value <= 0 or most <= 0:
         return 0
     return max(1, min(LEVELS, ceil(LEVELS * log(1 + value) / log(1 + most))))
-
-
-def shade_of_score(score: float | None) -> int:
-    """The shade of a robust z-score: 0 is usual, 1 to 3 more and more above, -1 to -3 below."""
-    if score is None:
-        return 0
-    shade = 3 if abs(score) > OUTLIER else 2 if abs(score) > OUTLIER / 2 else int(abs(score) > 1)
-    return shade if score > 0 else -shade
 
 
 def staleness_over_time(

@@ -7,13 +7,12 @@ from math import nan
 import numpy as np
 import pytest
 
-from fedstream.page.devices import OUTLIER
+from fedstream.page.devices import OUTLIER, shade_of_score
 from fedstream.page.live.panels.devices import SHOWN, device_heat
 from fedstream.page.live.panels.heat import (
     COLUMNS,
     LEVELS,
     level_of,
-    shade_of_score,
     slice_of,
     staleness_over_time,
 )
