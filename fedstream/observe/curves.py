@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fedstream.observe.history import History
 from fedstream.runtime.visible import visible
@@ -95,13 +96,13 @@ class Medians(NamedTuple):
     most: list[float]  # empty if each value is a group of its own
 
 
-def medians(at: Sequence[float], values: Sequence[float]) -> Medians:
+def medians(at: npt.ArrayLike, values: npt.ArrayLike) -> Medians:
     """The median and the maximum of at most 150 groups of successive values, the finite ones.
 
     A median, because single values may be extreme.
     """
-    known = np.isfinite(np.asarray(values, float))
-    x, y = np.asarray(at, float)[known], np.asarray(values, float)[known]
+    x, y = np.asarray(at, float), np.asarray(values, float)
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
     if not len(y):
         return Medians([], [], [])
     groups = np.array_split(y, min(_GROUPS, len(y)))

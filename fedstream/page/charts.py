@@ -191,7 +191,7 @@ def _staleness_over(rows: RowArray) -> Chart | None:
 
 def _of_updates(rows: RowArray, name: str, title: str, label: str) -> Chart | None:
     """The median and the most of a figure of used updates, over the versions."""
-    found = medians(rows["version"].tolist(), rows[name].tolist())
+    found = medians(rows["version"], rows[name])
     if not found.at:
         return None
     series = [Curve(label, [*found.middle])]

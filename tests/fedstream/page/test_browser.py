@@ -74,6 +74,20 @@ def test_curves_over_time_lead_to_versions_too(tab: Tab) -> None:
     page.wait_for_url(re.compile(r"/versions/\d+0$"))  # a version that was measured
 
 
+def test_from_a_version_to_its_device_and_on_to_another_version(tab: Tab) -> None:
+    page = tab.go("/versions/34")
+    page.get_by_role("table", name="Updates that made it").locator("tbody th a").click()
+    page.wait_for_url("**/devices/3")
+    page.get_by_role("link", name="Those that were refused").click()
+    assert page.locator("tbody tr").count() == 5
+    page.get_by_label("outcome").select_option("applied")
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url("**/updates?device=3&outcome=applied**")
+    assert page.locator("tbody tr").count() == 6
+    page.locator("tbody tr").nth(1).locator("td a").first.click()
+    page.wait_for_url("**/versions/14")
+
+
 def test_slider_follows_the_keyboard_and_the_address_follows_it(tab: Tab) -> None:
     page = tab.go("/versions/30?to=10")
     shown(page, 30)

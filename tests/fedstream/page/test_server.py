@@ -129,6 +129,20 @@ async def test_curves_over_time(get: Get) -> None:
     assert "seconds since the beginning" not in Page((await get("/devices/3"))[1]).cells
 
 
+async def test_an_accuracy_that_fell_leads_to_bisect(recorded: Path, tmp_path: Path) -> None:
+    table = tmp_path / "metrics.csv"
+    rows = ("0,0,0,0,0.1", "20,1,20,20,0.9", "40,2,20,40,0.2")
+    table.write_text("version,seconds,updates,total_updates,accuracy\n" + "\n".join(rows) + "\n")
+    app = PageServer(RecordedRun(recorded, metrics=table)).application("127.0.0.1")
+    async with TestClient(TestServer(app)) as client:
+        text = await _text(client, "/")
+        assert "accuracy was 0.9, and 0.2 afterwards" in text
+        assert Page(text).links.count("/bisect") == 2  # in the navigation too
+        assert 'name="bound" inputmode="decimal" size="8" required value="0.6"' in await _text(
+            client, "/bisect"
+        )
+
+
 async def test_version_0_and_the_newest(get: Get) -> None:
     assert "no update made this version" in (await get("/versions/0"))[1]
     _, text = await get(f"/versions/{VERSIONS}")
@@ -286,6 +300,7 @@ async def test_two_runs_side_by_side_and_where_they_part(recorded: Path, other: 
         text = " ".join((await (await client.get("/beside")).text()).split())
     assert f"They part with version {CHANGED + 1}: the same update of device 5 weighs" in text
     assert f"Version {CHANGED + 1} of A" in text
+    assert {"/bisect", "/what-if?set=strategy.alpha%3D0.25"} <= set(Page(text).links)
     assert f"Version {CHANGED + 1} of B" in text
     charts = re.findall(r'data-chart="(.*?)"', text)
     assert charts == ["metric-accuracy", "metric-loss", "loss"]
