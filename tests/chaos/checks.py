@@ -13,6 +13,8 @@ from tests.chaos.effects import OUTCOMES, Life
 from tests.chaos.faults import UPDATERS
 
 LOST = "given_up:lost with Redis"
+ASTRAY = "given_up:entry lost"
+DAMAGED = ("digest", "size", "wire length")  # why an update was refused
 _ROUNDING = 1e-4  # of float32 sums of some hundred numbers below 1
 
 
@@ -179,6 +181,19 @@ def none_lost(facts: Facts) -> Iterator[str]:
         yield f"task {task} is open and admitted, but not in the queue"
 
 
+def none_astray(facts: Facts) -> Iterator[str]:
+    """As long as Redis forgets nothing, no task is lost on its way to a device."""
+    if len(facts.lives) == 1 and (n := facts.counts.get(ASTRAY, 0)):
+        yield f"{n} tasks lost their entries"
+
+
+def undamaged(facts: Facts) -> Iterator[str]:
+    """What a trainer sent arrived as it was sent."""
+    for why in DAMAGED:
+        if n := facts.counts.get(f"refused:{why}", 0):
+            yield f"{n} updates were refused: {why}"
+
+
 def same_arithmetic(facts: Facts) -> Iterator[str]:
     """The journal is what the rule's formulas make of what the trainers sent."""
     yield from facts.account.wrong
@@ -245,9 +260,9 @@ def as_expected(facts: Facts) -> Iterator[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    balanced, at_any_moment, counted, told_as_counted, lost_once, once, none_lost,
-    same_arithmetic, same_bits, same_vectors, same_feedback, same_quarantines, one_digest,
-    understood, as_expected,
+    balanced, at_any_moment, counted, told_as_counted, lost_once, once, none_lost, none_astray,
+    undamaged, same_arithmetic, same_bits, same_vectors, same_feedback, same_quarantines,
+    one_digest, understood, as_expected,
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import NoRun, Unavailable
-from fedstream.broker.keys import Keys
+from fedstream.broker.keys import GATEWAY, Keys
 from fedstream.local.ports import HeldPort
 from tests.chaos.checks import Facts, complaints
-from tests.chaos.faults import GATEWAY, TRAINERS, UPDATERS, Kind, Plan
+from tests.chaos.faults import GATEWAYS, TRAINERS, UPDATERS, Kind, Plan
 from tests.chaos.front import Front
 from tests.chaos.history import gathered
 from tests.chaos.inject import Injector
@@ -76,11 +77,11 @@ async def _chaos(plan: Plan, zygote: Zygote, folder: Path, stuck_s: float) -> As
         if isinstance(server, Server):
             for name in plan.names:
                 wires[name] = await stack.enter_async_context(Wire(server.port))
-        port = stack.enter_context(HeldPort()).number
-        front = Front(port, plan.seed)
+        ports = {name: stack.enter_context(HeldPort()).number for name in GATEWAYS}
+        front = Front([*ports.values()], plan.seed)
         if plan.over_http:
             await stack.enter_async_context(front)
-        yield Chaos(plan, zygote, folder, server, wires, front, port, stuck_s)
+        yield Chaos(plan, zygote, folder, server, wires, front, ports, stuck_s)
 
 
 class Chaos:
@@ -94,10 +95,10 @@ class Chaos:
         server: Server | Sentineled,
         wires: dict[str, Wire],
         front: Front,
-        port: int,
+        ports: Mapping[str, int],
         stuck_s: float,
     ) -> None:
-        """``port``: the gateway's; ``front``: what is before it."""
+        """``ports``: the gateway's replicas'; ``front``: what is before them."""
         self._plan = plan
         self._folder = folder
         self._stuck_s = stuck_s
@@ -118,7 +119,7 @@ class Chaos:
                 if isinstance(server, Server)
                 else server.environment
             )
-            | ({"FEDSTREAM_HTTP__PORT": str(port)} if name == GATEWAY else {})
+            | ({"FEDSTREAM_HTTP__PORT": str(ports[name])} if name in ports else {})
             | ({PLATTER: str(folder / "platter")} if name in UPDATERS else {})
             | ({WIRE: plan.formats[TRAINERS.index(name)]} if name in TRAINERS else {})
             for name in plan.names
@@ -126,7 +127,7 @@ class Chaos:
         self.services = Services(zygote, folder, own)
         self._front = front
         self._phones = Phones(
-            zygote, folder, self._ledger, common, devices=plan.over_http,
+            zygote, folder, self._ledger, server, common, devices=plan.over_http,
             url=front.url if plan.over_http else "",
         )  # fmt: skip
         self._injector = Injector(
@@ -138,7 +139,8 @@ class Chaos:
     @property
     def did(self) -> Mapping[str, int]:
         """What faults came to that may come to nothing."""
-        return self._injector.did + self._front.did
+        forgotten = Counter({"devices that Redis forgot": self._phones.forgotten})
+        return self._injector.did + self._front.did + forgotten
 
     def _settings(self) -> dict[str, str]:
         plan = self._plan

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import cycle, islice
 from typing import Literal, TypeAlias
 
 Rule: TypeAlias = Literal["fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold"]
@@ -18,7 +19,7 @@ UPDATER = "updater"  # whichever leads when its turn has come
 UPDATERS = ("updater-1", "updater-2")
 TRAINERS = ("trainer-1", "trainer-2")
 NAMES = (*UPDATERS, "coordinator", "scheduler", *TRAINERS)
-GATEWAY = "gateway"  # where devices come over HTTP
+GATEWAYS = ("gateway-1", "gateway-2")  # replicas, where devices come over HTTP
 OVER_HTTP = (0, 1, 2, 3, 4, 5)  # which they are, of ten: the others are the trainers'
 # What the trainers send updates in, in every other pair of runs, by what the rule takes.
 FORMATS = {
@@ -72,10 +73,10 @@ SENTINELED = (
     Kind.FAILOVER, Kind.SPLIT, Kind.KILL, Kind.FAILOVER, Kind.USURP, Kind.SPLIT, Kind.DOUBLE,
     Kind.FAILOVER, Kind.DISK, Kind.SPLIT, Kind.CLOCK, Kind.PAUSE, Kind.TWICE, Kind.EIO, Kind.ROT,
 )  # fmt: skip
-# Redis forgets nothing here: whom a gateway knows is nowhere else (docs/how-to/gateway.md).
+# Where Redis forgets whom a gateway knows, an operator invites the devices again (phones.py).
 WITH_GATEWAY = (
     Kind.KILL, Kind.HANG_UP, Kind.PAUSE, Kind.PARTITION, Kind.CRASH, Kind.CUT, Kind.LATE,
-    Kind.USURP, Kind.DELAY, Kind.MEMORY, Kind.EIO,
+    Kind.REWIND, Kind.USURP, Kind.DELAY, Kind.EMPTY, Kind.MEMORY, Kind.BACKUP, Kind.EIO,
 )  # fmt: skip
 ALONE = tuple(
     kind for kind in Kind if kind not in (Kind.FAILOVER, Kind.SPLIT, Kind.HANG_UP, Kind.CRASH)
@@ -129,7 +130,7 @@ class Plan:
     @property
     def names(self) -> tuple[str, ...]:
         """The services."""
-        return (*NAMES, GATEWAY) if self.over_http else NAMES
+        return (*NAMES, *GATEWAYS) if self.over_http else NAMES
 
     def __str__(self) -> str:
         watched = ", sentinels" if self.sentinels else ""
@@ -188,7 +189,7 @@ def _possible(kind: Kind, sync: Sync) -> Kind:
 def _drawn(rng: random.Random, kind: Kind, at: int, *, gateway: bool) -> Fault:
     victims = _VICTIMS.get(kind, ("",))
     if gateway and kind in _VICTIMS:
-        victims = (*victims, *[GATEWAY] * len(victims))  # every other time
+        victims = (*victims, *islice(cycle(GATEWAYS), len(victims)))  # every other time
     return Fault(
         at=at, after_s=round(rng.uniform(0, 0.3), 3), kind=kind,
         seconds=round(rng.uniform(0, _LASTS[kind]), 3),

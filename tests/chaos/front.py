@@ -1,6 +1,7 @@
 """The way from devices to their gateway: requests come twice, late, out of order, or not at all.
 
-It knows HTTP, so that it can repeat a request as a proxy or a device's own library would.
+It balances load, so that each connection of a device may be to another replica. It knows HTTP, so
+that it can repeat a request as a proxy or a device's own library would.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import web
@@ -22,11 +25,15 @@ _HOPS = {"connection", "keep-alive", "transfer-encoding", "content-length", "exp
 
 
 class Front:
-    """A proxy that makes trouble with one request in four, drawn from a seed."""
+    """A proxy that makes trouble with one request in four, drawn from a seed.
 
-    def __init__(self, port: int, seed: int) -> None:
-        """``port``: the gateway's."""
-        self._to = f"http://127.0.0.1:{port}"
+    And with one upload in seven more: it is cut amid its body.
+    """
+
+    def __init__(self, ports: Sequence[int], seed: int) -> None:
+        """``ports``: the replicas'."""
+        self._ports = ports
+        self._port_of: WeakKeyDictionary[asyncio.Transport, int] = WeakKeyDictionary()
         self._rng = random.Random(seed)
         self._open: set[asyncio.Transport] = set()
         self._copies: set[asyncio.Task[None]] = set()
@@ -70,6 +77,7 @@ class Front:
         transport = request.transport
         if transport is None:
             return web.Response()
+        port = self._port_of.setdefault(transport, self._rng.choice(self._ports))
         self._open.add(transport)
         try:
             body = await request.read()
@@ -84,7 +92,12 @@ class Front:
             elif drawn < 0.18:
                 self.did["requests repeated behind later ones"] += 1
                 self._copy(request, body, self._rng.uniform(0.1, _LATE_S))
-            status, headers, said = await self._passed(request, body)
+            elif drawn < 0.32 and "Upload-Complete" in request.headers and len(body) > 1:
+                self.did["uploads cut amid their bodies"] += 1
+                part = body[: self._rng.randrange(1, len(body))]
+                await self._begin(port, request, part, len(body))
+                return self._none(request)
+            status, headers, said = await self._passed(port, request, body)
             if drawn > 0.94:
                 self.did["answers lost"] += 1
                 return self._none(request)
@@ -100,21 +113,32 @@ class Front:
             request.transport.abort()
         return web.Response()
 
+    async def _begin(self, port: int, request: web.Request, part: bytes, size: int) -> None:
+        """Send the head of a request and a part of its body, and hang up."""
+        given = [(n, v) for n, v in request.headers.items() if n.lower() not in _HOPS]
+        given.append(("Content-Length", str(size)))
+        lines = [f"{request.method} {request.raw_path} HTTP/1.1", *map(": ".join, given), "", ""]
+        with suppress(OSError):  # the gateway is away
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write("\r\n".join(lines).encode() + part)
+            await asyncio.sleep(_HOLD_S / 4)  # so that it is read
+            writer.close()
+
     def _copy(self, request: web.Request, body: bytes, after_s: float) -> None:
         async def sent() -> None:
             await asyncio.sleep(after_s)
             with suppress(aiohttp.ClientError, TimeoutError):  # the gateway is away
-                await self._passed(request, body)
+                await self._passed(self._rng.choice(self._ports), request, body)
 
         copy = asyncio.create_task(sent())
         self._copies.add(copy)
         copy.add_done_callback(self._copies.discard)
 
     async def _passed(
-        self, request: web.Request, body: bytes
+        self, port: int, request: web.Request, body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         given = [(n, v) for n, v in request.headers.items() if n.lower() not in _HOPS]
-        url = URL(self._to + request.raw_path, encoded=True)
+        url = URL(f"http://127.0.0.1:{port}{request.raw_path}", encoded=True)
         async with self._session.request(
             request.method, url, headers=given, data=body or None,
             skip_auto_headers=("Content-Type", "User-Agent"), allow_redirects=False,

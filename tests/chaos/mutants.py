@@ -55,6 +55,7 @@ class Mutant:
     after: str
     kinds: tuple[Kind, ...]  # of fault that reach it
     seeds: tuple[int, ...] = (0, 1, 2, 3)
+    over_http: bool = False  # played with a gateway and devices over HTTP
 
     def plant(self, root: Path) -> None:
         """Changes the file. Raises ValueError if what it changes is not there, or several times."""
@@ -207,6 +208,40 @@ MUTANTS = (
         '    sends: Sends = "model"\n', "    sends: Sends\n",
         (Kind.KILL,), (0, 1, 6, 7),
     ),
+    Mutant(
+        "a gateway acknowledges a task when it gets it", "coordinator/gateway/tasks.py",
+        "        self._desk.hold(Held(task, entry, group.stream, is_new=is_new), now)\n",
+        "        self._desk.hold(Held(task, entry, group.stream, is_new=is_new), now)\n"
+        '        await self._client.call("XACK", group.stream, TRAINERS, entry.id)\n',
+        (Kind.HANG_UP,), over_http=True,
+    ),
+    Mutant(
+        "a device gets another device's task", "coordinator/gateway/desk.py",
+        "return seat.tasks[0] if seat is not None and seat.tasks else None",
+        "return next(iter(self._held.values()), None)",
+        (Kind.HANG_UP,), over_http=True,
+    ),
+    Mutant(
+        "a device hears of an error of the gateway's while Redis is away",
+        "coordinator/gateway/app.py",
+        "                if error.retriable:\n", "                if False:\n",
+        (Kind.PARTITION, Kind.CUT), over_http=True,
+    ),
+    Mutant(
+        "an upload that was cut is filled up", "coordinator/gateway/uploads.py",
+        '"more bytes came than the upload was to have") from None\n',
+        '"more bytes came than the upload was to have") from None\n'
+        "        except Exception:\n"
+        "            for number, chunk in chunks.take(bytes(chunks._length - chunks.received)):\n"
+        "                await use(number, chunk)\n",
+        (Kind.HANG_UP,), over_http=True,
+    ),
+    Mutant(
+        "an update over HTTP says the newest version as its base", "coordinator/gateway/uploads.py",
+        "tau=report.tau, base=report.base,",
+        "tau=self._current.head.version, base=self._current.head.given,",
+        (Kind.HANG_UP,), over_http=True,
+    ),
 )  # fmt: skip
 
 
@@ -241,7 +276,9 @@ def copied(into: Path) -> None:
         shutil.copytree(ROOT / package, into / package, symlinks=True, ignore=left)
 
 
-def play(mutant: Mutant | None, kinds: Sequence[Kind], seeds: Sequence[int]) -> Played:
+def play(
+    mutant: Mutant | None, kinds: Sequence[Kind], seeds: Sequence[int], *, over_http: bool
+) -> Played:
     """Plays seeds in a copy of the project, with the mutant in it, until one fails."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fedstream-mutant-") as folder:
@@ -252,7 +289,7 @@ def play(mutant: Mutant | None, kinds: Sequence[Kind], seeds: Sequence[int]) -> 
             [
                 sys.executable, "-m", "tests.chaos", "--of", str(FAULTS), "--at-once", "1",
                 "--stuck-s", str(_STUCK_S), "--until-failure", "--seed", *map(str, seeds),
-                "--only", *kinds,
+                *(["--gateway"] if over_http else []), "--only", *kinds,
             ],
             cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         ).stdout  # fmt: skip
@@ -267,15 +304,15 @@ def play(mutant: Mutant | None, kinds: Sequence[Kind], seeds: Sequence[int]) -> 
 
 
 @cache
-def baseline(kinds: tuple[Kind, ...], seeds: tuple[int, ...]) -> Played:
+def baseline(kinds: tuple[Kind, ...], seeds: tuple[int, ...], over_http: bool) -> Played:
     """The same without a mutant, where everything should hold."""
-    return play(None, kinds, seeds)
+    return play(None, kinds, seeds, over_http=over_http)
 
 
 def judged(mutant: Mutant) -> Verdict:
     """Plays a mutant's seeds, and without it those that were played."""
-    played = play(mutant, mutant.kinds, mutant.seeds)
-    return Verdict(mutant, played, baseline(mutant.kinds, played.seeds))
+    played = play(mutant, mutant.kinds, mutant.seeds, over_http=mutant.over_http)
+    return Verdict(mutant, played, baseline(mutant.kinds, played.seeds, mutant.over_http))
 
 
 def row(verdict: Verdict) -> dict[str, str]:

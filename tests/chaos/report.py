@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from fedstream.broker.keys import GATEWAY
 from fedstream.experiments import machine
 from tests.chaos.account import USED
 from tests.chaos.checks import LOST
 from tests.chaos.driver import Outcome
-from tests.chaos.faults import GATEWAY
 from tests.chaos.formats import feeds_back
 
 _COLUMNS = (
@@ -70,7 +70,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         did["updates sent with what earlier ones left"] += fed_back(outcome)
     processes = "six processes"
     if any(outcome.plan.over_http for outcome in outcomes):
-        processes = "seven processes, devices over HTTP"
+        processes = "eight processes, two replicas of a gateway and devices over HTTP"
     rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(outcome) for outcome in outcomes)]
     return "\n".join([
         "# Faults", "",

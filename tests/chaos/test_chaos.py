@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.driver import run
-from tests.chaos.faults import ALONE, GATEWAY, WITH_GATEWAY, Kind, plan
+from tests.chaos.faults import ALONE, GATEWAYS, WITH_GATEWAY, Kind, plan
 from tests.chaos.report import came_over_http, told
 from tests.chaos.services import Zygote
 
@@ -36,13 +36,19 @@ async def test_runs_under_faults_keep_the_guarantees() -> None:
 
 
 async def test_devices_over_http_are_treated_as_trainers_are() -> None:
-    """Requests are lost, repeated and late all the time, and the gateway is killed besides."""
+    """Requests are lost, repeated and late all the time, and the gateway is killed besides.
+
+    Redis forgets which devices have enrolled, too.
+    """
     drawn = plan(0, len(WITH_GATEWAY), WITH_GATEWAY, gateway=True)
     kills = [one for one in drawn.faults if one.kind in (Kind.KILL, Kind.PARTITION)]
-    aimed = tuple(replace(one, target=GATEWAY) if one in kills else one for one in drawn.faults)
+    aimed = tuple(replace(one, target=GATEWAYS[0]) if one in kills else one for one in drawn.faults)
     async with Zygote() as zygote:
         outcome = await run(replace(drawn, faults=aimed), zygote)
     assert not outcome.complaints, told(outcome)
     assert came_over_http(outcome) > 10
-    for what in ("requests lost", "requests sent twice at once", "answers lost"):
+    for what in (
+        "requests lost", "requests sent twice at once", "requests repeated behind later ones",
+        "uploads cut amid their bodies", "answers lost", "devices that Redis forgot",
+    ):  # fmt: skip
         assert outcome.did[what], what

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.chaos.account import Account, Note, accounted
-from tests.chaos.checks import LOST, Facts, complaints
+from tests.chaos.checks import ASTRAY, LOST, Facts, complaints
 from tests.chaos.effects import Life, Told
 from tests.chaos.history import replayed
 from tests.chaos.pages import chain, counting
@@ -113,6 +113,21 @@ def test_uncounted_reason_is_found(right: Facts) -> None:
 
 def test_unreadable_entry_is_found(right: Facts) -> None:
     assert failed(counting_as(right, dead_letters=1)) == {"understood"}
+
+
+def test_damaged_update_is_found(right: Facts) -> None:
+    damaged = counting_as(right, **{"refused:not finite": 0, "refused:digest": 1})
+    assert failed(damaged) == {"undamaged"}
+
+
+def test_task_that_went_astray_is_found(right: Facts) -> None:
+    counts = Counter(right.counts) + Counter({"given_up": 1, ASTRAY: 1})
+    ended = [*right.lives[0].ended, {"task": "open", "outcome": "given_up"}]
+    life = replace(right.lives[0], counts=counts, counted=counts, ended=ended, open=set())
+    astray = replace(right, counts=counts, open=0, lives=(life,))
+    assert failed(astray) == {"none_astray"}
+    forgetful = replace(astray, lives=(life, replace(life, fell_back=True)))
+    assert "none_astray" not in failed(forgetful)
 
 
 def test_miscounted_outcome_is_found(right: Facts) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.faults import (
     ALONE,
-    GATEWAY,
+    GATEWAYS,
     STRATEGIES,
     SYNCS,
     WITH_GATEWAY,
@@ -53,9 +53,11 @@ def test_some_faults_overlap() -> None:
 
 
 def test_gateway_is_hit_as_often_as_all_others_together() -> None:
-    plans = [plan(seed, 11, WITH_GATEWAY, gateway=True) for seed in range(30)]
+    plans = [plan(seed, 14, WITH_GATEWAY, gateway=True) for seed in range(30)]
     aimed = [fault.target for one in plans for fault in one.faults if fault.target]
-    assert 0.35 < aimed.count(GATEWAY) / len(aimed) < 0.65
+    times = [aimed.count(name) for name in GATEWAYS]
+    assert 0.35 < sum(times) / len(aimed) < 0.65
+    assert all(times)
     assert {one.strategy for one in plans} == {*STRATEGIES} - {"scaffold"}
-    assert all(GATEWAY in one.names and one.over_http for one in plans)
-    assert GATEWAY not in plan(0, 11).names
+    assert all({*GATEWAYS} <= {*one.names} and one.over_http for one in plans)
+    assert not {*GATEWAYS} & {*plan(0, 14).names}

@@ -160,7 +160,7 @@ async def test_successor_waits_until_the_first_has_committed_or_ended(
         await wait_until(lambda: is_asleep(first) and control["hold"])
         control["held"] = 1.0
         await wait_until(lambda: redis.life == 2 and not is_asleep(first))
-        assert is_asleep(successor)
+        await wait_until(lambda: is_asleep(successor))
         assert control["hold"]
 
         if commits:
