@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from fedstream.broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.journal import opened
+from fedstream.journal.shares import Share, stats
 from fedstream.page import charts, pages
 from fedstream.page.devices import devices_of
+from fedstream.page.portraits import AHEAD
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import static
 
@@ -54,8 +57,17 @@ def single(run: RecordedRun) -> str:
         run, "single.html", "Report", "",
         policy=_policy(styles, scripts), styles=styles, scripts=scripts, total=len(numbers),
         facts=pages.facts(run), charts=charts.of_run(run), outcomes=pages.outcomes(run),
-        devices=pages.sorted_devices(devices_of(run.columns), "device"), views=views,
+        devices=pages.sorted_devices(devices_of(run.columns, _shares(run)), "device"), views=views,
     )  # fmt: skip
+
+
+def _shares(run: RecordedRun) -> dict[int, Share] | None:
+    """What all models say of each device; None if they can't be made again."""
+    try:
+        with opened(run.journal) as chain:
+            return stats(chain, AHEAD)
+    except FedstreamError:  # the views tell why
+        return None
 
 
 def _policy(styles: list[Markup], scripts: list[Markup]) -> str:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.journal import opened
+from fedstream.journal.shares import stats
 from fedstream.page import single
+from fedstream.page.portraits import AHEAD
 from fedstream.page.run import RecordedRun
 from tests.fedstream.conftest import Command
 from tests.fedstream.page.conftest import VERSIONS, Page
@@ -24,7 +27,15 @@ def test_command_writes_it_beside_the_other_files(
     page = Page((tmp_path / "report.html").read_text())
     assert page.loaded == []
     assert page.links == ["#main"]
-    assert {"cosine", "refused: not finite", "▲ 50", "drift since version 0"} <= set(page.cells)
+    assert {"cosine", "refused: not finite", "drift since version 0"} <= set(page.cells)
+
+
+def test_devices_are_measured_as_a_replay_does(recorded: Path) -> None:
+    with opened(recorded / "journal") as chain:
+        share = stats(chain, AHEAD)[2]
+    text = single.single(RecordedRun(recorded))
+    for figure in (share.distance.mean, share.cosine.mean):
+        assert f'data-value="{figure}"' in text
 
 
 def test_it_does_not_tell_where_the_run_is(recorded: Path) -> None:
