@@ -45,6 +45,13 @@ function draw(figure) {
   const chart = new uPlot(options, data(about), place);
   drawn.set(figure, chart);
   const live = document.querySelector("nav") !== null;
+  if (about.versions && !live) {  // in one file, a slider shows the version
+    chart.over.addEventListener("click", () => {
+      const at = chart.cursor.idx;
+      if (at === null || at === undefined || chart.select.width !== 0) return;
+      figure.dispatchEvent(new CustomEvent("moment", { detail: leads(about)[at], bubbles: true }));
+    });
+  }
   if (about.versions && live) {
     let shown = about;
     let range = "";

@@ -26,6 +26,7 @@ function sortable(table) {
 
 function slide(bar, moments) {
   const range = bar.querySelector("input");
+  const numbers = moments.map((one) => Number(one.querySelector("[id]").id.split("-")[1]));
   const show = (place) => {
     moments.forEach((one, at) => {
       one.hidden = at !== place;
@@ -39,7 +40,13 @@ function slide(bar, moments) {
   const wanted = () => moments.findIndex((one) => one.querySelector("[id]").id === location.hash.slice(1));
   bar.hidden = false;
   range.max = moments.length - 1;
-  range.addEventListener("input", () => history.replaceState(null, "", `#${show(Number(range.value))}`));
+  const go = (place) => history.replaceState(null, "", `#${show(place)}`);
+  range.addEventListener("input", () => go(Number(range.value)));
+  addEventListener("moment", (event) => {
+    const apart = numbers.map((number) => Math.abs(number - event.detail));
+    go(apart.indexOf(Math.min(...apart)));
+    bar.scrollIntoView();
+  });
   addEventListener("hashchange", () => wanted() >= 0 && show(wanted()));
   show(wanted() >= 0 ? wanted() : moments.length - 1);
 }

@@ -241,6 +241,9 @@ def test_report_in_one_file(browser: Any, recorded: Path, tmp_path: Path) -> Non
     assert not page.locator("#version-31").is_visible()
     page.keyboard.press("End")
     page.locator("#version-60").wait_for()
+    page.locator('figure[data-chart="metric-0"] .u-over').click(position={"x": 200, "y": 60})
+    page.wait_for_function("location.hash.match(/^#version-[1-5]0$/)")  # one that was measured
+    page.locator(page.evaluate("location.hash")).wait_for()
     devices = page.locator("table.devices")
     for wanted in ("3", "7"):  # the most refused first, then least: all others have none
         devices.get_by_role("button", name="refused").first.press("Enter")
