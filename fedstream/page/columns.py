@@ -153,6 +153,13 @@ class Columns:
             return end, end
         return (int(self.made["end"][place - 1]) if place else 0), end
 
+    def continues(self, before: Columns) -> bool:
+        """Whether this has all that an earlier look found, and then perhaps more."""
+        return (
+            self.segments[: len(before.segments)] == before.segments
+            and self.made[: len(before.made)].tobytes() == before.made.tobytes()
+        )
+
     def nearest(self, version: int) -> int:
         """The version that the journal has, nearest to a number."""
         place = int(np.searchsorted(self.numbers, version))

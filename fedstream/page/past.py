@@ -49,7 +49,7 @@ class Unwanted(Exception):
 class _Copy:
     """Where a rebuild stood after a version was made."""
 
-    segment: int
+    segment: str  # file name
     record: Record
     rebuild: Rebuild
 
@@ -67,6 +67,7 @@ class Past:
             chain = stack.enter_context(opened(journal))
             self._closing = stack.pop_all()
         self.journal = journal
+        self._memory = memory
         self._chain = list(cuts(chain))
         self.head = chain[-1].head
         self.layout: Layout = chain[-1].layout
@@ -77,10 +78,26 @@ class Past:
         self._stride = max(_STRIDE, -(-versions // max(1, fit * 3 // 4)))
         self._copies: OrderedDict[int, _Copy] = OrderedDict()  # by version, least used first
         self._origin: Model | None = None
-        self._filled: dict[int, int] = {}  # segment -> version up to which copies were left
-        self._full: set[int] = set()  # segments in which they were left to the end
+        self._filled: dict[str, int] = {}  # segment -> version up to which copies were left
+        self._full: set[str] = set()  # segments in which they were left to the end
         self._may_fill = _FILLED  # bytes
         self._room = Model(self.layout)  # for one update at a time
+
+    def reopened(self) -> Past:
+        """The journal as it stands now, with the copies that were left; closes this one.
+
+        Only what was appended may be new. Raises JournalError.
+        """
+        self.close()
+        other = Past(self.journal, memory=self._memory)
+        newest = self._name(len(self._chain) - 1)
+        other._copies, other._origin = self._copies, self._origin
+        other._filled, other._full = self._filled, self._full - {newest}
+        other._may_fill = self._may_fill
+        return other
+
+    def _name(self, number: int) -> str:
+        return self._chain[number][0].path.name
 
     def close(self) -> None:
         """Close the files."""
@@ -197,15 +214,15 @@ class Past:
         for number in sorted(range(len(self._chain)), key=lambda one: abs(one - here)):
             if not self._most or self._may_fill <= 0:
                 return
-            if number in self._full:
+            name, (segment, _) = self._name(number), self._chain[number]
+            if name in self._full:
                 continue
-            segment, _ = self._chain[number]
-            begin = self._known(self._filled.get(number, segment.standing.version), number)
+            begin = self._known(self._filled.get(name, segment.standing.version), number)
             at = segment.beginning.at if begin is None else begin.record.end
             for passed in self._steps(number, begin, None, is_wanted):
                 self._may_fill -= passed.record.end - at
-                self._filled[number], at = passed.version, passed.record.end
-            self._full.add(number)
+                self._filled[name], at = passed.version, passed.record.end
+            self._full.add(name)
 
     def _near(self, version: int, number: int, is_wanted: Callable[[], bool]) -> _Copy | None:
         """A copy of a version, which is left there; None if it is not made that way.
@@ -224,9 +241,10 @@ class Past:
             return None
         return found if found is not None and found.version == version else None
 
-    def _known(self, version: int, segment: int) -> _Copy | None:
+    def _known(self, version: int, number: int) -> _Copy | None:
         """The nearest copy in a segment, at or before a version."""
-        there = [at for at, one in self._copies.items() if one.segment == segment and at <= version]
+        name = self._name(number)
+        there = [at for at, one in self._copies.items() if at <= version and one.segment == name]
         if not there:
             return None
         self._copies.move_to_end(max(there))
@@ -265,7 +283,7 @@ class Past:
     def _left(self, number: int, record: Record, rebuild: Rebuild) -> _Copy:
         """Leave a copy behind."""
         version = record.entry.version
-        self._copies[version] = _Copy(number, record, rebuild.copy())
+        self._copies[version] = _Copy(self._name(number), record, rebuild.copy())
         self._copies.move_to_end(version)
         while len(self._copies) > self._most:
             passing = (at for at in self._copies if at % self._stride)  # where somebody was once

@@ -83,6 +83,14 @@ class Portraits:
         self._known: OrderedDict[int, Portrait] = OrderedDict()
         self._pair: tuple[tuple[int, int], tuple[LayerGap, ...]] | None = None
 
+    def continued(self, past: Past, versions: Sequence[int]) -> Portraits:
+        """Those of the same run with more versions: what does not depend on these is known."""
+        other = Portraits(past, versions)
+        other._known.update(
+            (version, one) for version, one in self._known.items() if one.ahead == AHEAD
+        )
+        return other
+
     def known(self, version: int) -> Portrait | None:
         """The portrait of a version if that was looked at before."""
         return self._known.get(version)

@@ -58,8 +58,16 @@ class RecordedRun:
         other = self.other and self.other.refresh()
         if marks(self.journal) == self._marks and other is self.other:
             return self
+        fresh = RecordedRun(self.path, metrics=self._table, other=other)
+        if self._past is not None and fresh.columns.continues(self.columns):
+            fresh._past = self._past.reopened()
+            if self._portraits is not None:
+                fresh._portraits = self._portraits.continued(
+                    fresh._past,
+                    fresh.columns.numbers.tolist(),
+                )
         self._closing()
-        return RecordedRun(self.path, metrics=self._table, other=other)
+        return fresh
 
     def close(self) -> None:
         """Close the files."""
@@ -94,12 +102,15 @@ class RecordedRun:
             self._portraits = Portraits(self.past, self.columns.numbers.tolist())
         return self._portraits
 
-    def look_around(self, version: int, step: int, is_wanted: Callable[[], bool]) -> None:
+    def look_around(self, version: int, step: int | None, is_wanted: Callable[[], bool]) -> None:
         """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
 
-        ``step``: by how many versions whoever asked moved last.
+        ``step``: by how many versions whoever asked moved last; None: nobody asked for a version
+        yet, so only this one is looked at.
         """
-        if self.columns.has(version):
+        if step is None:
+            self.portraits.of(version, is_wanted)
+        elif self.columns.has(version):
             self.portraits.look_around(version, step, is_wanted)
             self.past.fill(version, is_wanted)
 

@@ -62,7 +62,8 @@ class PageServer:
         self._asking = Asking(self.jobs, self._asked)
         self._using = asyncio.Lock()
         self._waiting = 0  # requests that wait for it
-        self._moment = 0, 0  # the version whose models were shown last, and the step to it
+        # The version whose models were shown last, and the step to it; None: none was yet.
+        self._moment: tuple[int, int | None] | None = None
         self._moved = asyncio.Event()  # since somebody looked around there
 
     def application(self, host: str) -> web.Application:
@@ -124,7 +125,7 @@ class PageServer:
             await self._moved.wait()
             self._moved.clear()
             moment = self._moment
-            while not self.is_ending and moment is self._moment:
+            while not self.is_ending and moment is not None and moment is self._moment:
                 async with self._using:
                     try:
                         await asyncio.to_thread(self.run.look_around, *moment, is_idle)
@@ -160,7 +161,10 @@ class PageServer:
 
     async def _overview(self, request: web.Request) -> web.Response:
         window = _window(request.query)
-        return await self._page(lambda run: pages.overview(run, window))
+        answer = await self._page(lambda run: pages.overview(run, window))
+        if self._moment is None:
+            self._look_at(self.run.newest, None)  # where the link to the versions leads
+        return answer
 
     async def _beside(self, _request: web.Request) -> web.Response:
         return await self._page(pages.beside)
@@ -196,9 +200,12 @@ class PageServer:
             lambda run: pages.version(run, wanted, to, models=models, is_waiting=is_waiting)
         )
         if models or self.run.portraits.known(wanted):
-            self._moment = wanted, wanted - self._moment[0]
-            self._moved.set()
+            self._look_at(wanted, wanted - (self._moment[0] if self._moment else wanted))
         return answer
+
+    def _look_at(self, version: int, step: int | None) -> None:
+        self._moment = version, step
+        self._moved.set()
 
     async def _go(self, request: web.Request) -> web.Response:
         """The form's answer without JavaScript: whichever field was changed counts."""

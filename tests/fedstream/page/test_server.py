@@ -92,6 +92,14 @@ async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) 
         assert "cosine" in Page(await _text(client, "/versions/31")).cells
 
 
+async def test_the_newest_version_is_ready_once_somebody_looks(recorded: Path) -> None:
+    site = PageServer(RecordedRun(recorded))
+    async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+        await _text(client, "/")
+        await wait_until(lambda: site.run.portraits.known(VERSIONS), what="the newest version")
+        assert site.run.portraits.known(30) is None
+
+
 async def test_looking_ahead_gives_way_to_who_asks_and_to_the_end(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +360,35 @@ async def test_a_run_that_goes_on_is_shown_as_it_stands(tmp_path: Path) -> None:
         scribe.update()
         scribe.close()
         assert (await client.get("/versions/2?models=1")).status == 200
+
+
+async def test_models_stay_known_while_a_run_goes_on(tmp_path: Path) -> None:
+    """But for those of the newest versions, which look at later ones; none of another run."""
+    scribe = Scribe(tmp_path / "journal")
+    for _ in range(40):
+        scribe.update()
+    scribe.writer.sync()
+    run = RecordedRun(tmp_path)
+    for version in (20, 35):
+        run.portraits.of(version)
+    scribe.update()
+    scribe.segment()
+    scribe.update()
+    scribe.writer.sync()
+    again = run.refresh()
+    assert again is not run
+    assert again.portraits.known(20) == RecordedRun(tmp_path).portraits.of(20)
+    assert again.portraits.known(35) is None
+    patience = iter([True, True])
+    assert again.past.model(34, lambda: next(patience))  # from the copy that was left there
+    for version in (35, 41, 42):
+        assert again.portraits.of(version) == RecordedRun(tmp_path).portraits.of(version)
+    scribe.close()
+    shutil.rmtree(tmp_path / "journal")
+    two_segments(tmp_path / "journal", seed=1)
+    other = again.refresh()
+    assert other.portraits.known(20) is None
+    assert other.portraits.of(5) == RecordedRun(tmp_path).portraits.of(5)
 
 
 async def test_names_from_a_strangers_journal_do_no_harm(tmp_path: Path) -> None:
