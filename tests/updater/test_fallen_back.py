@@ -16,8 +16,8 @@ from fedstream.broker.records import End
 from fedstream.strategies import FedAvgSettings
 from fedstream.updater.loop import Loop
 from tests.support import Hand, Proxy, context, running, wait_until
+from tests.updater.breaking import COMMIT, CREATE, Disk, makes_more
 from tests.updater.journalled import backed_up, go_back, held, reasons, records
-from tests.updater.test_faults import COMMIT, CREATE, Disk, makes_more
 
 ROUNDS = FedAvgSettings(clients_per_round=9)
 

@@ -10,8 +10,8 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from tests.support import Hand, at_rest, context, layout_of, running, wait_until
+from tests.updater.breaking import Disk, makes_more
 from tests.updater.journalled import forget_newest
-from tests.updater.test_faults import Disk, makes_more
 
 
 @pytest.fixture(autouse=True)

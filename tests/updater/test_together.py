@@ -17,8 +17,8 @@ from fedstream.journal import Taken
 from fedstream.journal.recorder import Recorder
 from fedstream.strategies import FedAvgSettings
 from tests.support import Hand, Proxy, context, layout_of, running, wait_until
+from tests.updater.breaking import COMMIT, makes_more
 from tests.updater.journalled import records
-from tests.updater.test_faults import COMMIT, makes_more
 
 
 @pytest.fixture
