@@ -85,6 +85,7 @@ bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.page
+	$(BIN)/python -m benchmarks.viewers
 
 reproduce: .venv/installed  ## AFL's tables 2 and 3 and figures 1, 2, 5 on MNIST anew (FEDSTREAM_DATA; about half an hour)
 	$(BIN)/python -m fedstream reproduce --again afl-mnist-table2 afl-mnist-table3 afl-mnist-scaffold afl-mnist-arrivals

@@ -46,7 +46,7 @@ class Entry:
         return time_in(self.id)
 
 
-def _entries(rows: Any) -> list[Entry]:
+def entries_of(rows: Any) -> list[Entry]:
     """Entries from a reply; without our field, ``data`` is empty, which decodes to no message."""
     return [_entry(*row) for row in rows]
 
@@ -91,7 +91,7 @@ class Reader:
     def found(self, reply: Any) -> dict[str, list[Entry]]:
         """The new entries in a reply; the next read begins behind them."""
         # A stream that was restored without entries (an older state of Redis) comes with none.
-        found = {name.decode(): _entries(rows) for name, rows in reply or () if rows}
+        found = {name.decode(): entries_of(rows) for name, rows in reply or () if rows}
         for name, entries in found.items():
             self._after[name] = entries[-1].id
         return found
@@ -136,7 +136,7 @@ class Group:
                 raise
             await self.ensure()
             return []
-        return [entry for _, rows in reply or () for entry in _entries(rows)]
+        return [entry for _, rows in reply or () for entry in entries_of(rows)]
 
     async def claim(
         self, *, idle_ms: int, most: int, own: bool = False, quiet: bool = False, count: int = 10
@@ -157,7 +157,7 @@ class Group:
             self.group, self.consumer, idle_ms, most, self.consumer if own else "", count,
             "quiet" if quiet else "", *((self._largest, PARTS) if self._largest else ()),
         )  # fmt: skip
-        return _entries(taken), [(_entry(*row), int(times)) for row, times in poison]
+        return entries_of(taken), [(_entry(*row), int(times)) for row, times in poison]
 
     async def renew(self, entry: Entry) -> bool:
         """Renew the lease on an entry; False if it is another consumer's, or done."""
@@ -192,7 +192,7 @@ class Group:
             if not lost(error):
                 raise
             return []
-        return [entry for some in rows for entry in _entries(some) if entry.id.encode() in ours]
+        return [entry for some in rows for entry in entries_of(some) if entry.id.encode() in ours]
 
     async def release(self, entry: Entry) -> bool:
         """Hand an entry back for anyone to claim at once; False if it is another consumer's.
@@ -244,7 +244,7 @@ def reading(groups: Sequence[Group], *, count: int, block_ms: int) -> Command:
 def given(groups: Sequence[Group], reply: Any) -> list[tuple[Group, Entry]]:
     """The entries in a reply to :func:`reading`, each with its group."""
     of = {group.stream.encode(): group for group in groups}
-    return [(of[stream], entry) for stream, rows in reply or () for entry in _entries(rows)]
+    return [(of[stream], entry) for stream, rows in reply or () for entry in entries_of(rows)]
 
 
 def lost(error: BrokerError) -> bool:

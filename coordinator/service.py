@@ -22,6 +22,7 @@ from fedstream.broker.streams import Group
 from fedstream.coordinator.app import App
 from fedstream.coordinator.entries import LARGEST, Entries
 from fedstream.coordinator.intake import EntryIntake
+from fedstream.coordinator.page import MakePage
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.coordinator.sites import served
 from fedstream.coordinator.sweep import Sweep
@@ -46,8 +47,9 @@ class Coordinator:
         name: str,
         anarchic: bool = False,
         token: SecretStr | None = None,
+        page: MakePage | None = None,
     ) -> None:
-        """``anarchic``: devices decide for themselves when to train."""
+        """``anarchic``: devices decide for themselves when to train. ``page``: None for no page."""
         self._settings = settings
         self._anarchic = anarchic
         self._lease = lease
@@ -56,10 +58,11 @@ class Coordinator:
         self._client = Client(redis, name)
         self._ledger = CoordinatorLedger(self._client, keys, name)
         self._app = App(self._client, self._ledger, keys, settings.downloads, token)
+        self._page = None if page is None else page(self._client)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """Status and models, over HTTP."""
-        return self._app.routes()
+        """Status and models, and the live page, over HTTP."""
+        return (*self._app.routes(), *(self._page.routes() if self._page else ()))
 
     async def run(self, context: Context) -> None:
         """Work until stop."""
@@ -85,5 +88,7 @@ class Coordinator:
             async with asyncio.TaskGroup() as group:
                 group.create_task(repeat(context, "entries", intake.step))
                 group.create_task(repeat(context, "sweep", sweep.step, within_s=_SWEPT_WITHIN_S))
+                if self._page is not None:
+                    group.create_task(self._page.run(context))
         finally:
             await client.close()

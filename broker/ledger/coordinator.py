@@ -46,7 +46,10 @@ RIGHTS = Rights(
         "concurrent", "rates", "letters", "sites", "update:*", "queued:*", "control:*",
         "quarantine:*",
     ),
-    reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
+    reads=(
+        "run", "head", "lineage", "kept", "models", "model:*", "device:*",
+        "leader:scheduler", "leader:updater",  # the live page says who is missing
+    ),
     writes=("queue", "dead"),
     commands=(
         "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zmscore", "hgetall", "info",

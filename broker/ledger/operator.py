@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from fedstream.broker import blobs, lease, streams
 from fedstream.broker.commands import Command
 from fedstream.broker.ledger import scheduler, trainer
+from fedstream.broker.ledger.finishing import FINISH_RUN, Finishing
 from fedstream.broker.ledger.gateway import Registration
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import packed, verdict
@@ -37,13 +38,13 @@ RIGHTS = Rights(
         "rename", "zlexcount",  # by hand: bring back what was put aside, count a site's letters
     ),
     scripts=(
-        LOOK, MAY, _RETRY, _SET_QUARANTINE, _INVITE, _SET_ACCESS,
+        LOOK, MAY, FINISH_RUN, _RETRY, _SET_QUARANTINE, _INVITE, _SET_ACCESS,
         *lease.SCRIPTS, scheduler.TRIGGER, streams.CLAIM, trainer.FINISH,
     ),
 )  # fmt: skip
 
 
-class OperatorLedger(Watch, Models, Register):
+class OperatorLedger(Watch, Models, Register, Finishing):
     """The run as operators and their commands see and change it."""
 
     async def retry(self, letter: str, before: str, trigger: Trigger) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgpack
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BadMessage, NoScript
 from fedstream.broker.ledger.plumbing import Ledger
-from fedstream.broker.records import Head, Run, Tally, View, mapping, trigger_of
+from fedstream.broker.records import Bookmark, Head, Run, Tally, View, mapping, trigger_of
 from fedstream.broker.scripts import Script
 
 LOOK = Script("look")
@@ -91,6 +91,16 @@ class Watch(Overview):
         except NoScript:
             return await self.look()
         return self._view(reply)
+
+
+def asked_since(place: Bookmark | None) -> tuple[str | bytes, ...]:
+    """How to ask a look for what changed since a place; None: for all."""
+    return ("all",) if place is None else ("since", place.id, place.field, place.value)
+
+
+def paired(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Names and values in turn, as pairs."""
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def news_since(seen: Tally, block_ms: int) -> Command:
@@ -173,6 +183,17 @@ class MemoryUse(Ledger):
         info = await self._client.call("INFO", "memory")
         found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
         return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
+
+
+def about_trainer(data: bytes | None, since: bytes | None) -> dict[str, Any]:
+    """How a trainer describes itself, and what it has said since; {} if that can't be read."""
+    try:
+        found = _about(data or b"")
+    except BadMessage:
+        return {}
+    with suppress(BadMessage):
+        found |= _map(since or b"\x80")
+    return found
 
 
 def _about(data: bytes) -> dict[str, Any]:

@@ -8,7 +8,7 @@ or if the log was cut since.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedstream.broker import lease
@@ -20,8 +20,10 @@ from fedstream.broker.ledger.reading import (
     LOOKED_AT,
     MemoryUse,
     Overview,
+    asked_since,
     device_of,
     news_since,
+    paired,
 )
 from fedstream.broker.messages import CloseRound, Trigger, Withdraw
 from fedstream.broker.records import Bookmark, Changes, Tally
@@ -46,7 +48,7 @@ class SchedulerLedger(Overview, MemoryUse):
 
         Raises NoRun until the run is created.
         """
-        return self._changes(await self._run(LOOK, 0, *_asked(place)), {})
+        return self._changes(await self._run(LOOK, 0, *asked_since(place)), {})
 
     async def changes_after(
         self,
@@ -63,7 +65,7 @@ class SchedulerLedger(Overview, MemoryUse):
         Returns how many tasks were opened, and the new look, after at most ``block_ms``. Raises
         NoRun, and Fenced as :meth:`trigger` does.
         """
-        look = LOOK.command(self.keys.__dict__, 0, *_asked(place))
+        look = LOOK.command(self.keys.__dict__, 0, *asked_since(place))
         first = (opening.command,) if opening else ()
         try:
             *opened, _, reply = await self._client.pipeline(
@@ -81,10 +83,10 @@ class SchedulerLedger(Overview, MemoryUse):
             found: dict[str, Trigger | None] = {trigger.task: trigger for trigger in opened}
         else:
             found = {}
-            for name, data in _pairs(tasks):
+            for name, data in paired(tasks):
                 task = name.decode()
                 found[task] = None if data is None else own.get(task) or Trigger.decode(data)
-        named = [(name, b"") for name in devices] if how_devices == b"all" else _pairs(devices)
+        named = [(name, b"") for name in devices] if how_devices == b"all" else paired(devices)
         owned = {
             device: owner is not None
             for name, owner in named
@@ -120,12 +122,3 @@ class SchedulerLedger(Overview, MemoryUse):
     async def ask(self, wish: CloseRound | Withdraw) -> None:
         """Ask the coordinator to end a round or to give up tasks."""
         await self._client.call("XADD", self.keys.triggers, "*", "m", wish.encode())
-
-
-def _asked(place: Bookmark | None) -> tuple[str | bytes, ...]:
-    """How to ask for what changed since a place."""
-    return ("all",) if place is None else ("since", place.id, place.field, place.value)
-
-
-def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))

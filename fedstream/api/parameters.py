@@ -25,6 +25,7 @@ class Tables(TypedDict, total=False):
 
     run: ConfigTable
     http: ConfigTable
+    page: ConfigTable
     log: ConfigTable
     solver: SolverLike
     solvers: Sequence[ConfigTable]

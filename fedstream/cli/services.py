@@ -42,11 +42,17 @@ def _serve(
         refuse_ended(settings, path)
         if role == "trainer":
             settings = for_joining_trainer(settings, path)
-    raise typer.Exit(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
+    page = None
+    if role == "coordinator":
+        from fedstream.page.live.service import live_page
+
+        page = live_page(settings)
+    name = check_name("--name", name or socket.gethostname())
+    raise typer.Exit(serve_role(role, settings, name, page))
 
 
 def coordinator(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
-    """Turn triggers into tasks, admit answers, serve status and models over HTTP."""
+    """Turn triggers into tasks, admit answers, serve status, models and the live page over HTTP."""
     _serve("coordinator", config, sets, name)
 
 

@@ -58,6 +58,8 @@ def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) 
         "FEDSTREAM_REDIS__PASSWORD": redis.password,
         "FEDSTREAM_HTTP__TOKEN": settings.http.token,
         "FEDSTREAM_GATEWAY__SECRET": settings.gateway.secret,
+        "FEDSTREAM_PAGE__OPERATOR_TOKEN": settings.page.operator_token,
+        "FEDSTREAM_PAGE__OPERATOR_PASSWORD": settings.page.operator_password,
     }
     if redis.sentinel is not None:
         secrets["FEDSTREAM_REDIS__SENTINEL__PASSWORD"] = redis.sentinel.password

@@ -22,6 +22,7 @@ from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
 from fedstream.broker.records import Tally
+from fedstream.coordinator.page import has_page
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results, run_toml
 from fedstream.local.ending import Ending, ending, notices
@@ -64,6 +65,7 @@ def run(
     request = request.resolved()
     if request.resume:
         request = preflight.resumed(request)
+    has_page(request.settings.page, request.settings.http)  # raises if it must not be served
     with ExitStack() as stack:
         port = stack.enter_context(preflight.reserve_port(request))
         over_http = None
@@ -411,6 +413,7 @@ def _header(
         + (", sinks" if settings.sinks else ""),
         **({"gateway": over_http.url} if over_http else {}),
         "Redis": f"{redis}{whose}",
+        **({"page": f"http://{host}:{port}/"} if has_page(settings.page, settings.http) else {}),
         "status": f"http://{host}:{port}/v1/runs/{settings.run.name}",
         "watch": f"fedstream top --config {request.out / CONFIG}",
         "out": str(request.out),

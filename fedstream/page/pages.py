@@ -336,6 +336,7 @@ def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -
             "name": head.run, "task": head.task, "strategy": head.strategy.get("name"),
             "state": state, "why": why, "oldest": run.oldest, "newest": run.newest,
             "damage": run.columns.damage, "path": run.path, "other": run.other is not None,
+            "live": run.is_live,
         },
         **about,
     )  # fmt: skip

@@ -32,14 +32,17 @@ class RecordedRun:
         *,
         metrics: Path | None = None,
         other: RecordedRun | None = None,
+        is_live: bool = False,
     ) -> None:
         """Open it; ``read`` is told of the bytes of the journal that are read.
 
         ``metrics``: another table of measurements than the run's own. ``other``: a run to compare
-        it with. Raises FedstreamError if there is no run.
+        it with. ``is_live``: its pages stand beside the live page. Raises FedstreamError if there
+        is no run.
         """
         self.path = path
         self.other = other
+        self.is_live = is_live
         self._table = metrics or path / report.METRICS
         self.journal = journal_of(path)
         self._marks = marks(self.journal)
@@ -58,7 +61,9 @@ class RecordedRun:
         other = self.other and self.other.refresh()
         if marks(self.journal) == self._marks and other is self.other:
             return self
-        fresh = RecordedRun(self.path, metrics=self._table, other=other)
+        fresh = RecordedRun(
+            self.path, metrics=self._table, other=other, is_live=self.is_live
+        )
         if self._past is not None and fresh.columns.continues(self.columns):
             fresh._past = self._past.reopened()
             if self._portraits is not None:

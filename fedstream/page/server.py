@@ -1,15 +1,12 @@
 """`fedstream ui`: the pages over HTTP, for browsers on this machine.
 
-Nothing is written but the index, and nothing that a request says is trusted. Requests for another
-host's name are refused, so that a page elsewhere cannot read a run by giving its own name our
-address (DNS rebinding).
+Nothing is written but the index, and nothing that a request says is trusted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from importlib.resources import files
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeVar
 
 import structlog
@@ -19,6 +16,8 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.page import pages
 from fedstream.page.asking import Asking
 from fedstream.page.charts import Window
+from fedstream.page.files import no_icon, send_static
+from fedstream.page.guard import HEADERS, Answering, names_of, refusal
 from fedstream.page.jobs import PageJobs
 from fedstream.page.pages import NotThere, Selection
 from fedstream.page.past import Unwanted
@@ -29,25 +28,6 @@ from fedstream.runtime.http import HttpSettings, listening
 from fedstream.runtime.signals import Stop
 
 T = TypeVar("T")
-Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-_STATIC = {
-    "page.js": "text/javascript",
-    "asking.js": "text/javascript",
-    "page.css": "text/css",
-    "uPlot.iife.min.js": "text/javascript",
-    "uPlot.min.css": "text/css",
-}
-_HERE = ("127.0.0.1", "localhost", "[::1]")
 _DIGITS = 18  # more than any version has
 _NOT_WANTED = 499  # the client left before the answer; nobody sees it
 
@@ -68,45 +48,46 @@ class PageServer:
 
     def application(self, host: str) -> web.Application:
         """The routes. ``host``: where they are served, for which requests may be too."""
-        allowed = {*_HERE, host, f"[{host}]"}
+        names = names_of(host)
 
         @web.middleware
         async def guard(request: web.Request, handler: Answering) -> web.StreamResponse:
-            host = request.host.rpartition(":")[0] if _has_port(request.host) else request.host
-            if host not in allowed:
-                return web.Response(status=421, text=f"not the host {request.host[:80]}\n")
-            try:
-                response = await handler(request)
-            except Unwanted:
-                response = web.Response(status=_NOT_WANTED)
-            except NotThere as error:
-                response = await self._failed(404, "Not found", str(error))
-            except FedstreamError as error:
-                response = await self._failed(500, "That did not work", str(error))
-            except web.HTTPNotFound:
-                response = await self._failed(404, "Not found", f"no page {request.path[:80]}")
-            except web.HTTPException as error:  # a redirect, or a method that is not allowed
-                response = web.Response(status=error.status, headers=error.headers)
+            response = refusal(request, names) or await self.answered(request, handler)
             response.headers.update(HEADERS)
             return response
 
         app = web.Application(middlewares=[guard])
-        app.add_routes(
-            [
-                web.get("/", self._overview),
-                web.get("/versions", self._go),
-                web.get("/versions/{number}", self._version),
-                web.get("/updates", self._updates),
-                web.get("/beside", self._beside),
-                web.get("/devices", self._devices),
-                web.get("/devices/{number}", self._device),
-                web.get("/static/{name}", _static),
-                web.get("/favicon.ico", _no_icon),
-                *self._asking.routes(),
-            ]
-        )
+        app.add_routes([web.get("/", self._overview), *self.routes(), *self._asking.routes()])
+        app.add_routes([web.get("/static/{name}", send_static), web.get("/favicon.ico", no_icon)])
         app.cleanup_ctx.append(self._looking_around)
         return app
+
+    def routes(self) -> list[web.RouteDef]:
+        """What there is to see of the run; none starts any work."""
+        return [
+            web.get("/overview", self._overview),
+            web.get("/versions", self._go),
+            web.get("/versions/{number}", self._version),
+            web.get("/updates", self._updates),
+            web.get("/beside", self._beside),
+            web.get("/devices", self._devices),
+            web.get("/devices/{number}", self._device),
+        ]
+
+    async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+        """Answer by one of the routes; what goes wrong is answered by a page, too."""
+        try:
+            return await handler(request)
+        except Unwanted:
+            return web.Response(status=_NOT_WANTED)
+        except NotThere as error:
+            return await self._failed(404, "Not found", str(error))
+        except FedstreamError as error:
+            return await self._failed(500, "That did not work", str(error))
+        except web.HTTPNotFound:
+            return await self._failed(404, "Not found", f"no page {request.path[:80]}")
+        except web.HTTPException as error:  # a redirect, or a method that is not allowed
+            return web.Response(status=error.status, headers=error.headers)
 
     async def _looking_around(self, _app: web.Application) -> AsyncIterator[None]:
         looking = asyncio.create_task(self._look_around(), name="look around")
@@ -240,28 +221,8 @@ async def serve(
     site.run.close()
 
 
-def _has_port(host: str) -> bool:
-    return ":" in host and not host.endswith("]")
-
-
 def _html(text: str, status: int = 200) -> web.Response:
     return web.Response(text=text, status=status, content_type="text/html")
-
-
-async def _static(request: web.Request) -> web.Response:
-    name = request.match_info["name"]
-    if name not in _STATIC:
-        raise web.HTTPNotFound
-    return web.Response(body=static(name), content_type=_STATIC[name], charset="utf-8")
-
-
-async def _no_icon(_request: web.Request) -> web.Response:
-    return web.Response(status=204)
-
-
-def static(name: str) -> bytes:
-    """A file that comes with the pages."""
-    return (files("fedstream.page") / "static" / name).read_bytes()
 
 
 def _window(asked: Mapping[str, str]) -> Window:

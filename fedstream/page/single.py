@@ -18,9 +18,9 @@ from fedstream.journal import opened
 from fedstream.journal.shares import Share, stats
 from fedstream.page import charts, pages
 from fedstream.page.devices import devices_of
+from fedstream.page.files import static
 from fedstream.page.portraits import AHEAD
 from fedstream.page.run import RecordedRun
-from fedstream.page.server import static
 
 NAME = "report.html"
 VERSIONS = 200  # in the file, evenly chosen: some 3 kB each

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import check_name
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.coordinator.page import PageSettings
 from fedstream.coordinator.policies import InFlight, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import SchedulerSettings
@@ -64,6 +65,7 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     redis: RedisSettings = RedisSettings()
     http: HttpSettings = HttpSettings()
+    page: PageSettings = PageSettings()
     log: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
     task: TaskSettings = TaskSettings()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.errors import ConfigError, DataError, FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
+from fedstream.coordinator.page import MakePage
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
@@ -175,12 +176,14 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
     return run, model
 
 
-def _coordinator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+def _coordinator(
+    settings: Settings, keys: Keys, name: str, page: MakePage | None = None
+) -> tuple[Service, float]:
     policy = settings.policy
     service = Coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        token=settings.http.token,
+        token=settings.http.token, page=page,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 
@@ -261,9 +264,16 @@ _BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
 ROLES = tuple(_BUILDERS)
 
 
-def serve_role(role: str, settings: Settings, name: str) -> int:
-    """Run a service in this process until told to stop; returns the exit code."""
-    service, drain_s = _BUILDERS[role](settings, Keys(settings.run.name), name)
+def serve_role(role: str, settings: Settings, name: str, page: MakePage | None = None) -> int:
+    """Run a service in this process until told to stop; returns the exit code.
+
+    ``page``: the live page, for a coordinator.
+    """
+    keys = Keys(settings.run.name)
+    if page is not None:
+        service, drain_s = _coordinator(settings, keys, name, page)
+    else:
+        service, drain_s = _BUILDERS[role](settings, keys, name)
     http, tls = settings.http, None
     if role == "gateway":
         of_address = None if settings.gateway.proxies else settings.gateway.address_connections

@@ -81,3 +81,11 @@ def later(model, data):
 task.metrics = later
 """)
     return f"{folder}/waiting.py:task"
+
+
+def flaws(page: Any) -> list[str]:
+    """What axe-core finds wrong: WCAG 2, and the good practice that it knows."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found]

@@ -1,0 +1,69 @@
+"""The seam to the live page: what it is configured by, and what a coordinator knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address
+from typing import Annotated, Protocol, TypeAlias
+
+from aiohttp import web
+from pydantic import Field, SecretStr
+
+from fedstream.broker.client import Client
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.settings import Secret
+from fedstream.runtime.config import Section
+from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.service import Context
+
+
+class PageSettings(Section):
+    """The table ``[page]``: who sees the live page, and who may act on it."""
+
+    enabled: bool | None = None  # None: if http.host is this machine alone
+    hosts: tuple[str, ...] = ()  # names under which browsers reach it, besides http.host
+    viewers: Annotated[int, Field(ge=1)] = 64  # at the same time, each with a connection
+    operator_token: Annotated[
+        Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)
+    ] = None  # asked of those who act; None: nobody can
+    operator_username: str = "operator"  # in Redis, if a password is set
+    operator_password: Secret = None  # None: acts are the coordinator's own
+
+
+def has_page(page: PageSettings, http: HttpSettings) -> bool:
+    """Whether a coordinator serves the page. Raises ConfigError if it would be everybody's."""
+    is_here = _is_loopback(http.host)
+    if not (is_here if page.enabled is None else page.enabled):
+        return False
+    if not is_here and http.token is None:
+        raise ConfigError(
+            f"page.enabled = true with http.host = {http.host!r}: everybody who reaches the "
+            "coordinator would see the run: set http.token too (FEDSTREAM_HTTP__TOKEN)"
+        )
+    if page.operator_token is not None and page.operator_token == http.token:
+        raise ConfigError(
+            "page.operator_token is the same as http.token: whoever may look could act, too; "
+            "choose another"
+        )
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class LivePage(Protocol):
+    """What a coordinator serves beside its API."""
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """Its routes, outside of /v1."""
+
+    async def run(self, context: Context) -> None:
+        """Work while somebody looks; returns after ``context.stop``."""
+
+
+MakePage: TypeAlias = Callable[[Client], LivePage]
+"""Makes the page of a coordinator, which reads with this client."""

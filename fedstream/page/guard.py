@@ -1,0 +1,52 @@
+"""What all pages do against other sites: headers, and no answer under another host's name.
+
+Requests for another host's name are refused, so that a page elsewhere cannot read a run by giving
+its own name our address (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    # Not less: without a referrer, browsers don't say where a form comes from either.
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+HERE = ("127.0.0.1", "localhost", "[::1]")
+
+
+def names_of(host: str, *more: str) -> frozenset[str]:
+    """The names under which a server on this host may be asked, without a port."""
+    return frozenset({*HERE, host, f"[{host}]", *more})
+
+
+def refusal(request: web.Request, names: Collection[str]) -> web.Response | None:
+    """The answer to a request for another host's name; None if it is for us."""
+    host = request.host.rpartition(":")[0] if _has_port(request.host) else request.host
+    if host in names:
+        return None
+    return web.Response(status=421, text=f"not the host {request.host[:80]}\n", headers=HEADERS)
+
+
+def is_ours(request: web.Request) -> bool:
+    """Whether a page of ours sent this, or no browser at all: for what changes something."""
+    site = request.headers.get("Sec-Fetch-Site", "same-origin")
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc != request.host:
+        return False
+    return site in ("same-origin", "none")
+
+
+def _has_port(host: str) -> bool:
+    return ":" in host and not host.endswith("]")

@@ -1,0 +1,319 @@
+"""The live page's routes: who may see it, who may act, and the stream of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.coordinator.page import LivePage, MakePage, has_page
+from fedstream.page.files import no_icon, send_static
+from fedstream.page.guard import HEADERS, Answering, is_ours, names_of, refusal
+from fedstream.page.live.acting import Acting
+from fedstream.page.live.broadcast import Broadcast, Drawn
+from fedstream.page.live.collector import Collector, Look
+from fedstream.page.live.past import Pasts
+from fedstream.page.live.scene import Scene
+from fedstream.page.live.sessions import LASTS_S, Sessions, Who
+from fedstream.runtime.service import Context
+from fedstream.settings.config import Settings
+
+_FORM = 4096  # bytes
+_WITHIN_S = 5.0  # for the first look
+_RETRY_S = 2
+_STREAM = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+
+
+def live_page(settings: Settings) -> MakePage | None:
+    """Makes the page of a coordinator; None if it has none. Raises ConfigError."""
+    if not has_page(settings.page, settings.http):
+        return None
+
+    def make(client: Client) -> LivePage:
+        return LiveService(settings, client)
+
+    return make
+
+
+class LiveService:
+    """The page of one coordinator."""
+
+    def __init__(self, settings: Settings, client: Client) -> None:
+        self._settings = settings
+        self._run = settings.run.name
+        page, http, keys = settings.page, settings.http, Keys(settings.run.name)
+        self._sessions = Sessions(self._run, http.token, page.operator_token)
+        # With a token, a name that somebody else gave our address has no cookie for us.
+        self._names = names_of(http.host, *page.hosts) if http.token is None or page.hosts else None
+        collector = Collector(Onlooker(client, keys, "page"), settings)
+        self._broadcast = Broadcast(collector.look, self._drawn, self._away)
+        self._past = Pasts(settings)
+        self._acting = Acting(settings, client, keys)
+        self._making: Any = None  # what makes HTML, loaded when the first viewer comes
+        self._context: Context | None = None
+
+    async def run(self, context: Context) -> None:
+        """Look on while somebody does, until stop."""
+        self._context = context
+        try:
+            await self._broadcast.run(context.stop)
+        finally:
+            self._past.close()
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """The page, its stream, logins, operators' acts, and the recorded past."""
+        return [
+            web.get("/", self._guarded(self._page)),
+            web.get("/live/stream", self._guarded(self._stream)),
+            web.get("/login", self._open(self._ask)),
+            web.post("/login", self._open(self._log_in)),
+            web.post("/logout", self._open(self._log_out)),
+            web.get("/operate", self._guarded(self._operate, "operator")),
+            web.post("/operate/retry", self._guarded(self._retry, "operator")),
+            web.post("/operate/stop", self._guarded(self._stop, "operator")),
+            web.get("/static/{name}", self._open(send_static)),
+            web.get("/favicon.ico", self._open(no_icon)),
+            *(
+                web.get(path, self._guarded(self._past.answering(path)))
+                for path in self._past.paths
+            ),
+        ]
+
+    # who may
+
+    def _open(self, handler: Answering) -> Answering:
+        """Answer anybody who asks for us by name; what changes something, only our own pages."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if self._names is not None and (refused := refusal(request, self._names)):
+                return refused
+            if request.method == "POST" and not is_ours(request):
+                response: web.StreamResponse = await self._failed(
+                    403, "Not from here", "this was not sent by a page of this coordinator"
+                )
+            else:
+                response = await self._answered(request, handler)
+            if not response.prepared:
+                response.headers.update(HEADERS)
+            return response
+
+        return answer
+
+    def _guarded(self, handler: Answering, who: Who = "viewer") -> Answering:
+        """Answer those who may look, or act; ask others for their token."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if self._may(request, who):
+                return await handler(request)
+            if who == "operator" and not self._sessions.has_operators:
+                return await self._failed(
+                    403, "Nobody may act",
+                    "no operator's token is configured: set page.operator_token "
+                    "(FEDSTREAM_PAGE__OPERATOR_TOKEN), or use the command line",
+                )  # fmt: skip
+            return await self._login(request.rel_url.raw_path_qs, who)
+
+        return self._open(answer)
+
+    def _may(self, request: web.Request, who: Who) -> bool:
+        now = self._who(request)
+        if who == "operator":
+            return now == "operator"
+        header = request.headers.get("Authorization", "")
+        return self._sessions.is_open or now is not None or self._sessions.is_bearer(header)
+
+    def _who(self, request: web.Request) -> Who | None:
+        return self._sessions.who(self._cookie(request), time.time())
+
+    def _cookie(self, request: web.Request) -> str:
+        return request.cookies.get(self._sessions.cookie, "")
+
+    async def _answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPNotFound:
+            return await self._failed(404, "Not found", f"no page {request.path[:80]}")
+        except web.HTTPException as error:  # a redirect, or a form that is too long
+            return web.Response(status=error.status, headers=error.headers)
+        except (NoRun, TimeoutError) as error:
+            make = await self._made()
+            said = f"{error or 'Redis has not answered yet'}: this page is loaded again by itself"
+            return _html(make.waiting(self._run, said), 503, retry=True)
+        except FedstreamError as error:
+            status = 503 if error.retriable else 500
+            return await self._failed(status, "That did not work", str(error))
+
+    async def _failed(self, status: int, title: str, text: str) -> web.Response:
+        make = await self._made()
+        return _html(make.problem(self._run, title, text), status, retry=status == 503)
+
+    # the page
+
+    async def _made(self) -> Any:
+        """What makes HTML: not loaded, and costing nothing, until somebody comes."""
+        if self._making is None:
+            self._making = await asyncio.to_thread(_loaded)
+        return self._making
+
+    async def _drawn(self, look: Look) -> Drawn:
+        make = await self._made()
+        found: Drawn = make.drawn(look)
+        return found
+
+    def _away(self, scene: Scene, away_s: float) -> Mapping[str, str]:
+        found: Mapping[str, str] = self._making.away(scene, away_s)
+        return found
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        make = await self._made()
+        picture = await self._broadcast.newest(_WITHIN_S)
+        cookie = self._who(request)
+        return _html(
+            make.page(
+                picture, has_past=await self._past.are_there(),
+                is_operator=cookie == "operator", has_operators=self._sessions.has_operators,
+                may_leave=cookie is not None,
+            )
+        )  # fmt: skip
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "HEAD":  # the page asks whether it may connect again
+            return web.Response(headers=_STREAM)
+        if self._broadcast.viewers >= self._settings.page.viewers:
+            most = f"{self._settings.page.viewers} viewers are there already (page.viewers)"
+            return await self._failed(503, "Too many viewers", most)
+        # A browser that connects again names what it has; at first, the page's address does.
+        after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
+        response = web.StreamResponse(headers={**_STREAM, **HEADERS})
+        await response.prepare(request)
+        async with aclosing(self._broadcast.follow(after[:40])) as news:
+            async for part in news:
+                await response.write(part)
+        return response
+
+    # logins
+
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
+        return await self._login(_local(request.query.get("to", "/")), "viewer")
+
+    async def _login(self, to: str, who: Who, problem: str = "") -> web.Response:
+        make = await self._made()
+        text = make.login(self._run, to, is_operator=who == "operator", problem=problem)
+        response = _html(text, 401)
+        response.headers["WWW-Authenticate"] = 'Bearer realm="fedstream"'
+        return response
+
+    async def _log_in(self, request: web.Request) -> web.StreamResponse:
+        said = await _form(request)
+        to = _local(said.get("to", "/"))
+        begun = self._sessions.begun(said.get("token", ""), time.time())
+        who: Who = "operator" if to.startswith("/operate") else "viewer"
+        if begun is None or (who == "operator" and begun[0] != "operator"):
+            self._say("login refused", request, to=to)
+            return await self._login(to, who, "This is not the token.")
+        if to.startswith("/operate/"):  # a form that was sent after its time: begin with the page
+            to = "/operate"
+        response = web.Response(status=303, headers={"Location": to})
+        is_secure = request.secure or request.headers.get("X-Forwarded-Proto") == "https"
+        response.set_cookie(
+            self._sessions.cookie, begun[1], max_age=LASTS_S[begun[0]], httponly=True,
+            samesite="Strict", secure=is_secure, path="/",
+        )  # fmt: skip
+        return response
+
+    async def _log_out(self, request: web.Request) -> web.StreamResponse:
+        await _form(request)
+        response = web.Response(status=303, headers={"Location": "/"})
+        response.del_cookie(self._sessions.cookie, path="/")
+        return response
+
+    # acts
+
+    async def _operate(self, request: web.Request) -> web.StreamResponse:
+        return await self._operated(request)
+
+    async def _retry(self, request: web.Request) -> web.StreamResponse:
+        said = await self._meant(request)
+        letter = said.get("letter", "")
+
+        async def act() -> str:
+            trigger = await self._acting.retry(letter)
+            self._say("dead letter retried", request, letter=letter, task=trigger.task)
+            return f"Letter {letter} is being retried as task {trigger.task}."
+
+        return await self._operated(request, act)
+
+    async def _stop(self, request: web.Request) -> web.StreamResponse:
+        said = await self._meant(request)
+
+        async def act() -> str:
+            if said.get("sure") != "yes":
+                raise FedstreamError("tick the box, too")
+            if not await self._acting.stop():
+                raise FedstreamError("the run is not going on")
+            self._say("run stopped", request)
+            return "The run ends with its newest version."
+
+        return await self._operated(request, act)
+
+    async def _meant(self, request: web.Request) -> dict[str, str]:
+        """A form's fields. Raises HTTPForbidden if it is of another session, or of none."""
+        said = await _form(request)
+        if not self._sessions.is_form(self._cookie(request), said.get("form", "")):
+            raise web.HTTPForbidden
+        return said
+
+    async def _operated(
+        self, request: web.Request, act: Callable[[], Awaitable[str]] | None = None
+    ) -> web.Response:
+        """The operators' page, after an act."""
+        make, told, problem, found = await self._made(), "", "", None
+        try:
+            told = "" if act is None else await act()
+        except FedstreamError as error:
+            problem = self._acting.explained(error)
+        try:
+            found = await self._acting.letters()
+        except FedstreamError as error:
+            problem = problem or self._acting.explained(error)
+        form = self._sessions.form_of(self._cookie(request))
+        return _html(make.operate(self._run, found, form, told=told, problem=problem))
+
+    def _say(self, what: str, request: web.Request, **about: object) -> None:
+        if self._context is not None:
+            self._context.log.warning(what, remote=request.remote, **about)
+
+
+def _loaded() -> Any:
+    from fedstream.page.live import rendering
+
+    return rendering
+
+
+def _html(text: str, status: int = 200, *, retry: bool = False) -> web.Response:
+    headers = {"Retry-After": str(_RETRY_S)} if retry else None
+    return web.Response(text=text, status=status, content_type="text/html", headers=headers)
+
+
+async def _form(request: web.Request) -> dict[str, str]:
+    """The fields of a small form. Raises HTTPRequestEntityTooLarge."""
+    if request.content_length is None or request.content_length > _FORM:
+        raise web.HTTPRequestEntityTooLarge(_FORM, request.content_length or 0)
+    said = await request.post()
+    return {name: value for name, value in said.items() if isinstance(value, str)}
+
+
+def _local(to: str) -> str:
+    """An address of ours; the first page for any other."""
+    parts = urlsplit(to)
+    is_ours = to.startswith("/") and not to.startswith("//") and "\\" not in to
+    return to if is_ours and not parts.netloc and to.isprintable() else "/"

@@ -1,0 +1,97 @@
+// Keeps the live page up to date: swaps the parts that changed, and appends to the log what happens.
+// Without it, the page is loaded again every few seconds.
+
+const LINES = 500; // of the log
+const AGAIN_MS = 3000; // when the browser has given up connecting
+
+const log = document.querySelector("#log");
+const connection = document.querySelector("#connection");
+let after = log.dataset.after;
+let lostAt = null;
+let enhance = () => {};
+
+function tell(text, kind = "") {
+  connection.textContent = text;
+  connection.className = kind;
+}
+
+const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString();
+
+function later(one, other) {
+  const [a, b] = [one, other].map((id) => id.split("-").map(Number));
+  return a[0] > b[0] || (a[0] === b[0] && a[1] > b[1]);
+}
+
+function isRead(body) {
+  const chosen = getSelection();
+  const selected = chosen.type === "Range" && body.contains(chosen.anchorNode);
+  return selected || (body !== document.activeElement && body.contains(document.activeElement));
+}
+
+function swap(parts) {
+  for (const [name, html] of Object.entries(parts)) {
+    const body = document.querySelector(`#part-${name}`);
+    if (!body || isRead(body)) continue;
+    const { scrollLeft, scrollTop } = body;
+    body.innerHTML = html; // our own server's, escaped there
+    body.scrollTo(scrollLeft, scrollTop);
+    enhance(body);
+  }
+}
+
+function append(rows) {
+  const lines = document.createDocumentFragment();
+  for (const [id, time, kind, text] of rows) {
+    if (!later(id, after)) continue;
+    after = id;
+    const line = document.createElement("li");
+    line.dataset.id = id;
+    const at = document.createElement("time");
+    at.dateTime = new Date(1000 * time).toISOString();
+    at.textContent = clock(time);
+    const what = document.createElement("strong");
+    what.textContent = kind;
+    line.append(at, " ", what, ` ${text}`);
+    lines.prepend(line);
+  }
+  log.prepend(lines);
+  while (log.children.length > LINES) log.lastElementChild.remove();
+}
+
+function connect() {
+  const source = new EventSource(`/live/stream?after=${encodeURIComponent(after)}`);
+  const on = (name, act) => source.addEventListener(name, (event) => act(JSON.parse(event.data), event));
+  source.addEventListener("open", () => { lostAt = null; tell("Live"); });
+  on("parts", (parts) => { tell("Live"); swap(parts); });
+  on("rows", append);
+  on("anew", (_, event) => {
+    after = event.lastEventId;
+    const line = document.createElement("li");
+    line.className = "gap";
+    line.textContent = "Here something is missing: the server no longer has all that happened meanwhile.";
+    log.prepend(line);
+  });
+  on("trouble", (text) => tell(text, "warning"));
+  on("over", (state) => {
+    source.close();
+    tell(state === "finished" ? "The run is finished: this is how it ended." : "The coordinator has stopped.");
+    document.body.dataset.over = state;
+  });
+  source.addEventListener("error", () => {
+    lostAt ??= new Date();
+    tell(`Not connected since ${lostAt.toLocaleTimeString()}: trying again`, "warning");
+    if (source.readyState !== EventSource.CLOSED) return; // it connects again by itself
+    setTimeout(async () => {
+      const answer = await fetch("/live/stream", { method: "HEAD" }).catch(() => null);
+      if (answer?.status === 401) location.reload();
+      else connect();
+    }, AGAIN_MS);
+  });
+}
+
+for (const at of document.querySelectorAll("#log time")) at.textContent = clock(Date.parse(at.dateTime) / 1000);
+connect();
+import("/static/live-panels.js").then((panels) => {
+  enhance = panels.enhance;
+  document.querySelectorAll(".body, #part-headline").forEach(enhance);
+}).catch(() => {});
