@@ -42,7 +42,7 @@ class OpenTask(Trigger):
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedTasks:
     """The open tasks that changed since a place, as they are now."""
 
     tasks: Mapping[str, OpenTask | None]  # by id; None: it has ended
@@ -51,7 +51,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldEntries:
     """A stream's entries that were taken and not answered yet."""
 
     by: Mapping[str, str]  # entry -> the trainer or gateway that has it
@@ -79,7 +79,7 @@ class News:
 class Onlooker(Overview, MemoryUse):
     """The run as somebody sees it who looks on."""
 
-    async def opened(self, place: Bookmark | None) -> tuple[Tally, Opened]:
+    async def opened(self, place: Bookmark | None) -> tuple[Tally, OpenedTasks]:
         """Read everything countable, and which tasks were opened or ended since a place.
 
         Raises NoRun until the run is created.
@@ -95,7 +95,7 @@ class Onlooker(Overview, MemoryUse):
             for name, data in paired(tasks):
                 found[name.decode(errors="replace")] = None if data is None else _opened(data)
         newest = Bookmark(last[0], *last[1][:2]) if last else None
-        return self._tally(reply), Opened(found, how == b"all", newest)
+        return self._tally(reply), OpenedTasks(found, how == b"all", newest)
 
     async def tasks(self, names: Sequence[str]) -> dict[str, OpenTask | None]:
         """Read these open tasks anew: the log of changes says nothing of who gets them."""
@@ -123,7 +123,7 @@ class Onlooker(Overview, MemoryUse):
         is_all = max(len(events), len(versions)) <= most
         return News(_after(events, event), _after(versions, version), is_gap, is_all)
 
-    async def held(self, owner: str) -> Held:
+    async def held(self, owner: str) -> HeldEntries:
         """Find who has the entries of an owner's stream of tasks; '': of the pool's."""
         stream = self.keys.tasks_of(owner) if owner else self.keys.tasks
         try:
@@ -136,10 +136,10 @@ class Onlooker(Overview, MemoryUse):
         except BrokerError as error:
             if error.retriable or not _is_absent(error):
                 raise
-            return Held({}, BEGINNING)
+            return HeldEntries({}, BEGINNING)
         of_group = [dict(paired(group)) for group in groups]
         delivered = [one[b"last-delivered-id"] for one in of_group if one[b"name"] == _GROUP]
-        return Held(
+        return HeldEntries(
             {id_.decode(): by.decode(errors="replace") for id_, by, *_ in rows},
             delivered[0].decode() if delivered else BEGINNING,
         )

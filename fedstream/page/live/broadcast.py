@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from fedstream.broker.errors import FedstreamError, NoRun
-from fedstream.page.live.collector import Look
+from fedstream.page.live.collector import Glance
 from fedstream.page.live.scene import Scene
 from fedstream.runtime.backoff import pause
 
@@ -31,13 +31,13 @@ _LASTS_S = 10.0  # for which a page that was loaded counts as a look
 _ALIVE_S = 10.0  # without news: then a sign of life, for proxies
 _RETRY_MS = 1000  # after which a browser connects again
 
-Drawing = Callable[[Look], Awaitable["Drawn"]]
+Drawing = Callable[[Glance], Awaitable["DrawnGlance"]]
 Away = Callable[[Scene, float], Mapping[str, str]]
 """The parts that say for how many seconds Redis has not answered."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnGlance:
     """A look, ready to be sent."""
 
     parts: Mapping[str, str]  # HTML by the name of its place on the page
@@ -46,7 +46,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Picture:
+class LivePicture:
     """The newest look."""
 
     scene: Scene
@@ -57,13 +57,13 @@ class Picture:
 class Broadcast:
     """The newest picture, and the log of what was told."""
 
-    def __init__(self, look: Callable[[], Awaitable[Look]], draw: Drawing, away: Away) -> None:
+    def __init__(self, look: Callable[[], Awaitable[Glance]], draw: Drawing, away: Away) -> None:
         self._look = look
         self._draw = draw
         self._away = away
         self._looked = 0.0  # when a look last went well
         self.viewers = 0
-        self.picture: Picture | None = None
+        self.picture: LivePicture | None = None
         self.trouble: FedstreamError | None = None  # why there is no newer picture
         self.is_over = False  # nobody looks any more
         self._seen_until = 0.0  # by those who loaded the page
@@ -136,7 +136,7 @@ class Broadcast:
         for name, html in parts.items():
             if before.get(name) != html:
                 self._numbers[name] = self._number
-        self.picture = Picture(scene, parts, self._number)
+        self.picture = LivePicture(scene, parts, self._number)
 
     @property
     def _end(self) -> int:
@@ -152,7 +152,7 @@ class Broadcast:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def newest(self, within_s: float) -> Picture:
+    async def newest(self, within_s: float) -> LivePicture:
         """The newest picture, for somebody who loads the page.
 
         Raises what looking raised, and TimeoutError.
@@ -161,7 +161,7 @@ class Broadcast:
         async with asyncio.timeout(within_s):
             return await self._pictured()
 
-    async def _pictured(self) -> Picture:
+    async def _pictured(self) -> LivePicture:
         self._wake.set()
         while self.picture is None:
             if self.trouble is not None:

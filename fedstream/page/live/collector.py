@@ -11,14 +11,14 @@ from time import perf_counter
 from fedstream.broker.ledger.onlooker import (
     BEGINNING,
     Described,
-    Held,
+    HeldEntries,
     Onlooker,
     OpenTask,
 )
 from fedstream.broker.messages import time_of
 from fedstream.broker.records import Bookmark, Tally
 from fedstream.page.live.recent import Recent, Told
-from fedstream.page.live.scene import PHASES, SeenTask, Phase, RedisMemory, Scene, SeenWorker
+from fedstream.page.live.scene import PHASES, Phase, RedisMemory, Scene, SeenTask, SeenWorker
 from fedstream.settings.config import Settings
 
 _SHOWN = 1000  # open tasks
@@ -30,7 +30,7 @@ _REGISTER_S = 5.0  # between two readings of how trainers describe themselves
 
 
 @dataclass(frozen=True)
-class Look:
+class Glance:
     """A scene, and what was told since the one before."""
 
     scene: Scene
@@ -59,7 +59,7 @@ class Collector:
         self._described: dict[str, Described] = {}
         self._described_at = 0.0
 
-    async def look(self) -> Look:
+    async def look(self) -> Glance:
         """Look at the run. Raises NoRun until it exists, and what the client raises."""
         spent = _Stopwatch()
         tally, opened = await self._ledger.opened(self._place)
@@ -109,7 +109,7 @@ class Collector:
             )  # fmt: skip
         is_anew, self._is_anew = self._is_anew, False
         news, self._untold = self._untold, []
-        return Look(scene, news, is_anew, spent.seconds)
+        return Glance(scene, news, is_anew, spent.seconds)
 
     async def _caught_up(self, spent: _Stopwatch) -> bool:
         """Read until there is nothing new; False if something may be missing."""
@@ -135,7 +135,9 @@ class Collector:
         found = {task.owner or "" for task in self._open.values() if task.entry is not None}
         return sorted(found)[:_STREAMS]
 
-    def _placed(self, tally: Tally, admitted: set[str], held: Mapping[str, Held]) -> list[SeenTask]:
+    def _placed(
+        self, tally: Tally, admitted: set[str], held: Mapping[str, HeldEntries]
+    ) -> list[SeenTask]:
         """The open tasks, oldest first, each with who has it and how far it is."""
         found, seen = list[SeenTask](), dict[str, tuple[Phase, float, str]]()
         for name, task in self._open.items():
@@ -156,7 +158,7 @@ class Collector:
         return found
 
 
-def _phase(task: OpenTask, is_admitted: bool, held: Held | None) -> tuple[Phase, str]:
+def _phase(task: OpenTask, is_admitted: bool, held: HeldEntries | None) -> tuple[Phase, str]:
     lane = task.owner or ""
     if is_admitted:
         return "queue", lane

@@ -18,10 +18,10 @@ from fedstream.page.live.scene import (
     ENDED,
     GAUGED,
     MADE,
-    SeenMetrics,
     Note,
     Rates,
     SceneRows,
+    SeenMetrics,
     TaskEnd,
 )
 

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
+from markupsafe import escape
+
 from fedstream.broker.keys import Keys
 from fedstream.operate.dead import DeadLetters
-from fedstream.page.live.broadcast import Drawn, Picture
-from fedstream.page.live.collector import Look
+from fedstream.page.live.broadcast import DrawnGlance, LivePicture
+from fedstream.page.live.collector import Glance
 from fedstream.page.live.panels import PANELS, headline
 from fedstream.page.live.recent import Told
-from fedstream.page.live.scene import SeenMetrics, Note, Scene, TaskEnd
+from fedstream.page.live.scene import Note, Scene, SeenMetrics, TaskEnd
 from fedstream.page.templating import rendered
 from fedstream.runtime.visible import visible
 from fedstream.terminal import measure, number, spaced
@@ -21,13 +23,15 @@ HEADLINE = "headline"
 _TEXT = 300  # characters of an error that the log shows
 
 
-def drawn(look: Look) -> Drawn:
+def drawn(look: Glance) -> DrawnGlance:
     """A look as its viewers get it."""
     began = perf_counter()
-    parts = {HEADLINE: headline(look.scene)}
+    run = look.scene.tally.run
+    state = f"{run.state}: {run.why}" if run.why else run.state
+    parts = {"state": str(escape(visible(state))), HEADLINE: headline(look.scene)}
     parts |= {panel.name: panel.html(look.scene) for panel in PANELS}
     rows = [(id_, row(told)) for id_, told in look.news]
-    return Drawn(parts, rows, perf_counter() - began)
+    return DrawnGlance(parts, rows, perf_counter() - began)
 
 
 def away(scene: Scene, away_s: float) -> dict[str, str]:
@@ -57,7 +61,7 @@ def row(told: Told) -> list[object]:
     return [told.time, spaced(told.outcome), visible(" · ".join(filter(None, words)))]
 
 
-def page(picture: Picture, *, has_past: bool, is_operator: bool, has_operators: bool,
+def page(picture: LivePicture, *, has_past: bool, is_operator: bool, has_operators: bool,
          may_leave: bool) -> str:  # fmt: skip
     """The whole page. ``may_leave``: the viewer has logged in."""
     scene = picture.scene

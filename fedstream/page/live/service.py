@@ -19,8 +19,8 @@ from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.page.files import no_icon, send_static
 from fedstream.page.guard import HEADERS, Answering, is_ours, names_of, refusal
 from fedstream.page.live.acting import Acting
-from fedstream.page.live.broadcast import Broadcast, Drawn
-from fedstream.page.live.collector import Collector, Look
+from fedstream.page.live.broadcast import Broadcast, DrawnGlance
+from fedstream.page.live.collector import Collector, Glance
 from fedstream.page.live.past import Pasts
 from fedstream.page.live.scene import Scene
 from fedstream.page.live.sessions import LASTS_S, Sessions, Who
@@ -164,9 +164,9 @@ class LiveService:
             self._making = await asyncio.to_thread(_loaded)
         return self._making
 
-    async def _drawn(self, look: Look) -> Drawn:
+    async def _drawn(self, look: Glance) -> DrawnGlance:
         make = await self._made()
-        found: Drawn = make.drawn(look)
+        found: DrawnGlance = make.drawn(look)
         return found
 
     def _away(self, scene: Scene, away_s: float) -> Mapping[str, str]:
