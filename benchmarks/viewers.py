@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end import RESULTS, ROLES, Pipeline, processor_s
+from benchmarks.end_to_end import ROLES, Pipeline, processor_s
+from benchmarks.results import conditions, keep
 from fedstream.experiments import machine
 from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
@@ -171,11 +171,10 @@ def table(viewers: int, seconds: float, pairs: list[dict[str, Any]], about: dict
     """The results as Markdown."""
 
     def median(which: str, what: str) -> float:
-        return statistics.median(pair[which][what] for pair in pairs)
+        return float(statistics.median(pair[which][what] for pair in pairs))
 
     ratio = statistics.median(pair["ratio"] for pair in pairs)
     verdict = "held" if ratio >= LEAST else "MISSED"
-    described = ", ".join(f"{name} {value}" for name, value in about.items())
     rows = [
         ("updates/s", "updates_per_s", True),
         ("coordinator, ms of processor a second", "coordinator_ms_per_s", True),
@@ -187,7 +186,7 @@ def table(viewers: int, seconds: float, pairs: list[dict[str, Any]], about: dict
         f"`python -m benchmarks.viewers`: {viewers} viewers on the same machine,",
         f"{len(pairs)} pairs of {seconds:g} s, {PARAMETERS:,} parameters, no training. Medians.",
         "",
-        described, "", "| | nobody looks | viewers |", "|---|---|---|",
+        conditions(about), "", "| | nobody looks | viewers |", "|---|---|---|",
     ]  # fmt: skip
     for name, what, both in rows:
         without = f"{median('without', what):.1f}" if both else ""
@@ -219,11 +218,7 @@ def main() -> None:
             pipeline.end()
     text = table(options.viewers, options.seconds, pairs, about)
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "viewers.md").write_text(text)
-    (RESULTS / "viewers.json").write_text(
-        json.dumps({"machine": about, "viewers": options.viewers, "pairs": pairs}, indent=1) + "\n"
-    )
+    keep("viewers", {"machine": about, "viewers": options.viewers, "pairs": pairs}, text)
 
 
 if __name__ == "__main__":

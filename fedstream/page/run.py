@@ -61,9 +61,7 @@ class RecordedRun:
         other = self.other and self.other.refresh()
         if marks(self.journal) == self._marks and other is self.other:
             return self
-        fresh = RecordedRun(
-            self.path, metrics=self._table, other=other, is_live=self.is_live
-        )
+        fresh = RecordedRun(self.path, metrics=self._table, other=other, is_live=self.is_live)
         if self._past is not None and fresh.columns.continues(self.columns):
             fresh._past = self._past.reopened()
             if self._portraits is not None:

@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -169,7 +169,7 @@ class Broadcast:
             await self._changed.wait()
         return self.picture
 
-    async def follow(self, after: str) -> AsyncIterator[bytes]:
+    async def follow(self, after: str) -> AsyncGenerator[bytes, None]:
         """What a viewer gets from the event with this id on, as server-sent events.
 
         '': from now on.

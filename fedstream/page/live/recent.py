@@ -161,7 +161,8 @@ class Recent:
                 ("scheduler" in leading) + 2 * ("updater" in leading),
             )
         )  # fmt: skip
-        counts = {"issued": tally.issued, "versions": tally.head.version, **tally.outcomes}
+        counts: dict[str, int] = {"issued": tally.issued, "versions": tally.head.version}
+        counts.update({str(outcome): n for outcome, n in tally.outcomes.items()})
         self._counts.append((tally.now, counts))
         while self._counts[0][0] < tally.now - _OVER_S:
             self._counts.popleft()

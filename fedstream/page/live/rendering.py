@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
-from markupsafe import escape
+import markupsafe
 
 from fedstream.broker.keys import Keys
 from fedstream.operate.dead import DeadLetters
@@ -28,7 +28,7 @@ def drawn(look: Glance) -> DrawnGlance:
     began = perf_counter()
     run = look.scene.tally.run
     state = f"{run.state}: {run.why}" if run.why else run.state
-    parts = {"state": str(escape(visible(state))), HEADLINE: headline(look.scene)}
+    parts = {"state": str(markupsafe.escape(visible(state))), HEADLINE: headline(look.scene)}
     parts |= {panel.name: panel.html(look.scene) for panel in PANELS}
     rows = [(id_, row(told)) for id_, told in look.news]
     return DrawnGlance(parts, rows, perf_counter() - began)

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from fedstream.page.guard import HEADERS
 from fedstream.page.run import RecordedRun
-from fedstream.page.server import HEADERS, PageServer
+from fedstream.page.server import PageServer
 from fedstream.page.work import TaskAccess
 from tests.fedstream.page.browsing import waiting_task
 from tests.fedstream.page.conftest import Page

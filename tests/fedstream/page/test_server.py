@@ -19,10 +19,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fedstream.journal import opened
 from fedstream.journal.shares import stats
+from fedstream.page.guard import HEADERS
 from fedstream.page.past import Unwanted
 from fedstream.page.portraits import AHEAD
 from fedstream.page.run import RecordedRun
-from fedstream.page.server import HEADERS, PageServer
+from fedstream.page.server import PageServer
 from tests.fedstream.conftest import Command
 from tests.fedstream.page.conftest import CHANGED, VERSIONS, Page
 from tests.fedstream.recordings.scribes import FIRST, flip, two_segments
