@@ -119,8 +119,8 @@ class GatewayLedger(TakesTasks):
     async def state(self) -> tuple[bytes | None, bytes | None]:
         """What is to be looked at again and again, in one exchange.
 
-        A text that differs once a device has enrolled, been revoked, or been admitted again; and
-        what this site signs tokens with. Either is None if there is none yet.
+        A text that differs once a device has enrolled with another key, been revoked, or been
+        admitted again; and what this site signs tokens with. Either is None if there is none yet.
         """
         changed, secret = await self._client.pipeline(
             [("GET", self._changed), ("GET", self.keys.secret(self._site))]

@@ -3,7 +3,7 @@
 -- same key gets the same answer again: the reply may have been lost. ARGV: the device, the invite's
 -- digest, the key, how long the nonce is kept in ms, and the name of the key that holds who is
 -- revoked, which a gateway may only read. The nonce is noted for known invites only, so nobody
--- fills Redis without one.
+-- fills Redis without one. `changed` is for those who remember devices: a new one is none of them.
 local device, digest, public, nonce_ms, revoked = unpack(ARGV)
 if redis.call('HGET', revoked, device) then return 'revoked' end
 local packed = redis.call('HGET', key.enrolled, device)
@@ -21,5 +21,5 @@ if not redis.call('SET', key.nonce, '', 'NX', 'PX', nonce_ms) then return 'repla
 if again then return 'again' end
 redis.call('HSET', key.enrolled, device, cmsgpack.pack({key = public, invite = digest, at = now_ms()}))
 redis.call('HDEL', key.invites, device)
-redis.call('SET', key.changed, digest)
+if packed then redis.call('SET', key.changed, digest) end
 return 'enrolled'

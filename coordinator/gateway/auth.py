@@ -157,7 +157,7 @@ class Auth:
             raise Refusal(401, "signature", "keyid must be the device's number")
         Nothing.decode(body)
         # Not from the registry's memory: a device may have enrolled just now.
-        registration, revoked = await self._ledger.registration(device)
+        registration, revoked = await self._registry.asked(device)
         if registration is None:
             raise Refusal(401, "unknown device", f"device {device} has not enrolled in this run")
         self._verify(request, signature, public_key(registration.key), body)

@@ -2,8 +2,9 @@
 
 Every request with a token asks for its device. Redis answers once; after that, a look every other
 second tells whether anything has changed, and if so all is asked anew. So a revocation takes effect
-within about two seconds, and a request costs Redis nothing. The list of those who are revoked is
-read as a whole, for tasks whose devices make no request.
+within about two seconds, and a request costs Redis nothing. A device that enrols for the first time
+changes nothing for others: only that a device is not there is forgotten with every look. The list
+of those who are revoked is read as a whole, for tasks whose devices make no request.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Registry:
         self._most = most
         self._clock = clock
         self._found: dict[int, Registration | None] = {}
+        self._absent: set[int] = set()  # those of them that are not there
         self._revoked: frozenset[int] = frozenset()
         self._secret = b""
         self._stamp: bytes | None = None
@@ -64,14 +66,21 @@ class Registry:
         await self._look()
         if device in self._found:
             return self._found[device]
+        registration, revoked = await self.asked(device)
+        return None if revoked else registration
+
+    async def asked(self, device: int) -> tuple[Registration | None, bool]:
+        """A device's registration as it is now, and whether it is revoked. Raises Unavailable."""
+        await self._look()
         generation = self._generation
         registration, revoked = await self._ledger.registration(device)
-        found = None if revoked else registration
         if generation == self._generation:  # else this was read before the change
             if len(self._found) >= self._most:
                 del self._found[next(iter(self._found))]
-            self._found[device] = found
-        return found
+            found = self._found[device] = None if revoked else registration
+            if found is None:
+                self._absent.add(device)
+        return registration, revoked
 
     async def revoked(self) -> frozenset[int]:
         """The devices that are revoked. Raises Unavailable."""
@@ -96,6 +105,9 @@ class Registry:
                 self._found.clear()
                 self._generation += 1
                 self._emptied = now
+            for device in self._absent:
+                self._found.pop(device, None)
+            self._absent.clear()
             self._stamp, self._looked = stamp, now
 
     def _is_fresh(self) -> bool:

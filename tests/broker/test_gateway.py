@@ -109,6 +109,16 @@ async def test_a_device_that_lost_its_key_is_invited_again(
     assert await enrol(gateway, "n3") == "unknown"
 
 
+async def test_a_new_device_changes_nothing_for_those_who_remember_others(
+    hand: Hand, gateway: GatewayLedger
+) -> None:
+    """With each that came, all would be asked for anew."""
+    await invited(hand)
+    before = await gateway.state()
+    assert await enrol(gateway, "n1") == "enrolled"
+    assert await gateway.state() == before
+
+
 async def test_a_copy_of_an_enrolment_is_recognised(hand: Hand, gateway: GatewayLedger) -> None:
     await invited(hand)
     assert await enrol(gateway, "n") == "enrolled"
@@ -294,8 +304,8 @@ async def test_a_gateways_user_may_do_all_that_its_ledger_does(
         assert (await gateway.registration(3))[0]
         assert await gateway.take_nonce("m", seconds=60)
         assert await gateway.secret(b"secret") == b"secret"
-        assert (await gateway.state())[0]
         assert await desk.set_access(site, [3], admit=False) == ("set", [3])
+        assert (await gateway.state())[0]
         assert (await gateway.registration(3))[1]
         assert (await desk.access(site))[2].keys() == {3}
 
