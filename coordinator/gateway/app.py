@@ -173,14 +173,16 @@ class GatewayApp:
         not take part any more.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(said.wait_s, self._settings.poll_s)
+        until = _end_of_wait(loop.time(), min(said.wait_s, self._settings.poll_s))
         while (offer := await self._offer(device, said)) is None:
             left_s = until - loop.time()
             if left_s <= 0 or self._is_stopping():
                 break
             poll: asyncio.Future[Woken] = loop.create_future()
             self._desk.park(device, poll, time.monotonic())
-            timer = loop.call_later(left_s, _end, poll)
+            timer = loop.call_at(until, _end, poll)
+            # Else aiohttp's timer for connections without a request would run out while it waits.
+            request.protocol.keep_alive(True)
             try:
                 woken = await poll
             finally:
@@ -357,6 +359,15 @@ class GatewayApp:
 
 
 _UNREAD = (408, 413)
+# Check-ins end their waits together, a quarter of a second apart: one wake-up answers them all.
+_TOGETHER_S = 0.25
+_LONG_S = 10.0  # a wait of which that much does not matter
+
+
+def _end_of_wait(now: float, wait_s: float) -> float:
+    """When a check-in's wait ends, by the loop's clock."""
+    end = now + wait_s
+    return end if wait_s < _LONG_S else end - end % _TOGETHER_S
 
 
 def _end(poll: asyncio.Future[Woken]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from fedstream.broker.client import RedisSettings
+from fedstream.coordinator.gateway import app
 from fedstream.coordinator.gateway.openapi import document
 from fedstream.coordinator.gateway.refusals import REFUSALS
 from fedstream.protocol.messages import BODY
@@ -123,6 +124,31 @@ async def test_outage_of_redis_is_a_503(redis: RedisSettings, hand: Hand) -> Non
             assert int(answer.headers["Retry-After"]) >= 2
             assert (await place.beat(3, offer)).json["go_on"], "it was not given up"
         assert (await place.give_up(3, offer)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("now", "wait_s", "end"), [(7.1, 50.0, 57.0), (7.2, 50.0, 57.0), (7.3, 50.0, 57.25)]
+)
+def test_long_waits_end_together(now: float, wait_s: float, end: float) -> None:
+    assert app._end_of_wait(now, wait_s) == pytest.approx(end)
+
+
+def test_short_waits_are_as_long_as_they_were_to_be() -> None:
+    assert app._end_of_wait(7.1, 1.0) == pytest.approx(8.1)
+
+
+async def test_kept_connection_may_wait_longer_than_it_may_be_idle(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """And once it has waited, it may not be idle for longer than before."""
+    await hand.create()
+    async with serving(hand, redis, idle_s=0.3) as place:
+        assert (await place.check_in(3)).status == 204
+        assert (await place.check_in(3, wait_s=1.0)).status == 204
+        connector = place.session.connector
+        assert connector is not None
+        [[connection]] = connector._conns.values()
+        await wait_until(lambda: not connection[0].is_connected(), what="closed")
 
 
 async def test_too_many_devices_are_turned_away(redis: RedisSettings, hand: Hand) -> None:
