@@ -204,6 +204,8 @@ class GatewayApp:
         update = offers.format_for(said.formats, self._update)
         held.tau = head.version
         self._running().metrics.offered.inc()
+        if said.has != head.given:
+            self._models.prepare(head)
         return offers.offer(
             held,
             run,

@@ -72,6 +72,11 @@ class ModelCopies:
             return None
         return old if self._changes.may_help(has, head.given) else None
 
+    def prepare(self, head: Head) -> None:
+        """Begin to read a model that was offered: Redis may soon have newer ones in its place."""
+        size = self._size(head)
+        self._copies.prepare(head.given, size, partial(self._read, head, size))
+
     async def get(self, request: web.Request, device: int) -> web.StreamResponse:
         """Answer GET and HEAD of a model. Raises Refusal."""
         head = await self._asked(request)

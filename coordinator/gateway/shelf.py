@@ -67,11 +67,22 @@ class Shelf:
         if making is None:
             if not self.tidy(size) and (self._making or self._volumes):
                 raise NoRoom(f"no room for {size} bytes more")
-            self._reserved += size
-            making = asyncio.create_task(make(), name=f"make {name}")
-            making.add_done_callback(partial(self._is_made, name, size))
-            self._making[name] = making
+            making = self._begin(name, size, make)
         return await asyncio.shield(making)
+
+    def prepare(self, name: str, size: int, make: Make) -> None:
+        """Begin to make what somebody will ask for, if it is neither there nor being made.
+
+        Not if there is no room; nobody hears of errors: who asks will.
+        """
+        if name not in self._volumes and name not in self._making and self.tidy(size):
+            self._begin(name, size, make)
+
+    def _begin(self, name: str, size: int, make: Make) -> asyncio.Task[Volume]:
+        self._reserved += size
+        making = self._making[name] = asyncio.create_task(make(), name=f"make {name}")
+        making.add_done_callback(partial(self._is_made, name, size))
+        return making
 
     def _is_made(self, name: str, size: int, making: asyncio.Task[Volume]) -> None:
         """Keep what was made; retrieve an exception, which asyncio would log if all had gone."""

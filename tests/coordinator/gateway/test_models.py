@@ -17,7 +17,7 @@ from fedstream.broker.messages import Version
 from fedstream.coordinator.gateway.models import byte_range
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.wire import format_of
-from tests.coordinator.gateway.places import serving
+from tests.coordinator.gateway.places import coordinating, owned_by, serving
 from tests.support import Hand, layout_of, model_of, wait_until
 
 
@@ -125,6 +125,33 @@ async def test_models_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) 
             assert hashlib.sha256(answer.body).hexdigest() == version.digest
             assert len(models._copies._volumes) <= 2
         assert list(models._copies._volumes) == [versions[3].digest, versions[0].digest]
+
+
+async def test_model_that_was_offered_is_served_though_redis_has_newer_ones(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    version = await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        waiting = asyncio.create_task(place.check_in(3, wait_s=50))
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await waiting).offer
+        copies = place.gateway._models._copies
+        await wait_until(lambda: copies.there(version.digest) is not None, what="read already")
+        await hand.client.call("UNLINK", hand.keys.model(version.blob))
+        answer = await place.ask("GET", offer.model.url, 3)
+        assert hashlib.sha256(answer.body).hexdigest() == version.digest
+
+
+async def test_model_that_its_device_has_is_not_read(redis: RedisSettings, hand: Hand) -> None:
+    version = await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        waiting = asyncio.create_task(place.check_in(3, wait_s=50, has=version.digest))
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        assert (await waiting).status == 200
+        copies = place.gateway._models._copies
+        assert (copies._making, copies._volumes) == ({}, {})
 
 
 async def test_model_that_is_gone_is_superseded(redis: RedisSettings, hand: Hand) -> None:

@@ -36,6 +36,26 @@ async def test_what_is_read_stays_and_counts() -> None:
     assert shelf.nbytes == 0
 
 
+async def test_what_somebody_will_ask_for_is_made_once() -> None:
+    shelf, made = Shelf(10), []
+
+    async def make() -> Volume:
+        made.append("a")
+        return Volume(memoryview(bytes(6)), "a", "f32")
+
+    for _ in range(3):
+        shelf.prepare("a", 6, make)
+    found = await shelf.get("a", 6, make)
+    shelf.prepare("a", 6, make)
+    assert shelf.there("a") is found
+    assert made == ["a"]
+    with found.read():
+        shelf.prepare("b", 6, make)  # there is no room
+        assert not shelf._making
+    shelf.prepare("large", 11, make)
+    assert not shelf._making
+
+
 async def test_what_could_not_be_made_takes_no_room() -> None:
     shelf = Shelf(10)
 
