@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.layout import Layout, Tensor
@@ -21,6 +21,9 @@ _TOKEN_COMMANDS = 3  # of Redis: the registration, whether it is revoked, the no
 _QUEUED_S = 1.0  # that an update is in Redis
 _MB = 1e6
 _GB = 1e9
+# What changed in a model, as a share of its bytes: the most that was measured in
+# `benchmarks/results/changes.md`, by the kind of format.
+CHANGES: Final[Mapping[str, float]] = {"f32": 0.81, "bf16": 0.59, "int8": 0.66}
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,10 @@ class Fleet:
     """Devices, and how they take part."""
 
     devices: int
-    model_bytes: int  # that a task downloads
+    model_bytes: int  # that a task downloads, if it is not just what changed
     update_bytes: int  # that it uploads
+    changes: float = 1.0  # share of them that changes take; 1: whole models are sent
+    batch: float = 1.0  # updates that make a version
     online: float = 0.25  # share of the time that a device is present
     tasks_a_day: float = 1.0  # of each device
     sessions_a_day: float = 2.0  # times a day that a device connects anew
@@ -43,6 +48,10 @@ class Fleet:
         """Raise ConfigError for a fleet that can't be."""
         if not 0 < self.online <= 1:
             raise ConfigError(f"--online {self.online:g}: must be above 0 and at most 1")
+        if not 0 < self.changes <= 1:
+            raise ConfigError(f"--changes {self.changes:g}: must be above 0 and at most 1")
+        if self.batch < 1:
+            raise ConfigError(f"--batch {self.batch:g}: a version takes at least one update")
         if self.peak < 1:
             raise ConfigError(f"--peak {self.peak:g}: the busiest hour is at least the mean: 1")
         for name in ("devices", "model_bytes", "update_bytes", "poll_s", "retry_s", "heartbeat_s"):
@@ -71,22 +80,23 @@ class TaskCost:
 class StepCosts:
     """What each step costs. The defaults were measured; see `docs/how-to/plan-devices.md`."""
 
-    arrival_ms: float = 3.0  # gateway: TLS handshake, token, first check-in
-    check_in_ms: float = 0.2  # gateway: a check-in without a task
-    beat_ms: float = 0.2  # gateway: a heartbeat, taken to cost what a check-in does
-    gateway: TaskCost = TaskCost(1.7, 1.8)
-    coordinator: TaskCost = TaskCost(0.35, 0.08)
-    scheduler: TaskCost = TaskCost(0.38, 0.04)
-    updater: TaskCost = TaskCost(1.3, 1.1)
-    redis: TaskCost = TaskCost(0.7, 0.8)
-    check_in_redis_ms: float = 0.01  # Redis: a check-in without a task
+    arrival_ms: float = 2.6  # gateway: TLS handshake, token, first check-in
+    check_in_ms: float = 0.4  # gateway: a check-in without a task
+    beat_ms: float = 0.4  # gateway: a heartbeat, taken to cost what a check-in does
+    gateway: TaskCost = TaskCost(1.5, 1.8)
+    coordinator: TaskCost = TaskCost(0.2, 0.08)
+    scheduler: TaskCost = TaskCost(0.22, 0.04)
+    updater: TaskCost = TaskCost(0.6, 1.1)
+    redis: TaskCost = TaskCost(0.4, 0.8)
+    check_in_redis_ms: float = 0.02  # Redis: a check-in without a task
     token_redis_ms: float = 0.05  # Redis: a token
-    task_commands: float = 105.0  # of Redis, with those inside scripts
-    check_in_commands: float = 0.5
-    gateway_mb: float = 105.0  # of memory, before any device comes
-    device_kb: float = 55.0  # of a gateway's memory, for a connected device
-    registered_bytes: float = 1400.0  # of Redis, for a device that has enrolled
+    task_commands: float = 94.0  # of Redis, with those inside scripts
+    check_in_commands: float = 0.14
+    gateway_mb: float = 107.0  # of memory, before any device comes
+    device_kb: float = 38.0  # of a gateway's memory, for a connected device
+    registered_bytes: float = 940.0  # of Redis, for a device that has enrolled
     models_kept: int = 8  # in Redis
+    changes_ms_per_mb: float = 1.8  # gateway: to make changes, for a MB of the model
 
     def tasks(self) -> dict[str, TaskCost]:
         """The costs of a task by service."""
@@ -106,9 +116,17 @@ class StepCosts:
             found, asked = results["found"], results["asked"]
             idle, work, empty = found["idle"], found["work"], found["empty"]
             both_mb = 2 * 4 * asked["parameters"] / _MB
+            # Devices that wait check in while others work: that is no cost of a task.
+            waiting_ms = {
+                role: 1000 * share / work["per_s"] for role, share in idle["share"].items()
+            }
             tasks = {
                 role: TaskCost(
-                    max(0.0, work["ms"][role] - cost.ms_per_mb * both_mb), cost.ms_per_mb
+                    max(
+                        0.0,
+                        work["ms"][role] - waiting_ms.get(role, 0.0) - cost.ms_per_mb * both_mb,
+                    ),
+                    cost.ms_per_mb,
                 )
                 for role, cost in base.tasks().items()
             }
@@ -144,6 +162,7 @@ class Rules:
 
     full: float = 0.6  # of a core
     devices: int = 20_000  # of a gateway's replica (gateway.devices)
+    models: int = 256 << 20  # bytes of models in its memory (gateway.model_bytes)
     spare: int = 1  # replicas more than needed
 
 
@@ -157,6 +176,7 @@ class Forecast:
     heartbeats: float
     arrivals: float  # TLS handshakes
     tokens: float
+    changes: float  # share of the downloads that are just what changed
     down_gb: float  # a day
     up_gb: float
     down_mbit: float  # per second
@@ -198,9 +218,14 @@ def forecast(fleet: Fleet, costs: StepCosts, rules: Rules) -> Forecast:
         role: tasks * (cost.ms + cost.ms_per_mb * both_mb) / 1000
         for role, cost in costs.tasks().items()
     }
+    known = still_known(fleet, rules)
+    down = fleet.model_bytes * (1 - known * (1 - fleet.changes))
+    made_ms = known * costs.changes_ms_per_mb * fleet.model_bytes / _MB
+    spared_ms = costs.gateway.ms_per_mb * (fleet.model_bytes - down) / _MB
     cores["gateway"] += (
-        check_ins * costs.check_in_ms + heartbeats * costs.beat_ms + arrivals * costs.arrival_ms
-    ) / 1000
+        tasks * (made_ms - spared_ms)
+        + check_ins * costs.check_in_ms + heartbeats * costs.beat_ms + arrivals * costs.arrival_ms
+    ) / 1000  # fmt: skip
     tokens = present / _TOKEN_S + arrivals
     waits_ms = check_ins * costs.check_in_redis_ms + tokens * costs.token_redis_ms
     cores["redis"] += waits_ms / 1000
@@ -212,9 +237,9 @@ def forecast(fleet: Fleet, costs: StepCosts, rules: Rules) -> Forecast:
     of_tasks = max(cores["updater"] / rules.full, _over(cores["redis"] - waits_ms / 1000, left))
     return Forecast(
         present=present, check_ins=check_ins, tasks=tasks, heartbeats=heartbeats,
-        arrivals=arrivals, tokens=tokens,
-        down_gb=a_day * fleet.model_bytes / _GB, up_gb=a_day * fleet.update_bytes / _GB,
-        down_mbit=tasks * fleet.model_bytes * 8 / _MB, up_mbit=tasks * fleet.update_bytes * 8 / _MB,
+        arrivals=arrivals, tokens=tokens, changes=known,
+        down_gb=a_day * down / _GB, up_gb=a_day * fleet.update_bytes / _GB,
+        down_mbit=tasks * down * 8 / _MB, up_mbit=tasks * fleet.update_bytes * 8 / _MB,
         redis_commands=(
             tasks * costs.task_commands + check_ins * costs.check_in_commands
             + tokens * _TOKEN_COMMANDS
@@ -230,6 +255,19 @@ def forecast(fleet: Fleet, costs: StepCosts, rules: Rules) -> Forecast:
         runs=max(1, math.ceil(tightest)),
         most_tasks_a_day=_over(fleet.tasks_a_day, of_tasks),
     )  # fmt: skip
+
+
+def still_known(fleet: Fleet, rules: Rules) -> float:
+    """The share of tasks whose device has a model that the gateway still has in memory.
+
+    Until its next task, each other device has one in the mean, and a version comes after a batch.
+    Devices are drawn at random, so how many versions that are is drawn from an exponential
+    distribution. That a replica doesn't need models that none of its devices had is left out.
+    """
+    if fleet.changes == 1:
+        return 0.0
+    kept = rules.models // fleet.model_bytes
+    return 1 - math.exp(-kept * fleet.batch / fleet.devices)
 
 
 def _over(number: float, by: float) -> float:

@@ -31,6 +31,17 @@ def plan(
     update_format: Annotated[
         str, typer.Option(metavar="FORMAT", help="wire.update: what it uploads")
     ] = "f32",
+    changes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="of a model's bytes that what changed in it takes; default: as measured for its "
+            "format; 1: whole models are sent (gateway.changes_bytes = 0)",
+        ),
+    ] = None,
+    batch: Annotated[
+        float, typer.Option(metavar="N", help="updates that make a version, as with fedbuff")
+    ] = 1.0,
     online: Annotated[
         float, typer.Option(metavar="SHARE", help="of the time that a device is present")
     ] = 0.25,
@@ -64,12 +75,21 @@ def plan(
 
     From what each step cost where it was measured; prints all that it assumes.
     """
-    from fedstream.planning import Fleet, Rules, StepCosts, bytes_of, forecast
+    from fedstream.planning import (
+        CHANGES,
+        Fleet,
+        Rules,
+        StepCosts,
+        bytes_of,
+        forecast,
+    )
+    from fedstream.wire import format_of
 
     fleet = Fleet(
         devices, bytes_of(parameters, model_format), bytes_of(parameters, update_format),
-        online=online, tasks_a_day=tasks_a_day, sessions_a_day=sessions_a_day, train_s=train_s,
-        peak=peak,
+        changes=CHANGES.get(format_of(model_format).kind, 1.0) if changes is None else changes,
+        batch=batch, online=online, tasks_a_day=tasks_a_day, sessions_a_day=sessions_a_day,
+        train_s=train_s, peak=peak,
     )  # fmt: skip
     each = StepCosts() if costs is None else StepCosts.measured(_read(costs))
     rules = Rules(full=full, devices=per_replica)
@@ -104,6 +124,7 @@ def _show(found: Forecast) -> None:
             "heartbeats": f"{_many(found.heartbeats)}/s",
             "new connections": f"{_many(found.arrivals)}/s",
             "tokens": f"{_many(found.tokens)}/s",
+            "downloads that are changes": f"{found.changes:.1%}",
             "models, down": f"{_many(found.down_gb)} GB a day",
             "updates, up": f"{_many(found.up_gb)} GB a day",
             "in the busiest hour, down": f"{_many(found.down_mbit)} Mbit/s",
@@ -136,6 +157,9 @@ def _show_assumptions(fleet: Fleet, costs: StepCosts, rules: Rules) -> None:
             f"{fleet.train_s:g} s of training, a heartbeat every {fleet.heartbeat_s:g} s",
             "a device": f"present {fleet.online:.0%} of the time, {fleet.tasks_a_day:g} tasks and "
             f"{fleet.sessions_a_day:g} connections a day",
+            "a model": f"{1 / fleet.batch:.3g} versions for an update; what changed in it takes "
+            f"{fleet.changes:.0%} of its bytes and a gateway {costs.changes_ms_per_mb:.2f} ms for "
+            f"a MB of it, if the older one is among the newest {rules.models >> 20} MiB of models",
             "the busiest hour": f"{fleet.peak:g} times the mean; rates and cores are of that hour",
             "a check-in": f"waits {fleet.poll_s:g} s, and the next comes {fleet.retry_s:g} s later",
             "a gateway": f"{rules.devices} devices, {rules.full:.0%} of a core, {rules.spare} to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,32 @@ def test_redis_has_less_left_for_tasks_the_more_devices_wait() -> None:
     assert full.runs == 2
 
 
+def test_changes_spare_bytes_if_the_gateway_still_has_a_devices_model() -> None:
+    # 86,400 tasks, and half as many versions, until it is a device's turn again; 43,200 models fit.
+    rules = replace(RULES, models=43_200 * 1_000_000)
+    fleet = replace(FLEET, changes=0.6, batch=2.0)
+    known = 1 - math.exp(-1)
+    found = forecast(fleet, replace(COSTS, changes_ms_per_mb=3.0), rules)
+    assert found.changes == pytest.approx(known)
+    assert found.down_gb == pytest.approx(86.4 * (1 - 0.4 * known))
+    assert found.up_gb == pytest.approx(43.2)
+    without = forecast(FLEET, COSTS, RULES)
+    assert without.changes == 0
+    # Two tasks a second: changes of a MB are made, and 0.4 MB of it need not be sent.
+    more_ms = 2 * known * (3.0 - 0.4 * 10.0)
+    assert found.cores["gateway"] == pytest.approx(without.cores["gateway"] + more_ms / 1000)
+    assert found.cores["updater"] == without.cores["updater"]
+
+
+def test_large_models_and_many_devices_leave_little_to_changes() -> None:
+    fleet = replace(FLEET, changes=0.6)
+    shares = [
+        forecast(replace(fleet, **more), COSTS, RULES).changes
+        for more in ({}, {"devices": 8_640_000}, {"model_bytes": 300 << 20})
+    ]
+    assert shares == pytest.approx([268 / 86_400, 268 / 8_640_000, 0.0], rel=0.01)
+
+
 def test_a_fleet_without_tasks_only_checks_in() -> None:
     found = forecast(replace(FLEET, tasks_a_day=0.0), COSTS, RULES)
     assert (found.tasks, found.up_gb, found.heartbeats) == (0, 0, 0)
@@ -125,6 +152,9 @@ def test_bytes_of_a_model(name: str, size: int) -> None:
         ({"online": 0.0}, "--online 0: must be above 0"),
         ({"online": 1.5}, "at most 1"),
         ({"peak": 0.5}, "--peak 0.5"),
+        ({"changes": 0.0}, "--changes 0: must be above 0 and at most 1"),
+        ({"changes": 1.2}, "--changes 1.2"),
+        ({"batch": 0.5}, "--batch 0.5: a version takes at least one update"),
         ({"devices": 0}, "devices: must be above 0"),
         ({"train_s": -1.0}, "--train-s: must not be below 0"),
         ({"tasks_a_day": 500.0}, "would train 58% of the time and be present 50%"),
@@ -149,6 +179,7 @@ RESULTS: dict[str, Any] = {
             "commands_per_s": 130.0, "redis_memory": 3e6,
         },
         "work": {
+            "per_s": 50.0,
             "ms": {"gateway": 9.0, "coordinator": 1.0, "scheduler": 1.0, "updater": 4.0,
                    "redis": 0.1, "load": 3.0},
             "commands": 25.0,
@@ -161,7 +192,11 @@ def test_costs_come_from_a_measurement() -> None:
     found, base = StepCosts.measured(RESULTS), StepCosts()
     assert found.arrival_ms == 6.0
     assert found.check_in_ms == found.beat_ms == pytest.approx(2.0)
-    assert found.gateway == TaskCost(9.0 - base.gateway.ms_per_mb, base.gateway.ms_per_mb)
+    # Waiting devices took 0.05 of a core beside 50 tasks a second.
+    per_mb = base.gateway.ms_per_mb
+    assert found.gateway.ms == pytest.approx(9.0 - 1.0 - per_mb)
+    assert found.gateway.ms_per_mb == per_mb
+    assert found.updater == TaskCost(4.0 - base.updater.ms_per_mb, base.updater.ms_per_mb)
     assert (found.redis.ms, found.check_in_redis_ms) == (0.0, 0.0), "not less than nothing"
     assert (found.task_commands, found.check_in_commands) == (25.0, 1.5)
     assert (found.gateway_mb, found.device_kb, found.registered_bytes) == (100.0, 40.0, 2000.0)
