@@ -38,6 +38,7 @@ from fedstream.page.rows import rows_of
 
 _BEGIN = b"fedstream journal index 1\n"
 _LENGTH = 8  # bytes
+_FEW = 500  # updates that are not worth writing the whole index again
 
 File: TypeAlias = tuple[str, int, int]  # name, bytes, time of change in ns
 Mark: TypeAlias = tuple[str, int, int, int]  # the same, and its cut
@@ -72,7 +73,7 @@ def columns_of(journal: Path, read: Read = lambda _bytes: None) -> Columns:
                 known[mark] = rows_of(segment, cut, reasons, first=first, read=read)
                 segment.close()
             parts[mark] = known[mark]
-    if not journal.is_file():
+    if not journal.is_file() and not _is_good_enough(kept, parts):
         _save(journal, _Kept(files, parts, reasons))
     return _columns(parts, reasons)
 
@@ -82,6 +83,18 @@ def _fitting(kept: _Kept | None, files: Sequence[File]) -> tuple[dict[Mark, Segm
     there = set(files)
     fits = {mark: part for mark, part in kept.parts.items() if mark[:3] in there} if kept else {}
     return fits, kept.reasons if kept is not None and fits else Reasons()
+
+
+def _is_good_enough(kept: _Kept | None, parts: Mapping[Mark, SegmentRows]) -> bool:
+    """Whether an index lacks only some records of a run that goes on.
+
+    They are read in a moment, and somebody who follows the run asks again and again.
+    """
+    new = [mark for mark in parts if kept is None or mark not in kept.parts]
+    if kept is None or new != list(parts)[-1:]:
+        return False
+    was = [len(part.updates) for mark, part in kept.parts.items() if mark[0] == new[0][0]]
+    return any(0 <= len(parts[new[0]].updates) - length < _FEW for length in was)
 
 
 def index_of(journal: Path) -> Path:

@@ -101,6 +101,23 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     assert same(columns_of(tmp_path / "journal"), found)
 
 
+def test_a_run_that_goes_on_has_its_index_written_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_FEW", 3)
+    scribe, journal = Scribe(tmp_path / "journal"), tmp_path / "journal"
+    written = []
+    for n in range(12):
+        scribe.update()
+        scribe.writer.sync()
+        assert len(columns_of(journal).updates) == n + 1
+        written.append(index_of(journal).stat().st_mtime_ns)
+        if n == 8:
+            scribe.segment()
+    scribe.close()
+    assert [n + 1 for n in range(12) if written.index(written[n]) == n] == [1, 4, 7, 10]
+
+
 def test_a_deleted_first_segment_leaves_a_journal_that_begins_later(tmp_path: Path) -> None:
     two_segments(tmp_path / "journal")
     columns_of(tmp_path / "journal")
