@@ -8,23 +8,40 @@ from __future__ import annotations
 
 import gzip
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.broker.errors import BadMessage, FedstreamError
 from fedstream.broker.layout import PAGE
-from fedstream.journal import inspection, name_of, opened, shares, uncounted
+from fedstream.broker.messages import decode
+from fedstream.journal import (
+    JournalError,
+    QuarantineSet,
+    RoundClosed,
+    Taken,
+    cuts,
+    inspection,
+    name_of,
+    opened,
+    shares,
+    uncounted,
+)
+from fedstream.journal.alike import Path as ValuePath
+from fedstream.journal.alike import alike
 from fedstream.journal.frames import FRAME_BYTES, file_page, filled, frame_of
 from fedstream.journal.frames import packed as framed
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
+from fedstream.page.index import columns_of
 from tests.fuzz.mutation import packed
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journals"
 _RIGHT = "as it is"
 _SALT = 7
+MANY = 10  # times that the messages are repeated, so that it is worth reading them together
 
 
 def values() -> list[dict[str, Any]]:
@@ -67,8 +84,35 @@ def _looked_at(folder: Path) -> None:
         uncounted(chain)
         inspection.parting(chain, chain)
         recovered(chain[-1])
+    _read_together(folder)
     if refusals:
         raise FedstreamError(refusals[0])
+
+
+def _read_together(folder: Path) -> None:
+    """What is read of many messages at once is what each of them says, or they are refused."""
+    columns = columns_of(folder)
+    assert len(columns.contained) == len(columns.updates)
+    with opened(folder) as chain:
+        for segment, cut in cuts(chain):
+            try:
+                many = [message for _, message, _ in segment.messages(cut)] * MANY
+                groups = list(alike(many))
+            except JournalError:
+                continue  # then they are read one by one
+            for group in groups:
+                for number, place in enumerate(group.places.tolist()):
+                    with suppress(BadMessage):  # a name: no column has any
+                        entry = decode(many[place], Taken, RoundClosed, QuarantineSet)
+                        said: dict[ValuePath, float] = {
+                            ("version",): entry.version,
+                            ("time",): entry.time,
+                        }
+                        if isinstance(entry, Taken):
+                            said["upload", "tau"] = entry.upload.tau
+                            said["weight",] = entry.weight
+                        for path in said.keys() & group.numbers.keys():
+                            assert group.numbers[path][number] == said[path], path
 
 
 def _write(folder: Path, value: dict[Any, Any]) -> None:
