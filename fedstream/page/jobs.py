@@ -6,16 +6,18 @@ So the pages answer as fast as ever, and what is cancelled ends at once, whateve
 from __future__ import annotations
 
 from collections import OrderedDict
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.page.questions import Question
 from fedstream.page.work import Failure, Headway, TaskAccess, WorkResult, work
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 _KEPT = 20  # answers
 
@@ -45,6 +47,8 @@ class PageJob:
 
     def begin(self, run: Path, access: TaskAccess) -> None:
         """Start the work."""
+        from multiprocessing import get_context
+
         # Not a fork: there are threads, and torch does not survive one.
         context = get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)

@@ -17,7 +17,6 @@ from urllib.parse import urlencode
 import numpy as np
 
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.journal.replay import Replayer
 from fedstream.page.run import RecordedRun
 from fedstream.recordings.bisect import Limit, limit_of
 
@@ -232,6 +231,7 @@ def _refused(
     begin: int | None,
 ) -> Problems:
     """What the command would refuse, beside the field that it is about."""
+    from fedstream.journal.replay import Replayer
     from fedstream.recordings.replay import rule_by
 
     def tried(count: int) -> Problems:

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,6 +20,8 @@ from fedstream.recordings.bisect import Search, search
 from fedstream.runtime.plugins import allowing
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from fedstream.recordings.replay import ReplayResult
     from fedstream.settings.config import Settings
 
