@@ -19,6 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fedstream.journal import opened
 from fedstream.journal.shares import stats
+from fedstream.page import pages
 from fedstream.page.guard import HEADERS
 from fedstream.page.past import Unwanted
 from fedstream.page.portraits import AHEAD
@@ -150,6 +151,11 @@ async def test_an_accuracy_that_fell_leads_to_bisect(recorded: Path, tmp_path: P
         assert 'name="bound" inputmode="decimal" size="8" required value="0.6"' in await _text(
             client, "/bisect"
         )
+
+
+def test_curves_beside_the_live_page_lead_to_each_other(recorded: Path) -> None:
+    links = Page(pages.overview(RecordedRun(recorded, is_live=True))).links
+    assert {"/overview", "/overview?over=time"} <= set(links)
 
 
 async def test_version_0_and_the_newest(get: Get) -> None:
