@@ -13,6 +13,8 @@ From what is read to what is shown:
     jobs, work         one question at a time, in a process of its own
     pages, answers     HTML, from ``templates/`` and ``static/``
     asking             routes of the questions
+    guard, files       headers, hosts and origins; what comes with the pages
+    live               a run as it is now, served by its coordinator
     server             `fedstream ui`: all routes, on this machine only
     single             `fedstream report --html`: the same in one file
 """

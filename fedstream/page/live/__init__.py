@@ -1,7 +1,11 @@
 """A run as it is now, in the browser: served by the coordinator while somebody looks.
 
 scene              all that the page shows of one moment, as values
-collector          makes scenes of what Redis has, with the coordinator's own rights
+recent, collector  what a run did lately; scenes of what Redis has, with a coordinator's rights
+panel, panels      what is drawn of a scene
 broadcast          one collector for all viewers; it rests while there is none
-server             routes, the stream of changes, who may see and who may act
+rendering          the page as HTML, and its parts as they change
+sessions, acting   who has logged in; what operators may do
+past               the recorded run's pages, where the journal can be read
+service            routes, and who may ask for which
 """
