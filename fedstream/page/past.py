@@ -34,7 +34,7 @@ from fedstream.journal.inspection import Move, moves
 from fedstream.journal.rebuild import Rebuild, is_used
 from fedstream.journal.updates import update_of
 
-_MEMORY = 256 << 20  # bytes of models that are kept
+MEMORY = 256 << 20  # bytes of models that are kept
 _BESIDES = 8 << 10  # bytes that a copy takes besides its models
 _STRIDE = 16  # versions between two copies, if there is memory for all
 _SEGMENT = 4000  # versions that the newest segment usually has in the end
@@ -61,13 +61,13 @@ class _Copy:
 class Past:
     """A journal's versions, to walk along. Close it; one thread at a time may use it."""
 
-    def __init__(self, journal: Path, *, memory: int = _MEMORY) -> None:
+    def __init__(self, journal: Path, *, memory: int = MEMORY) -> None:
         """Open a journal's folder, or one segment. Raises JournalError."""
         with ExitStack() as stack:
             chain = stack.enter_context(opened(journal))
             self._closing = stack.pop_all()
         self.journal = journal
-        self._memory = memory
+        self.memory = memory
         self._chain = list(cuts(chain))
         self.head = chain[-1].head
         self.layout: Layout = chain[-1].layout
@@ -89,7 +89,7 @@ class Past:
         Only what was appended may be new. Raises JournalError.
         """
         self.close()
-        other = Past(self.journal, memory=self._memory)
+        other = Past(self.journal, memory=self.memory)
         newest = self._name(len(self._chain) - 1)
         other._copies, other._origin = self._copies, self._origin
         other._filled, other._full = self._filled, self._full - {newest}

@@ -17,9 +17,11 @@ from fedstream.observe.recall import Measurement, measurements
 from fedstream.page.columns import NONE, Columns
 from fedstream.page.directions import Directions
 from fedstream.page.index import columns_of, marks
-from fedstream.page.past import Past
+from fedstream.page.past import MEMORY, Past
 from fedstream.page.portraits import Portraits
 from fedstream.runs.record import stands
+
+_LIVE_MEMORY = 32 << 20  # bytes of models that are kept in a service, which has other work
 
 
 class RecordedRun:
@@ -95,7 +97,7 @@ class RecordedRun:
     def past(self) -> Past:
         """Its models."""
         if self._past is None:
-            self._past = Past(self.journal)
+            self._past = Past(self.journal, memory=_LIVE_MEMORY if self.is_live else MEMORY)
         return self._past
 
     @property

@@ -153,6 +153,13 @@ async def test_an_accuracy_that_fell_leads_to_bisect(recorded: Path, tmp_path: P
         )
 
 
+def test_models_take_less_memory_in_a_service(recorded: Path) -> None:
+    run = RecordedRun(recorded, is_live=True)
+    assert 4 * run.past.memory < RecordedRun(recorded).past.memory
+    assert run.past.model(55).digest() == RecordedRun(recorded).past.model(55).digest()
+    assert run.past.reopened().memory == run.past.memory
+
+
 def test_curves_beside_the_live_page_lead_to_each_other(recorded: Path) -> None:
     links = Page(pages.overview(RecordedRun(recorded, is_live=True))).links
     assert {"/overview", "/overview?over=time"} <= set(links)
