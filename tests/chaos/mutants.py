@@ -298,8 +298,8 @@ def play(
     )
     checks = Counter(_COMPLAINT.findall(said))
     first = next((line for line in said.splitlines() if _COMPLAINT.match(line)), "")
-    if not played:
-        raise RuntimeError(f"{mutant}: nothing was played:\n{said[-2000:]}")
+    if len(played) < len(seeds) and not checks:
+        raise RuntimeError(f"{mutant}: the suite ended after seeds {played}:\n{said[-2000:]}")
     return Played(played, tuple(checks), first[:200], time.monotonic() - began)
 
 

@@ -65,6 +65,12 @@ def test_a_devices_updates_pass_on_what_they_leave(name: str) -> None:
     assert found(first, second, answered(2, name, second.after)) == []
 
 
+def test_nothing_is_found_where_the_journal_has_no_shape(name: str) -> None:
+    """Another check complains of such a journal."""
+    life = Life(answers=[answered(0, name, None)])
+    assert list(disagreements([life], {}, Shape(0, 0, 0), was_full=False)) == []
+
+
 def test_what_is_not_kept_is_found(name: str) -> None:
     first = answered(0, name, None, after=None)
     [what] = found(first)

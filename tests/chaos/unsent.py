@@ -23,8 +23,11 @@ def disagreements(
 ) -> Iterator[str]:
     """What does not agree with the notes, each answer once.
 
-    ``was_full``: Redis was, so that there was no room for what updates left unsent.
+    ``shape``: the journal's. ``was_full``: Redis was, so that there was no room for what updates
+    left unsent.
     """
+    if not shape.parameters:
+        return  # the journal is so damaged that it has none, which is a complaint of its own
     ever = defaultdict[int, set[bytes | None]](lambda: {None})
     told = set[tuple[str, str]]()
     for life in lives:
