@@ -50,7 +50,7 @@ def _pace(scene: Scene) -> str:
     left = tally.run.versions - tally.head.version
     if tally.run.state == "finished":
         took = (tally.run.finished or tally.head.time) - tally.run.created
-        return f"finished after {duration(max(0.0, took))}"
+        return f"finished: {tally.run.why} · took {duration(max(0.0, took))}"
     if not rates.versions or left <= 0:
         return ""
     return f"{rates.versions:.3g} versions/s, {duration(left / rates.versions)} left"
@@ -69,7 +69,7 @@ def headline_facts(scene: Scene) -> list[tuple[str, str]]:
     mean = tally.head.mean_staleness
     found.append(("staleness, recent mean", f"{mean:.2f} versions"))
     if rates.over_s:
-        found.append((f"updates used, over {rates.over_s:.0f} s", f"{rates.used:.3g}/s"))
+        found.append(("updates used", f"{rates.used:.3g}/s"))
     limit = scene.memory.limit
     memory = shown_bytes(scene.memory.used) + (f" of {shown_bytes(limit)}" if limit else "")
     found += [
@@ -85,7 +85,7 @@ def headline_facts(scene: Scene) -> list[tuple[str, str]]:
 
 
 def _at(value: float, version: int) -> str:
-    return f"{measure(value)} at version {version:,}"
+    return f"{measure(value)} at {version:,}"
 
 
 def flow_html(scene: Scene) -> str:

@@ -109,11 +109,8 @@ def no_updater_leads(scene: Scene) -> str | None:
     if "updater" in scene.leading:
         return None
     waiting = scene.tally.backlog
-    lease = scene.settings.updater.lease_s
-    return (
-        f"no updater leads, and {counted(waiting, 'update')} {'waits' if waiting == 1 else 'wait'} "
-        f"for one: after a crash, its lease of {lease:g} s has to run out first"
-    )
+    waits = f"and {counted(waiting, 'update')} {'waits' if waiting == 1 else 'wait'} for one"
+    return f"no updater is active, {waits}: {_successor(scene.settings.updater.lease_s)}"
 
 
 def updater_is_silent(scene: Scene) -> str | None:
@@ -190,10 +187,12 @@ def no_scheduler_leads(scene: Scene) -> str | None:
     """Nothing is open, and nobody holds the scheduler's lease."""
     if scene.tally.tasks or "scheduler" in scene.leading or _devices_decide(scene):
         return None
-    return (
-        "no scheduler leads, so no task begins: after a crash, its lease of "
-        f"{scene.settings.scheduler.lease_s:g} s has to run out first"
-    )
+    successor = _successor(scene.settings.scheduler.lease_s)
+    return f"no scheduler is active, so no task begins: {successor}"
+
+
+def _successor(lease_s: float) -> str:
+    return f"if it crashed, another takes over once its lease of {lease_s:g} s has run out"
 
 
 def no_device_is_eligible(scene: Scene) -> str | None:

@@ -27,7 +27,7 @@ def test_a_panel_needs_no_script_and_no_style(panel: LivePanel) -> None:
 
 def test_the_headline_has_progress_and_numbers() -> None:
     text = headline(busy())
-    assert "<strong>559</strong> of 1,000 versions, 55.9 %" in text
+    assert "version <strong>559</strong> of 1,000, 55.9 %" in text
     assert "5.8 versions/s, 1:16 left" in text
     assert "standstill" not in text
     assert "Stalled for 0:10 because no trainer is alive" in headline(

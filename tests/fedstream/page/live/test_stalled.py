@@ -67,7 +67,7 @@ def test_redis_is_full() -> None:
 
 def test_no_updater_leads() -> None:
     said = told(idle(leading=frozenset(("scheduler",)), queue=9, trainers=0))
-    assert "because no updater leads, and 9 updates wait for one" in said
+    assert "because no updater is active, and 9 updates wait for one" in said
     assert "lease of 5 s" in said
 
 
@@ -123,7 +123,7 @@ def test_everything_raises() -> None:
 
 def test_no_scheduler_leads() -> None:
     said = told(idle(leading=frozenset(("updater",))))
-    assert "no scheduler leads, so no task begins" in said
+    assert "no scheduler is active, so no task begins" in said
 
 
 def test_all_devices_are_in_quarantine() -> None:
