@@ -13,6 +13,7 @@ from fedstream.operate.dead import DeadLetters
 from fedstream.page.live.broadcast import DrawnGlance, LivePicture
 from fedstream.page.live.collector import Glance
 from fedstream.page.live.panels import PANELS, headline
+from fedstream.page.live.panels.drawn import device_html, devices_html
 from fedstream.page.live.recent import Told
 from fedstream.page.live.scene import Note, Scene, SeenMetrics, TaskEnd
 from fedstream.page.templating import rendered
@@ -71,6 +72,22 @@ def page(picture: LivePicture, *, has_past: bool, is_operator: bool, has_operato
         panels=[(panel, picture.parts[panel.name]) for panel in PANELS],
         is_operator=is_operator, may_leave=may_leave,
     )  # fmt: skip
+
+
+def devices(picture: LivePicture, sort: str, *, has_operators: bool) -> str:
+    """The devices of the newest tasks, by a column. For a run without a journal here."""
+    return _inside(picture, "Devices", devices_html(picture.scene, sort), has_operators)
+
+
+def device(picture: LivePicture, number: int, *, has_operators: bool) -> str:
+    """What the newest tasks say of a device."""
+    text = device_html(picture.scene, number)
+    return _inside(picture, f"Device {number}", text, has_operators)
+
+
+def _inside(picture: LivePicture, title: str, text: str, has_operators: bool) -> str:
+    frame = _frame(picture.scene, title, has_past=False, has_operators=has_operators)
+    return rendered("live/inside.html", **frame, inside=text)
 
 
 def _lines(scene: Scene) -> list[tuple[str, list[object]]]:

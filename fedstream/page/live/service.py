@@ -28,6 +28,7 @@ from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 
 _FORM = 4096  # bytes
+_DIGITS = 18  # more than any device's number has
 _WITHIN_S = 5.0  # for the first look
 _RETRY_S = 2
 _STREAM = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
@@ -82,10 +83,7 @@ class LiveService:
             web.post("/operate/stop", self._guarded(self._stop, "operator")),
             web.get("/static/{name}", self._open(send_static)),
             web.get("/favicon.ico", self._open(no_icon)),
-            *(
-                web.get(path, self._guarded(self._past.answering(path)))
-                for path in self._past.paths
-            ),
+            *(web.get(path, self._guarded(self._recorded(path))) for path in self._past.paths),
         ]
 
     # who may
@@ -184,6 +182,24 @@ class LiveService:
                 may_leave=cookie is not None,
             )
         )  # fmt: skip
+
+    def _recorded(self, path: str) -> Answering:
+        """The recorded past; of devices, what the newest tasks say if nothing is recorded here."""
+        recorded = self._past.answering(path)
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if not path.startswith("/devices") or await self._past.are_there():
+                return await recorded(request)
+            make, picture = await self._made(), await self._broadcast.newest(_WITHIN_S)
+            about = {"has_operators": self._sessions.has_operators}
+            number = request.match_info.get("number")
+            if number is None:
+                return _html(make.devices(picture, request.query.get("sort", ""), **about))
+            if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
+                raise web.HTTPNotFound
+            return _html(make.device(picture, int(number), **about))
+
+        return answer
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         if request.method == "HEAD":  # the page asks whether it may connect again

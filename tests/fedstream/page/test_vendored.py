@@ -28,4 +28,7 @@ def test_all_else_is_ours() -> None:
         "page.js",
         "asking.js",
         "report.js",
+        "live.js",
+        "live-panels.js",
+        "live.css",
     }

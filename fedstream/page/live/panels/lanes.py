@@ -35,7 +35,7 @@ class Lane:
     """A trainer, a gateway, or nobody in particular."""
 
     name: str
-    kind: str  # trainer, gateway, nobody yet, others, gone
+    kind: str  # trainer, gateway, with no trainer, others, gone
     host: str
     answers: int | None
     owns: int | None  # devices; 0: it serves all that nobody owns
@@ -75,7 +75,7 @@ def lanes(scene: Scene) -> Lanes:
     rest = [one for name in by_work[LANES:] for one in tasks.get(name, ())]
     left_out = max(0, scene.tally.trainers - len(shown))
     for name, kind, some in (
-        ("nobody yet", "nobody yet", tasks.get("", [])),
+        ("with no trainer", "with no trainer", tasks.get("", [])),
         ("not on the register", "gone", gone),
     ):
         if some:

@@ -83,7 +83,7 @@ def test_an_idle_and_a_finished_run_have_none() -> None:
 def test_each_trainer_has_a_lane_and_so_have_tasks_that_nobody_has() -> None:
     found = lanes(busy())
     assert [lane.name for lane in found.lanes] == [
-        "trainer-1", "trainer-2", "trainer-3", "trainer-4", "nobody yet"
+        "trainer-1", "trainer-2", "trainer-3", "trainer-4", "with no trainer"
     ]  # fmt: skip
     assert {phase.name: phase.count for phase in found.lanes[0].phases} == {
         "triggered": 0, "waiting": 0, "training": 4, "uploading": 0, "queue": 2,

@@ -74,7 +74,7 @@ def test_a_run_from_its_start_to_its_end(browser: Any, tmp_path: Path) -> None:
         tab = Tab(browser, link[1])
         page = tab.go("/")
         says(page, "^Live$")
-        page.locator("#part-headline", has_text=re.compile("[5-8] of 12 versions")).wait_for()
+        page.locator("#part-headline", has_text=re.compile("version [5-8] of 12")).wait_for()
         page.locator("#part-lanes", has_text="trainer-1").wait_for()
         page.get_by_role("link", name="Versions").click()
         page.wait_for_url(re.compile(r"/versions/\d+$"))
@@ -84,7 +84,7 @@ def test_a_run_from_its_start_to_its_end(browser: Any, tmp_path: Path) -> None:
         page.locator('body[data-over="finished"]').wait_for()
         says(page, "The run is finished")
         page.locator("#part-state", has_text="finished: version 12 reached").wait_for()
-        assert page.locator("#part-headline", has_text="12 of 12 versions").count() == 1
+        assert page.locator("#part-headline", has_text="version 12 of 12").count() == 1
         assert command.ended() == 0, command.stdout + command.stderr
         assert tab.wrong == []
         assert all(url.startswith(link[1]) for url in tab.asked)
@@ -198,7 +198,7 @@ def test_all_of_it_can_be_read_without_javascript(
     tab = Tab(browser, here.address, java_script_enabled=False)
     page = tab.go("/")
     assert page.locator("noscript").count() == 0 or "every 5 seconds" in page.content()
-    for text in ("1 of 100 versions", "0.75", "given up", "dropped out", "trainer-1"):
+    for text in ("version 1 of 100", "0.75", "given up", "dropped out", "trainer-1"):
         assert text in page.inner_text("main"), text
     tab.context.close()
 
