@@ -130,11 +130,13 @@ class Scribe:
             upload, sent, outcome=step.decision.outcome, weight=step.decision.weight, **made
         )
 
-    def refuse(self, device: int | None = None, reason: str = "not finite") -> Taken:
+    def refuse(
+        self, device: int | None = None, reason: str = "not finite", *, outcome: str = "refused"
+    ) -> Taken:
         """An update arrives and is of no use."""
         model = self.drawn()
         upload = self._upload(device, model, 0)
-        return self._taken(upload, model, outcome="refused", reason=reason)
+        return self._taken(upload, model, outcome=outcome, reason=reason)
 
     def close_round(self) -> RoundClosed:
         """The round ends, whatever has arrived."""

@@ -148,7 +148,7 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
     rows = rows[window.within(rows["version"])]
     found = []
     for name, title, label in (
-        ("norm", "How far its updates alone would move the model", "norm"),
+        ("norm", "How far its updates alone would move the model", "distance"),
         ("loss", "Training loss that it reports", "loss"),
         ("staleness", "Staleness of its updates", "versions late"),
         ("weight", "Weight that its updates were given", "weight"),

@@ -81,21 +81,27 @@ def devices(run: RecordedRun, sort: str, *, models: bool = False) -> str:
     )  # fmt: skip
 
 
-def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) -> str:
-    """One device's part and drift. Raises NotThere."""
+def device(
+    run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE, *, models: bool = False
+) -> str:
+    """One device's part and drift. Raises NotThere.
+
+    ``models``: measure what all models say of its updates, if that was not done yet.
+    """
+    if models:
+        run.directions.begin()
     for row in devices_of(run.columns, run.directions.shares):
         if row.device == wanted:
             break
     else:
         raise NotThere(f"device {wanted} sent no update that the journal has")
-    labels = {key: f"{name}, {unit}" for key, name, unit in DEVICE_COLUMNS}
-    about = [
-        (f"{name}, {unit}" if unit else name, cell_of(getattr(row, key), key))
-        for key, name, unit in DEVICE_COLUMNS[1:]
-    ]
+    labels = {key: f"{name} ({unit})" if unit else name for key, name, unit in DEVICE_COLUMNS}
+    about = [(labels[key], cell_of(getattr(row, key), key)) for key, _, _ in DEVICE_COLUMNS[1:]]
+    asked = window.query(over_time=window.over_time).lstrip("?")
     return page(
         run, "device.html", f"Device {wanted}", "Devices",
-        device=row, labels=labels, facts=about, window=window,
+        device=row, labels=labels, facts=about, window=window, directions=run.directions,
+        again=f"/devices/{wanted}?models=1" + (f"&{asked}" if asked else ""),
         charts=charts.of_device(run, wanted, window),
     )  # fmt: skip
 

@@ -158,7 +158,8 @@ class PageServer:
     async def _device(self, request: web.Request) -> web.Response:
         wanted = _whole("device", request.match_info["number"])
         window = _window(request.query)
-        return await self._page(lambda run: pages.device(run, wanted, window))
+        models = "models" in request.query
+        return await self._page(lambda run: pages.device(run, wanted, window, models=models))
 
     async def _updates(self, request: web.Request) -> web.Response:
         asked = request.query

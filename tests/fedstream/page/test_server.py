@@ -92,6 +92,9 @@ async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) 
         assert "cosine" in Page(await _text(client, "/versions/30?models=1")).cells
         await wait_until(lambda: site.run.portraits.known(31), what="the next version")
         assert "cosine" in Page(await _text(client, "/versions/31")).cells
+        assert "over the 10 versions after this one" in await _text(client, "/versions/30")
+        last = await _text(client, f"/versions/{VERSIONS - 1}?models=1")
+        assert "over the 1 version after this one" in last
 
 
 async def test_the_newest_version_is_ready_once_somebody_looks(recorded: Path) -> None:
@@ -202,6 +205,21 @@ async def test_updates_go_on_on_the_next_page(
         assert "of which 11 to 14" in await (await client.get(after)).text()
 
 
+async def test_outcomes_are_shown_in_words_and_asked_for_by_name(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.update(1)
+    scribe.refuse(2, "run finished", outcome="given_up")
+    scribe.close()
+    site = PageServer(RecordedRun(tmp_path))
+    async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+        page = Page(await _text(client, "/"))
+        assert "given up" in page.cells
+        [given_up] = [one for one in page.links if "given_up" in one]
+        text = await _text(client, given_up)
+        assert "given up: run finished" in Page(text).cells
+        assert '<option value="given_up" selected>given up</option>' in text
+
+
 async def test_devices_are_sorted_and_the_outlier_is_marked(get: Get) -> None:
     _, text = await get("/devices?sort=-norm")
     first = re.search(r'<th scope="row"><a href="/devices/(\d+)">', text)
@@ -226,14 +244,19 @@ async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path
     async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
         text = await (await client.get("/devices")).text()
         assert "/devices?models=1&sort=device" in Page(text).links
+        device = await _text(client, "/devices/1?over=time")
+        assert "/devices/1?models=1&over=time" in Page(device).links
+        assert "device-norm" not in device
         assert run.directions.shares is None
         async with asyncio.timeout(60):
-            while "being made again" in (text := await _text(client, "/devices?models=1")):
+            while "being made again" in (device := await _text(client, "/devices/1?models=1")):
                 pass
+        assert "device-norm" in device  # its drift
+        assert "/devices/1?models=1" not in Page(device).links
+        text = await _text(client, "/devices")
         assert share.cosine.mean is not None
         wanted = {f"{share.distance.mean:.4g}", f"{share.cosine.mean:.4g}"}
         assert wanted <= {cell.strip("▲▼ ") for cell in Page(text).cells}
-        assert "device-norm" in await _text(client, "/devices/1")  # its drift
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
