@@ -36,14 +36,14 @@ class PageJob:
         self.measured: dict[int, float] = {}  # value by version
         self.answer: WorkResult | None = None
         self.problem = ""  # why there is no answer
-        self.seconds: float | None = None  # that it took; None while it goes on
+        self.seconds: float | None = None  # that the answer took
         self._began = monotonic()
         self._process: BaseProcess | None = None
 
     @property
     def is_going_on(self) -> bool:
         """Whether there may still be an answer."""
-        return self.seconds is None
+        return self.answer is None and not self.problem
 
     def begin(self, run: Path, access: TaskAccess) -> None:
         """Start the work."""
@@ -77,7 +77,8 @@ class PageJob:
                                 self.measured[version] = value
                         case Failure() as news:
                             self.problem = news.text
-                        case answer:
+                        case answer:  # its process may take a while to end
+                            self.seconds = monotonic() - self._began
                             self.answer = answer
             except (EOFError, OSError):  # there is no more
                 process.join()
@@ -88,7 +89,6 @@ class PageJob:
                 f"the process that worked on it ended with exit code {process.exitcode}: what it "
                 "printed is in the terminal of fedstream ui"
             )
-        self.seconds = monotonic() - self._began
 
 
 class PageJobs:
