@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from math import nan
+from math import isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ _UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
 _REASONS = 1000  # a closed set, but for a Redis that anybody may write to
 _TEXT = 2000  # characters of an error that are kept
 _OVER_S = 10.0  # for rates
+_MOST = (1 << 63) - 1  # that a column holds; a device may say that it has more samples
+_LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
 
 Told = TaskEnd | Note | SeenMetrics
 
@@ -94,7 +96,7 @@ class Recent:
 
     def _told(self, id_: str, event: Event) -> Told:
         if event.what == "evaluation" and event.version is not None and event.device is None:
-            found = SeenMetrics(event.version, event.time, event.metrics or {})
+            found = SeenMetrics(event.version, _moment(event.time), event.metrics or {})
             self.measured[found.version] = found
             if len(self.measured) > _MEASURED:
                 del self.measured[next(iter(self.measured))]
@@ -102,13 +104,13 @@ class Recent:
         if event.what == "outcome" and event.outcome is not None:
             self._end(event)
             outcome = TaskEnd(
-                id_, event.time, event.task or "", event.device, event.outcome, event.reason or "",
-                event.version, event.staleness, event.weight, event.site or "",
+                id_, _moment(event.time), event.task or "", event.device, event.outcome,
+                event.reason or "", event.version, event.staleness, event.weight, event.site or "",
             )  # fmt: skip
             self.outcomes.append(outcome)
             return outcome
         note = Note(
-            id_, event.time, event.what, event.service, event.device, event.version,
+            id_, _moment(event.time), event.what, event.service, event.device, event.version,
             event.reason or "", (event.text or "")[-_TEXT:], event.site or "",
         )  # fmt: skip
         self.notes.append(note)
@@ -119,9 +121,10 @@ class Recent:
         outcome = OUTCOMES.index(event.outcome) if event.outcome else 0
         row = self.ended.add(
             (
-                event.time, _or(event.device, -1), outcome, self._reason(event.reason or ""),
-                _or(event.version, -1), _or(event.staleness, -1), _or(event.weight, nan),
-                _or(used.loss, nan) if used else nan, used.samples if used else 0,
+                _moment(event.time), _whole(event.device), outcome,
+                self._reason(event.reason or ""), _whole(event.version), _whole(event.staleness),
+                _or(event.weight, nan), _or(used.loss, nan) if used else nan,
+                _whole(used.samples) if used else 0,
             )
         )  # fmt: skip
         if used is None and event.task and event.outcome in ("applied", "buffered"):
@@ -140,14 +143,16 @@ class Recent:
         for entry in entries:
             with suppress(BadMessage):
                 version = Version.decode(entry.data)
-                self.made.add((version.version, version.time, len(version.updates)))
+                self.made.add(
+                    (_whole(version.version), _moment(version.time), len(version.updates))
+                )
                 for update in version.updates:
                     row = self._rows.pop(update.task, None)
                     if row is None:  # commits tell a version before its updates' outcomes
                         _bounded(self._unmatched, update.task, update)
                         continue
                     self.ended.set(row, "loss", _or(update.loss, nan))
-                    self.ended.set(row, "samples", update.samples)
+                    self.ended.set(row, "samples", _whole(update.samples))
             self.moved = max(self.moved, entry.time)
 
     def gauge(
@@ -185,6 +190,15 @@ class Recent:
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
+
+
+def _whole(count: int | None) -> int:
+    return -1 if count is None else min(count, _MOST)
+
+
+def _moment(seconds: float) -> float:
+    """Seconds since 1970 that have a date, whatever a clock said."""
+    return min(max(seconds, 0.0), _LAST_S) if isfinite(seconds) else 0.0
 
 
 def _bounded(known: dict[str, Any], task: str, value: object) -> None:

@@ -10,9 +10,10 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
-from fedstream.broker.messages import OUTCOMES, Event, GiveUp
+from fedstream.broker.messages import OUTCOMES, Contribution, Event, GiveUp, Version
+from fedstream.broker.streams import Entry
 from fedstream.page.live.collector import Collector
-from fedstream.page.live.recent import Ring
+from fedstream.page.live.recent import Recent, Ring
 from fedstream.page.live.scene import MADE
 from fedstream.settings.config import Settings
 from tests.broker.guarded import KEYS, guarded, needs_7
@@ -135,3 +136,27 @@ async def test_coordinators_own_rights_suffice(tmp_path: Path) -> None:
                 await hand.commit(1)
                 await looking.look()
             assert await admin.call("ACL", "LOG") == []
+
+
+def test_numbers_and_times_that_nobody_can_mean() -> None:
+    """A device says how many samples it has: a message may hold larger numbers than a column."""
+    recent, huge = Recent(), 1 << 63
+    used = Contribution(
+        task="a", device=huge, tau=0, staleness=0, weight=1.0, samples=huge, steps=huge
+    )
+    version = Version(
+        version=huge, time=float("nan"), epoch=1, digest="d", blob="b", size=1, updates=(used,)
+    )
+    recent.publish([Entry("1-0", version.encode())])
+    for n, (task, time) in enumerate([("a", 1e300), ("b", float("-inf"))]):
+        event = Event(
+            what="outcome", service="updater", time=time, task=task, device=huge, version=huge,
+            staleness=huge, outcome="applied",
+        )  # fmt: skip
+        ((_, told),) = recent.tell([Entry(f"{2 + n}-0", event.encode())])
+        assert 0 <= told.time <= 253_402_300_799
+    most = np.iinfo(np.int64).max
+    for name in ("device", "version", "staleness"):
+        assert recent.ended.newest()[name].tolist() == [most, most]
+    assert recent.ended.newest()["samples"].tolist() == [most, 0]
+    assert recent.made.newest()[["version", "time"]].tolist() == [(most, 0.0)]
