@@ -16,12 +16,15 @@ from urllib.parse import urlencode
 from aiohttp import web
 
 from fedstream.page import answers, questions
+from fedstream.page.guard import form_of
 from fedstream.page.jobs import Occupied, PageJobs
 from fedstream.page.questions import Fields, Problems, Question
 from fedstream.page.run import RecordedRun
 
 Made: TypeAlias = tuple[int, str]  # a page and its status
 AskRun: TypeAlias = Callable[[Callable[[RecordedRun], Made]], Awaitable[Made]]
+
+_FORM = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ class Asking:
 
     def _asking(self, form: QuestionForm) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def post(request: web.Request) -> web.Response:
-            sent = await request.post()
-            fields, token = form.fields(sent), str(sent.get("token", ""))
+            sent = await form_of(request, _FORM)
+            fields, token = form.fields(sent), sent.get("token", "")
             if not compare_digest(token.encode(), self._token.encode()):
                 return _html(await self._ask(lambda run: (403, answers.stale(run))))
             if sent.get("do") == "cancel":

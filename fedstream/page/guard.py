@@ -7,7 +7,7 @@ its own name our address (DNS rebinding).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from aiohttp import web
 
@@ -46,6 +46,19 @@ def is_ours(request: web.Request) -> bool:
     if origin is not None and urlsplit(origin).netloc != request.host:
         return False
     return site in ("same-origin", "none")
+
+
+async def form_of(request: web.Request, most: int) -> dict[str, str]:
+    """The fields of a form of at most so many bytes, without the empty ones.
+
+    Raises HTTPRequestEntityTooLarge, HTTPUnsupportedMediaType.
+    """
+    if request.content_length is None or request.content_length > most:
+        raise web.HTTPRequestEntityTooLarge(most, request.content_length or 0)
+    if request.content_type != "application/x-www-form-urlencoded":
+        raise web.HTTPUnsupportedMediaType
+    # request.post() raises whatever the encoding that a client names makes it raise.
+    return dict(parse_qsl((await request.read()).decode(errors="replace")))
 
 
 def _has_port(host: str) -> bool:

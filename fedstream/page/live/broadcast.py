@@ -54,10 +54,19 @@ class LivePicture:
     number: int  # of the look
 
 
+class PageFault(FedstreamError):
+    """There is no newer picture, and it is our own fault."""
+
+
 class Broadcast:
     """The newest picture, and the log of what was told."""
 
-    def __init__(self, look: Callable[[], Awaitable[Glance]], draw: Drawing, away: Away) -> None:
+    def __init__(
+        self, look: Callable[[], Awaitable[Glance]], draw: Drawing, away: Away,
+        fault: Callable[[Exception], object],
+    ) -> None:  # fmt: skip
+        """``fault`` is told of a fault of the page's own, once until it works again."""
+        self._fault = fault
         self._look = look
         self._draw = draw
         self._away = away
@@ -102,6 +111,20 @@ class Broadcast:
     async def _step(self) -> float:
         """Look once; returns the seconds that it took this process, waiting aside."""
         try:
+            return await self._shown()
+        except Exception as error:  # whatever is wrong with the page, its coordinator goes on
+            if not isinstance(self.trouble, PageFault):
+                self._fault(error)
+                self._begin_anew()  # what was read, and not shown, is missing
+            self.trouble = PageFault(
+                f"a fault of this page ({type(error).__name__}; the coordinator's log says more): "
+                "what it shows is old"
+            )
+            self._tell_all()
+            return _MOST_S
+
+    async def _shown(self) -> float:
+        try:
             look = await self._look()
             drawn = await self._draw(look)
         except FedstreamError as error:
@@ -143,7 +166,7 @@ class Broadcast:
         return self._first + len(self._log)
 
     def _begin_anew(self) -> None:
-        self._first = self._begun = self._end
+        self._first = self._begun = self._end + 1  # so that it differs even if nothing was told
         self._log.clear()
         self._known.clear()
 
@@ -177,18 +200,19 @@ class Broadcast:
         self.viewers += 1
         try:
             yield f"retry: {_RETRY_MS}\n\n".encode()
-            with suppress(FedstreamError):
-                await self._pictured()
-            number, at, begun = 0, self._end, self._begun
-            is_lost = False
-            if after:
-                known = await self._found(after)
-                at, is_lost = (known, False) if known is not None else (self._end, True)
+            self._wake.set()
+            number, begun, is_lost = 0, self._begun, False
+            at: int | None = None
             while True:
                 changed = self._changed
-                if begun != self._begun:
-                    begun, at, is_lost = self._begun, self._end, True
                 if self.picture is not None:
+                    if at is None:  # only now is it known what there is
+                        at = await self._found(after) if after else self._end
+                        changed, begun, is_lost = self._changed, self._begun, at is None
+                    elif begun != self._begun:
+                        begun, is_lost = self._begun, True
+                    if at is None or is_lost:
+                        at = self._end
                     if is_lost:
                         is_lost = False
                         yield self._lost()
@@ -243,7 +267,7 @@ class Broadcast:
 
 
 def _words(error: FedstreamError) -> str:
-    return str(error) if isinstance(error, NoRun) else f"{error}: waiting for Redis"
+    return str(error) if isinstance(error, NoRun | PageFault) else f"{error}: waiting for Redis"
 
 
 def _event(name: str, data: str, id_: str = "") -> bytes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 
+from fedstream.broker.errors import FedstreamError
 from fedstream.broker.ledger.onlooker import (
     BEGINNING,
     Described,
@@ -61,6 +62,15 @@ class Collector:
 
     async def look(self) -> Glance:
         """Look at the run. Raises NoRun until it exists, and what the client raises."""
+        try:
+            return await self._looked()
+        except FedstreamError:
+            raise
+        except Exception:  # nobody knows what of it was taken in
+            self._begin_anew()
+            raise
+
+    async def _looked(self) -> Glance:
         spent = _Stopwatch()
         tally, opened = await self._ledger.opened(self._place)
         on_their_way = [] if opened.all_tasks else self._on_their_way()
@@ -77,7 +87,7 @@ class Collector:
             self._place = opened.place if len(self._open) == tally.tasks else None
         if not await self._caught_up(spent):
             self._begin_anew()
-            return await self.look()
+            return await self._looked()
         memory = RedisMemory(*await self._ledger.memory())
         admitted = await self._ledger.admitted() if tally.admitted else set()
         held = {owner: await self._ledger.held(owner) for owner in self._owners()}

@@ -17,7 +17,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
 from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.page.files import no_icon, send_static
-from fedstream.page.guard import HEADERS, Answering, is_ours, names_of, refusal
+from fedstream.page.guard import HEADERS, Answering, form_of, is_ours, names_of, refusal
 from fedstream.page.live.acting import Acting
 from fedstream.page.live.broadcast import Broadcast, DrawnGlance
 from fedstream.page.live.collector import Collector, Glance
@@ -56,7 +56,7 @@ class LiveService:
         # With a token, a name that somebody else gave our address has no cookie for us.
         self._names = names_of(http.host, *page.hosts) if http.token is None or page.hosts else None
         collector = Collector(Onlooker(client, keys, "page"), settings)
-        self._broadcast = Broadcast(collector.look, self._drawn, self._away)
+        self._broadcast = Broadcast(collector.look, self._drawn, self._away, self._failing)
         self._past = Pasts(settings)
         self._acting = Acting(settings, client, keys)
         self._making: Any = None  # what makes HTML, loaded when the first viewer comes
@@ -140,6 +140,11 @@ class LiveService:
             return await handler(request)
         except web.HTTPNotFound:
             return await self._failed(404, "Not found", f"no page {request.path[:80]}")
+        except web.HTTPForbidden:
+            return await self._failed(
+                403, "Not done",
+                "this form is of an earlier login: load its page again, and send it once more",
+            )  # fmt: skip
         except web.HTTPException as error:  # a redirect, or a form that is too long
             return web.Response(status=error.status, headers=error.headers)
         except (NoRun, TimeoutError) as error:
@@ -166,6 +171,10 @@ class LiveService:
         make = await self._made()
         found: DrawnGlance = make.drawn(look)
         return found
+
+    def _failing(self, error: Exception) -> None:
+        if self._context is not None:
+            self._context.log.error("the page failed", exc_info=error)
 
     def _away(self, scene: Scene, away_s: float) -> Mapping[str, str]:
         found: Mapping[str, str] = self._making.away(scene, away_s)
@@ -229,12 +238,12 @@ class LiveService:
         return response
 
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
-        said = await _form(request)
+        said = await form_of(request, _FORM)
         to = _local(said.get("to", "/"))
         begun = self._sessions.begun(said.get("token", ""), time.time())
         who: Who = "operator" if to.startswith("/operate") else "viewer"
         if begun is None or (who == "operator" and begun[0] != "operator"):
-            self._say("login refused", request, to=to)
+            self._say("login refused", request, to=to[:80])
             return await self._login(to, who, "This is not the token.")
         if to.startswith("/operate/"):  # a form that was sent after its time: begin with the page
             to = "/operate"
@@ -246,8 +255,7 @@ class LiveService:
         )  # fmt: skip
         return response
 
-    async def _log_out(self, request: web.Request) -> web.StreamResponse:
-        await _form(request)
+    async def _log_out(self, _request: web.Request) -> web.StreamResponse:
         response = web.Response(status=303, headers={"Location": "/"})
         response.del_cookie(self._sessions.cookie, path="/")
         return response
@@ -282,8 +290,8 @@ class LiveService:
         return await self._operated(request, act)
 
     async def _meant(self, request: web.Request) -> dict[str, str]:
-        """A form's fields. Raises HTTPForbidden if it is of another session, or of none."""
-        said = await _form(request)
+        """A form's fields. Raises HTTPForbidden if it is of another login, or of none."""
+        said = await form_of(request, _FORM)
         if not self._sessions.is_form(self._cookie(request), said.get("form", "")):
             raise web.HTTPForbidden
         return said
@@ -318,14 +326,6 @@ def _loaded() -> Any:
 def _html(text: str, status: int = 200, *, retry: bool = False) -> web.Response:
     headers = {"Retry-After": str(_RETRY_S)} if retry else None
     return web.Response(text=text, status=status, content_type="text/html", headers=headers)
-
-
-async def _form(request: web.Request) -> dict[str, str]:
-    """The fields of a small form. Raises HTTPRequestEntityTooLarge."""
-    if request.content_length is None or request.content_length > _FORM:
-        raise web.HTTPRequestEntityTooLarge(_FORM, request.content_length or 0)
-    said = await request.post()
-    return {name: value for name, value in said.items() if isinstance(value, str)}
 
 
 def _local(to: str) -> str:

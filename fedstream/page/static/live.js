@@ -73,8 +73,9 @@ function connect() {
   });
   on("trouble", (text) => tell(text, "warning"));
   on("over", (state) => {
+    if (state !== "finished") return; // another coordinator goes on, or the same later: connect again
     source.close();
-    tell(state === "finished" ? "The run is finished: this is how it ended." : "The coordinator has stopped.");
+    tell("The run is finished: this is how it ended.");
     document.body.dataset.over = state;
   });
   source.addEventListener("error", () => {

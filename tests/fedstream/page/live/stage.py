@@ -30,13 +30,15 @@ class Stage:
 
     def __init__(self, redis: RedisSettings, run: str, *sets: str) -> None:
         self._redis = redis
-        self._keys = Keys(run)
         self._settings = load(
             Settings, path=None, environ={}, sets=[f"run.name={run}", *sets]
         ).model_copy(update={"redis": redis})
+        self.run = self._settings.run.name
+        self._keys = Keys(self.run)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._end = asyncio.Event()
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._serve)
         self.address = ""
         self.hand: Hand
@@ -62,6 +64,7 @@ class Stage:
         own, client = Client(self._redis, "hand"), Client(self._redis, "coordinator")
         self.hand = Hand(own, self._keys, EveryRole(own, self._keys, "test"))
         live = context()
+        self._stop = live.stop
         service = LiveService(self._settings, client)
         app = application(service.routes(), live.stop.is_set)
         http, log = HttpSettings(), structlog.get_logger()
@@ -77,6 +80,10 @@ class Stage:
             await one.close()
 
     # acts
+
+    async def stop(self) -> None:
+        """The coordinator stops, though the run goes on."""
+        self._stop.set()
 
     async def create(self) -> None:
         """A run of 100 versions with a trainer."""
@@ -116,7 +123,7 @@ class Cable:
     """Leads to an address, until it is cut; then it leads there again."""
 
     def __init__(self, address: str) -> None:
-        self._target = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self.lead_to(address)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
@@ -129,6 +136,10 @@ class Cable:
     def __exit__(self, *_error: object) -> None:
         self._listener.close()
         self.cut()
+
+    def lead_to(self, address: str) -> None:
+        """Lead there, from the next connection on."""
+        self._target = ("127.0.0.1", int(address.rpartition(":")[2]))
 
     def cut(self) -> None:
         """End all connections, wherever they are."""

@@ -134,7 +134,9 @@ async def test_forms_of_other_pages_are_refused(page: Served, hand: Hand) -> Non
         answer = await http.post("/operate/stop", data=stop, headers=headers)
         assert answer.status == 403, headers
     for wrong in ({"sure": "yes"}, {"sure": "yes", "form": "0" * 64}):
-        assert (await http.post("/operate/stop", data=wrong)).status == 403
+        answer = await http.post("/operate/stop", data=wrong)
+        assert answer.status == 403
+        assert "earlier login" in await answer.text()
     assert (await http.post("/operate/stop", data={"form": form})).status == 200  # not sure
     assert (await hand.ledger.run()).state == "running"
     assert (await http.post("/operate/stop", data=stop | {"x": "y" * 5000})).status == 413
@@ -144,6 +146,24 @@ async def test_forms_of_other_pages_are_refused(page: Served, hand: Hand) -> Non
     assert (run.state, run.why) == ("finished", "stopped by an operator")
     again = await http.post("/operate/stop", data=stop)
     assert "not going on" in await again.text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status"),
+    [
+        ("multipart/form-data", b"x", 415),
+        ("multipart/form-data; boundary=a", b"--a\r\n\r\n", 415),
+        ("application/x-www-form-urlencoded; charset=none", b"token=a", 401),
+        ("application/x-www-form-urlencoded; charset=utf-7", b"token=+2AA-", 401),
+        ("application/x-www-form-urlencoded", b"token=\xff&to=%ed%a0%80", 401),
+    ],
+    ids=["boundary", "parts", "charset", "surrogate", "bytes"],
+)
+async def test_forms_that_no_browser_sends(
+    page: Served, kind: str, body: bytes, status: int
+) -> None:
+    answer = await page.http.post("/login", data=body, headers={"Content-Type": kind})
+    assert answer.status == status
 
 
 async def test_operator_retries_a_dead_letter_once(page: Served, hand: Hand) -> None:

@@ -14,6 +14,11 @@ from tests.fedstream.page.live.scenes import scene
 from tests.support import Pauses, wait_until
 
 
+def faulty(error: Exception) -> None:
+    """Nothing here fails."""
+    raise error
+
+
 @pytest.mark.parametrize(
     ("spent_s", "rests_s"), [(0.001, 1.0), (0.1, 5.0), (1.0, 10.0)], ids=["least", "share", "most"]
 )
@@ -32,7 +37,7 @@ async def test_rests_fifty_times_as_long_as_it_looked(
     async def draw(_look: Glance) -> DrawnGlance:
         return DrawnGlance({"headline": "x"}, [], 0.0)
 
-    cast = Broadcast(look, draw, lambda _scene, _away_s: {})
+    cast = Broadcast(look, draw, lambda _scene, _away_s: {}, faulty)
     working = asyncio.create_task(cast.run(stop))
     await cast.newest(60)
     await wait_until(lambda: len(pauses.asked_s) > 2)
@@ -57,7 +62,7 @@ async def test_picture_that_was_there_says_how_long_redis_is_away(
     async def draw(_look: Glance) -> DrawnGlance:
         return DrawnGlance({"headline": "there", "flow": "as it was"}, [], 0.0)
 
-    cast = Broadcast(look, draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"})
+    cast = Broadcast(look, draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"}, faulty)
     working = asyncio.create_task(cast.run(stop))
     assert (await cast.newest(60)).parts["headline"] == "there"
     is_away = True

@@ -120,6 +120,27 @@ def test_cut_and_connected_again_with_nothing_missing_or_doubled(
         tab.context.close()
 
 
+def test_another_coordinator_goes_on_where_one_stopped(
+    browser: Any, stage: Callable[..., Stage]
+) -> None:
+    here = stage()
+    here.do(here.create())
+    here.do(here.drop(2))
+    there = stage(f"run.name={here.run}")
+    with Cable(here.address) as cable:
+        tab = Tab(browser, cable.address)
+        page = tab.go("/")
+        says(page, "^Live$")
+        cable.lead_to(there.address)
+        here.do(here.stop())
+        here.do(here.drop(3))
+        wanted = here.do(here.told())
+        page.locator(f'#log li[data-id="{wanted[-1]}"]').wait_for()
+        assert lines(page) == wanted
+        says(page, "^Live$")
+        tab.context.close()
+
+
 def test_who_was_away_for_too_long_sees_where_something_is_missing(
     browser: Any, stage: Callable[..., Stage]
 ) -> None:

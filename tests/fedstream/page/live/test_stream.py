@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import pytest
+
+from fedstream.broker.errors import Unavailable
+from fedstream.broker.ledger.onlooker import Onlooker
 from fedstream.broker.messages import GiveUp
+from fedstream.page.live import rendering
 from tests.fedstream.page.live.conftest import Serve, Stream
 from tests.support import Hand, wait_until
 
@@ -167,3 +172,46 @@ async def test_the_end_is_told_with_the_last_look(serve: Serve, hand: Hand) -> N
         assert {"parts", "rows", "over"} <= seen
         assert data == "finished"
         assert await stream.next() == ("end", None)
+
+
+async def test_fault_of_the_page_ends_neither_it_nor_its_coordinator(
+    serve: Serve, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said, as is that something is missing; what happens later is told again."""
+    await hand.create()
+    async with serve() as page, page.stream() as stream:
+        await stream.until("parts")
+        with monkeypatch.context() as broken:
+            broken.setattr(rendering, "headline", lambda _scene: 1 / 0)
+            await given_up(hand)
+            await stream.until("anew")
+            assert "ZeroDivisionError" in await stream.until("trouble")
+            assert (await page.http.get("/")).status == 200  # with what was known before
+        await stream.until("parts")
+        await given_up(hand)
+        assert [row[0] for row in await stream.until("rows")] == (await told(hand))[-1:]
+
+
+async def test_viewer_who_comes_back_before_redis_does_misses_nothing(
+    serve: Serve, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    await given_up(hand, 3)
+    events = await told(hand)
+    async with serve() as page:
+        with monkeypatch.context() as away:
+
+            async def fails(*_args: object) -> None:
+                raise Unavailable("Redis is away")
+
+            away.setattr(Onlooker, "opened", fails)
+            stream = await page.http.get(f"/live/stream?after={events[-3]}")
+            followed = Stream(stream)
+            await followed.until("trouble")
+        seen: list[str] = []
+        while "rows" not in seen:
+            name, data = await followed.next()
+            seen.append(name)
+        assert "anew" not in seen
+        assert [row[0] for row in data] == events[-2:]
+        stream.close()
