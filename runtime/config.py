@@ -379,6 +379,8 @@ class _Wrong:
                 return f"must be one of {', '.join(sorted(kinds))}"
             case "model_type" | "dict_type":
                 return "must be a table"
+            case "too_short" if SecretStr in self.types:  # would name its items
+                return f"must have at least {self.details['ctx']['min_length']} characters"
             case _:
                 text = re.sub(r"^(Value error|Assertion failed), ", "", self.details["msg"])
                 return re.sub(r"^[A-Z]\w* should ", "must ", text)

@@ -67,7 +67,7 @@ class _Reading:
         text = self.text(name)
         if not text:
             return None
-        if text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text) >= least:
+        if _is_number(text) and int(text) >= least:
             return int(text)
         self.problems[name] = f"{text[:40]!r} is not a whole number from {least} on"
         return None
@@ -84,6 +84,10 @@ class _Reading:
 # bisection
 
 BISECTION = ("metric", "side", "bound", "every")
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS
 
 
 def bisection(fields: Fields) -> tuple[Bisection | None, Problems]:
@@ -163,8 +167,6 @@ def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Prob
 
     No program is loaded that only the form names: whoever reaches the page could have it run.
     """
-    from fedstream.recordings.replay import devices_of
-
     reading = _Reading(fields)
     strategy = reading.text("strategy") or None
     quick = [(name, f"{key}={reading.text(name)}") for name, key in _KEYS.items()]
@@ -180,8 +182,12 @@ def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Prob
             )
     parts = [one for one in re.split(r"[\s,;]+", reading.text("without")) if one]
     without: frozenset[int] = frozenset()
-    with _noting(reading.problems, "without"):
-        without = devices_of([f"device={one}" for one in parts])
+    if wrong := [one for one in parts if not _is_number(one)]:
+        reading.problems["without"] = (
+            f"{wrong[0][:40]!r} is not the number of a device: name them as in 3, 7"
+        )
+    else:
+        without = frozenset(map(int, parts))
     begin, every = reading.whole("from", 0), reading.whole("every", 1)
     if not (strategy or given or without or reading.problems):
         reading.problems["strategy"] = "what is to be different? Change the rule, or name a device"
@@ -263,4 +269,4 @@ def _noting(problems: Problems, name: str) -> Iterator[None]:
     try:
         yield
     except FedstreamError as error:
-        problems[name] = str(error)
+        problems[name] = str(error).replace(" (from --set)", "")  # here, the field is its source

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.config import Section, dump, load
@@ -267,6 +267,16 @@ def test_error_across_tables_names_no_key() -> None:
 
     with pytest.raises(ConfigError, match=r"^configuration \(from --set\): seed must be even$"):
         load(Whole, path=None, environ={}, sets=["seed=1"])
+
+
+def test_short_secret_is_not_shown_and_counted_in_characters() -> None:
+    class Door(Section):
+        token: SecretStr | None = Field(default=None, min_length=16)
+
+    with pytest.raises(
+        ConfigError, match=r"^token \(from --set\): must have at least 16 characters$"
+    ):
+        load(Door, path=None, environ={}, sets=["token='hush'"])
 
 
 def test_every_invalid_key_gets_a_line_with_its_source(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from fedstream.page.pages import overview
 from fedstream.page.questions import (
     Bisection,
     OtherRule,
@@ -65,6 +66,9 @@ def test_a_bisection_begins_half_way_from_the_best_to_what_came_after(
         found = first_bisection(RecordedRun(run.path, metrics=table))
         worse = worsening(RecordedRun(run.path, metrics=table))
         assert worse is not None
+        for is_live in (False, True):  # beside the live page, there is no such page
+            text = overview(RecordedRun(run.path, metrics=table, is_live=is_live))
+            assert ("/bisect" in text.partition("</nav>")[2]) == (grave and not is_live)
         assert worse.is_grave is grave
         wanted = (metric.removeprefix("test_"), side, bound)
         assert (found["metric"], found["side"], found["bound"]) == wanted
@@ -88,12 +92,13 @@ def test_another_rule_as_the_form_has_it(run: RecordedRun) -> None:
     [
         ({}, "strategy", "what is to be different?"),
         ({"every": "5"}, "strategy", "what is to be different?"),
-        ({"without": "x"}, "without", "--without device=x: expected a device"),
+        ({"without": "3, x"}, "without", "'x' is not the number of a device"),
+        ({"without": "9" * 5000}, "without", "is not the number of a device"),
         ({"without": "99"}, "without", "device 99 never took part"),
         ({"without": "3", "from": "61"}, "from", "version 61 does not exist yet"),
         ({"without": "3", "from": "-1"}, "from", "is not a whole number from 0 on"),
         ({"without": "3", "every": "0"}, "every", "is not a whole number from 1 on"),
-        ({"alpha": "7"}, "alpha", "strategy.alpha"),
+        ({"alpha": "7"}, "alpha", "strategy.alpha = 7: must be"),
         ({"alpha": "0.1", "set": "strategy.alhpa=1"}, "set", "alhpa"),
         ({"set": "trainer.threads=1"}, "set", "a replay can change only the strategy"),
         ({"set": "strategy.alpha"}, "set", "expected key=value"),

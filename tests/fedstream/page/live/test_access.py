@@ -291,6 +291,9 @@ async def test_past_is_there_if_its_journal_is(serve: Serve, hand: Hand, recorde
         assert answer.status == 200
         assert '<a href="/">Live</a>' in await answer.text()
         assert (await page.http.get("/versions/999")).status == 404
+        device = await (await page.http.get("/devices/3")).text()
+        assert "/updates?device=3" in device
+        assert "/what-if" not in device  # only fedstream ui has it
     async with serve(f"journal.dir={recorded / 'nowhere'}") as page:
         assert 'href="/versions"' not in await (await page.http.get("/")).text()
         answer = await page.http.get("/versions/12")
