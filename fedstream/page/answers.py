@@ -63,7 +63,7 @@ def stale(run: RecordedRun) -> str:
 
 def measured(job: PageJob) -> list[Chart]:
     """What a bisection has measured so far, and the limit."""
-    question, values = job.question, dict(job.measured)  # a copy: more of them may come
+    question, values = job.question, job.measured
     if not isinstance(question, Bisection) or not values:
         return []
     x = sorted(values)

@@ -118,7 +118,7 @@ class Asking:
     ) -> str:
         job, current = self._jobs.at(form.address(fields)), self._jobs.current
         return form.show(
-            run, dict.fromkeys(form.names, "") | dict(fields), problems, job,
+            run, dict.fromkeys(form.names, "") | dict(fields), problems, job and job.as_it_is(),
             other=None if current is job else current, token=self._token,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ So the pages answer as fast as ever, and what is cancelled ends at once, whateve
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import copy
 from pathlib import Path
 from threading import Thread
 from time import monotonic
@@ -44,6 +45,12 @@ class PageJob:
     def is_going_on(self) -> bool:
         """Whether there may still be an answer."""
         return self.answer is None and not self.problem
+
+    def as_it_is(self) -> PageJob:
+        """A copy to make a page of: an answer that comes meanwhile must not be on half of it."""
+        found = copy(self)
+        found.measured = dict(self.measured)
+        return found
 
     def begin(self, run: Path, access: TaskAccess) -> None:
         """Start the work."""

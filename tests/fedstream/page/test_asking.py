@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from fedstream.page import answers
 from fedstream.page.guard import HEADERS
+from fedstream.page.jobs import PageJob
+from fedstream.page.questions import OtherRule, keys_in
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import PageServer
 from fedstream.page.work import TaskAccess
+from fedstream.recordings.bisect import Search
 from tests.fedstream.page.browsing import waiting_task
 from tests.fedstream.page.conftest import Page
 from tests.integration.command import TEST_GUARD_S
@@ -143,6 +147,24 @@ async def test_one_question_at_a_time_and_it_can_be_cancelled(
         (tmp_path / "go").touch()
         _, address = await site.post("/what-if", {"without": "7"})
         assert "used 29 of 30 updates" in await site.answered(address)
+
+
+async def test_answer_that_comes_while_its_page_is_made(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is on the next page as a whole, not on this one in part."""
+    address = "/what-if?without=7"
+    job = PageJob(OtherRule(None, (), frozenset({7}), None, 1), address)
+    site.server.jobs._jobs[address] = job
+
+    def answered(recorded: Mapping[str, Any]) -> dict[str, Any]:
+        job.answer = Search(1)
+        return keys_in(recorded)
+
+    monkeypatch.setattr(answers, "keys_in", answered)
+    text = await site.get(address)
+    assert "data-going" in text
+    assert "Answered" not in text
 
 
 async def test_a_task_that_only_the_recording_names_is_not_loaded(
