@@ -116,11 +116,12 @@ class PageServer:
                         pass  # who asks for it is told
                 break
 
-    async def _asked(self, make: Callable[[RecordedRun], T]) -> T:
-        """Ask the run as it stands now."""
+    async def _asked(self, make: Callable[[RecordedRun], T], *, anew: bool = True) -> T:
+        """Ask the run as it stands now; ``anew=False``: as it stood when somebody asked last."""
 
         def ask() -> T:
-            self.run = self.run.refresh()
+            if anew:
+                self.run = self.run.refresh()
             return make(self.run)
 
         self._waiting += 1
@@ -138,7 +139,12 @@ class PageServer:
         return _html(await self._asked(make))
 
     async def _failed(self, status: int, title: str, text: str) -> web.Response:
-        return _html(await self._asked(lambda run: pages.error(run, title, text)), status)
+        # Not anew: that may be what went wrong, if the journal is no longer there.
+        try:
+            made = await self._asked(lambda run: pages.error(run, title, text), anew=False)
+        except FedstreamError:  # not even the run's name is known
+            return web.Response(text=f"{title}: {text}\n", status=status)
+        return _html(made, status)
 
     async def _overview(self, request: web.Request) -> web.Response:
         window = _window(request.query)

@@ -428,6 +428,21 @@ async def test_models_stay_known_while_a_run_goes_on(tmp_path: Path) -> None:
     assert other.portraits.of(5) == RecordedRun(tmp_path).portraits.of(5)
 
 
+async def test_a_journal_that_is_gone_and_back_again(recorded: Path, tmp_path: Path) -> None:
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    shutil.copytree(recorded, run)
+    server = PageServer(RecordedRun(run))
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        for kind in ("text/plain", "text/html"):  # nothing was asked before, something was
+            server.run.journal.rename(aside)
+            for path, status in (("/", 500), ("/versions/3?models=1", 500), ("/nowhere", 404)):
+                answer = await client.get(path)
+                assert (answer.status, answer.content_type) == (status, kind), path
+            assert "no run with a journal there" in await (await client.get("/")).text()
+            aside.rename(server.run.journal)
+            assert (await client.get("/versions/3?models=1")).status == 200
+
+
 async def test_names_from_a_strangers_journal_do_no_harm(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path / "journal", run="<script>alert(1)</script>", task="a\u202eb\x1b[2J")
     scribe.update()
