@@ -4,6 +4,7 @@
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const COLOURS = ["one", "two", "three"];
+const HEIGHT = 230;
 const charts = new Map(); // name -> { chart, place, shape, full }
 const unfolded = new Set();
 let order = null; // the column by which devices are sorted here, and whether downwards
@@ -31,7 +32,7 @@ function made(about, data, place) {
   const bars = about.series.some((one) => one.how === "bars");
   const fromZero = { range: { min: { soft: 0, mode: 1, pad: 0 }, max: { pad: 0.08 } } };
   return new uPlot({
-    width: place.clientWidth || 320, height: 230, axes,
+    width: place.clientWidth || 320, height: HEIGHT, axes,
     scales: {
       x: { time: false, range: bars ? (_, low, high) => [low - 0.6, high + 0.6] : undefined },
       y: fromZero, ...(right && { right: fromZero }),
@@ -46,19 +47,21 @@ function draw(figure) {
   const data = [about.x, ...about.series.map((one) => one.values)];
   const shape = JSON.stringify([about.unit, about.series.map((one) => [one.label, one.how])]);
   const place = figure.querySelector(".plot");
+  const full = [about.x[0], about.x.at(-1)]; // not the chart's range, which is known only later
   const known = charts.get(about.name);
   if (known?.shape === shape) {
-    const { chart, full } = known;
-    const zoomed = chart.scales.x.min > full[0] || chart.scales.x.max < full[1];
+    const { chart } = known;
+    const zoomed = chart.scales.x.min > known.full[0] || chart.scales.x.max < known.full[1];
     place.replaceWith(known.place);
+    const width = known.place.clientWidth; // it changes when another chart comes to stand beside it
+    if (width && width !== chart.width) chart.setSize({ width, height: HEIGHT });
     chart.setData(data, !zoomed);
     if (zoomed) chart.redraw();
-    else known.full = [chart.scales.x.min, chart.scales.x.max];
+    known.full = full;
     return;
   }
   known?.chart.destroy();
-  const chart = made(about, data, place);
-  charts.set(about.name, { chart, place, shape, full: [chart.scales.x.min, chart.scales.x.max] });
+  charts.set(about.name, { chart: made(about, data, place), place, shape, full });
 }
 
 // A body with the focus in it is not swapped: who used a mouse goes on reading.

@@ -69,6 +69,31 @@ def test_charts_are_drawn_and_keep_their_canvas_when_they_change(
     assert page.locator('[data-chart="accuracy-versions"] [data-kept="yes"]').count() == 1
 
 
+def test_charts_go_on_to_the_newest_value_and_keep_to_their_place(browser: Any) -> None:
+    """Over a time that did not begin at 0, and beside charts that came later."""
+    seen = busy().gauged
+    with showing(replace(busy(), gauged=seen[:0])) as moments:
+        tab = Tab(browser, moments.address)
+        page = tab.go("/")
+        alone = page.locator('[data-chart="pace"]')
+        alone.locator("canvas").wait_for(state="attached")
+        wide = alone.locator(".u-wrap").bounding_box()["width"]
+        for version, last in ((600, 20), (601, 60), (602, 100)):
+            later = at_version(version)
+            moments.show(replace(later, gauged=seen[10:last]))
+            page.locator("#part-headline", has_text=f"version {version} of").wait_for()
+            chart = page.locator('[data-chart="memory"]')
+            over = chart.locator(".u-over")
+            over.scroll_into_view_if_needed()
+            place = over.bounding_box()
+            page.mouse.move(place["x"] + place["width"] - 1, place["y"] + 9)
+            seconds = chart.locator(".u-legend .u-value").first
+            seconds.get_by_text(str(last), exact=True).wait_for()
+            page.mouse.move(0, 0)
+        assert alone.locator(".u-wrap").bounding_box()["width"] < 0.6 * wide
+        tab.context.close()
+
+
 def test_a_column_sorts_and_stays_sorted(tab: Tab, moments: Moments) -> None:
     page = tab.go("/")
     head = page.locator('.devices [data-key="loss"]')
