@@ -30,11 +30,21 @@ with short_pauses(lambda: now):
     now = 601.0
     gc.collect()
     assert later() is None           # until ten minutes are over
+    circles = [Ring() for _ in range(60_000)]
+    later = weakref.ref(circles[0])
+    gc.collect()
+    del circles
+    now = 608.0
+    gc.collect()
+    assert later() is not None
+    now = 612.0
+    gc.collect()
+    assert later() is None           # or there is much more, which is looked at every ten seconds
 gc.collect()
 assert not gc.get_freeze_count()
 """
 
 
 @pytest.mark.process
-def test_what_stays_is_searched_every_ten_minutes() -> None:
+def test_what_stays_is_searched_every_ten_minutes_and_if_there_is_much_more() -> None:
     subprocess.run([sys.executable, "-c", SEARCHED], check=True)
