@@ -1,7 +1,7 @@
 """One collector for all who look: it works while somebody does, and rests otherwise.
 
 What has changed is drawn and encoded once, however many viewers there are. After each look it rests
-for fifty times as long as that took, so it never costs more than 2% of a core.
+for fifty times as long as that took, which is 2% of a core, but for ten seconds at most.
 
 Viewers get two things: the panels that have changed since what they have, and all that was told
 since the event whose id they name. Ids are those of the stream of events in Redis, so any replica
@@ -42,7 +42,7 @@ class DrawnGlance:
 
     parts: Mapping[str, str]  # HTML by the name of its place on the page
     rows: list[tuple[str, list[object]]]  # what was told, with the ids of its events
-    seconds: float  # that drawing took
+    seconds: float  # of processor time that drawing took
 
 
 @dataclass(frozen=True)

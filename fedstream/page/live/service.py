@@ -169,7 +169,8 @@ class LiveService:
 
     async def _drawn(self, look: Glance) -> DrawnGlance:
         make = await self._made()
-        found: DrawnGlance = make.drawn(look)
+        # In a thread: it may take a tenth of a second, and entries must not wait for it.
+        found: DrawnGlance = await asyncio.to_thread(make.drawn, look)
         return found
 
     def _failing(self, error: Exception) -> None:

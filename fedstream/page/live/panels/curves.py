@@ -94,7 +94,6 @@ def of_weights(scene: Scene) -> tuple[Chart, WeightRule]:
     rows = used(scene)
     rows = rows[rows["staleness"] >= 0]
     late = Counter(rows["staleness"].tolist())
-    most = max(_LEAST, *late) if late else _LEAST
     known = rows["samples"][rows["samples"] > 0]
     samples = int(np.median(known)) if len(known) else _SAMPLES
     run = scene.tally.run
@@ -103,9 +102,8 @@ def of_weights(scene: Scene) -> tuple[Chart, WeightRule]:
         begins.append(begins[-1] + width)
         heights.append(0)
     rule = weight_rule(
-        scene.settings.rule, scene.tally.head.version, most=max(most, begins[-1]),
-        last=run.versions, samples=samples,
-    )  # fmt: skip
+        scene.settings.rule, scene.tally.head.version, begins, last=run.versions, samples=samples
+    )
     place = np.minimum(rows["staleness"] // width, len(begins) - 1)
     weighed = np.isfinite(rows["weight"])
     total = np.bincount(place[weighed], rows["weight"][weighed], len(begins))
@@ -116,7 +114,7 @@ def of_weights(scene: Scene) -> tuple[Chart, WeightRule]:
         [float(one) for one in begins],
         [
             Curve("updates", [float(one) for one in heights], "bars"),
-            Curve("weight by the rule", [rule.weights[at] for at in begins], "line", "right"),
+            Curve("weight by the rule", [*rule.weights], "line", "right"),
             Curve("weight given, mean", given, "points", "right"),
         ],
         versions=False,

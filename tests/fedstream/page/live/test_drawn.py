@@ -78,6 +78,13 @@ def test_weights_lie_over_the_histogram() -> None:
     assert rule.notes == ()
 
 
+def test_a_rule_is_asked_as_often_however_late_an_update_is() -> None:
+    ended = busy().ended.copy()
+    ended["staleness"][0] = 1 << 40
+    chart, rule = of_weights(replace(busy(), ended=ended))
+    assert len(rule.weights) == len(chart.x) < 100
+
+
 def test_weights_are_drawn_before_the_first_update() -> None:
     chart, _ = of_weights(
         scene(settings=Settings.model_validate({"strategy": {"name": "fedbuff"}}))

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from fedstream.page.live.panels.weights import weight_rule
 from fedstream.strategies import FUNCTIONS, Batch, FedAsyncSettings, StrategySettings
 
-ASKED: dict[str, Any] = {"most": 10, "last": 1000, "samples": 100}
+ASKED: dict[str, Any] = {"late": range(11), "last": 1000, "samples": 100}
 
 
 def strategy(**about: Any) -> Any:
