@@ -6,6 +6,7 @@ run, and each device is a process of its own with a key and an invite of its own
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -62,6 +63,11 @@ class OverHttp:
         return Program(
             GATEWAY, GATEWAY, ("--name", GATEWAY, "--config", str(config), *options), drain_s
         )  # fmt: skip
+
+    def is_open(self) -> bool:
+        """Whether the gateway takes connections by now."""
+        with socket.socket() as probe:
+            return probe.connect_ex((HOST, self.port)) == 0
 
     async def devices(self, client: Client, settings: Settings, config: Path) -> Sequence[Program]:
         """The devices as programs, with fresh invites. Raises NoRun, FedstreamError."""

@@ -202,8 +202,8 @@ class LocalRun:
         return await self._reported()
 
     async def _let_in(self, view: Tally) -> None:
-        """Start the devices that come over HTTPS, now that there is a run to invite them to; then,
-        once the gateway has some, the scheduler."""
+        """Start the devices that come over HTTPS, now that there is a run to invite them to, and a
+        gateway that they can reach; then, once it has some, the scheduler."""
         if self._over.is_set():
             return
         if self._invited:
@@ -212,6 +212,8 @@ class LocalRun:
                 self._later = []
             return
         assert self._over_http is not None  # noqa: S101  (else nothing is left for later)
+        if not self._over_http.is_open():
+            return
         config = self._request.out / CONFIG
         try:
             devices = await self._over_http.devices(self._client, self._request.settings, config)
