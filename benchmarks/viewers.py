@@ -88,10 +88,6 @@ class Viewers:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def processor_s(self) -> float:
-        """What reading took."""
-        return processor_s(self._process.pid)
-
     def end(self) -> None:
         """Let it end."""
         assert self._process.stdin
@@ -151,10 +147,8 @@ def compared(pipeline: Watched, viewers: int, pairs: int, seconds: float) -> lis
                 if is_watched:
                     readers.change()
                 time.sleep(SETTLE_S)
-                used = readers.processor_s()
                 some: dict[str, Any] = measured(pipeline, seconds)
                 if is_watched:
-                    some["viewers_ms_per_s"] = 1000 * (readers.processor_s() - used) / seconds
                     some["kib_per_s"] = readers.change() / (seconds + SETTLE_S) / 1024
                 pair["with" if is_watched else "without"] = some
             pair["ratio"] = pair["with"]["updates_per_s"] / pair["without"]["updates_per_s"]
@@ -178,7 +172,6 @@ def table(viewers: int, seconds: float, pairs: list[dict[str, Any]], about: dict
     rows = [
         ("updates/s", "updates_per_s", True),
         ("coordinator, ms of processor a second", "coordinator_ms_per_s", True),
-        (f"all {viewers} viewers, ms of processor a second", "viewers_ms_per_s", False),
         (f"sent to all {viewers}, KiB/s", "kib_per_s", False),
     ]
     lines = [
