@@ -15,6 +15,7 @@ from fedstream.broker.layout import Payload
 from fedstream.broker.messages import Upload
 from fedstream.journal import Taken
 from fedstream.strategies import FedAsyncSettings
+from tests.fedstream.page.browsing import Tab
 from tests.journals import Scribe
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -117,3 +118,13 @@ def browser() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def tab(browser: Any, address: str) -> Iterator[Tab]:
+    """A tab at the module's ``address``: nothing goes wrong in it, and it asks nobody else."""
+    tab = Tab(browser, address)
+    yield tab
+    assert tab.wrong == []
+    assert all(url.startswith(address) for url in tab.asked)
+    tab.context.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fedstream.page.browsing import Tab, served, waiting_task
+from tests.fedstream.page.browsing import Tab, flaws, served, waiting_task
 from tests.integration.command import TEST_GUARD_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
@@ -18,22 +18,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 def address(poisoned: Path) -> Iterator[str]:
     with served(poisoned) as (link, _):
         yield link
-
-
-@pytest.fixture
-def tab(browser: Any, address: str) -> Iterator[Tab]:
-    tab = Tab(browser, address)
-    yield tab
-    assert tab.wrong == []
-    assert all(url.startswith(address) for url in tab.asked)
-    tab.context.close()
-
-
-def axed(page: Any) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
-    found = Axe().run(page)
-    assert found.violations_count == 0, found.generate_report()
 
 
 def test_from_the_poison_to_its_device_and_a_run_without_it(tab: Tab) -> None:
@@ -46,7 +30,7 @@ def test_from_the_poison_to_its_device_and_a_run_without_it(tab: Tab) -> None:
     assert "accuracy went below 0.9 with version 23" in page.locator("#found").inner_text()
     assert page.locator("#told").inner_text().startswith("Answered in")
     assert page.locator("figure.chart canvas").count() == 1
-    axed(page)
+    assert flaws(page) == []
     page.reload()
     assert page.locator("#found").count() == 1  # it is not asked again
     page.get_by_role("link", name="What if device 7 were left out?").click()
@@ -55,7 +39,7 @@ def test_from_the_poison_to_its_device_and_a_run_without_it(tab: Tab) -> None:
     page.locator("#found").wait_for()
     assert "used 29 of 30 updates, 1 left out" in page.locator("#work").inner_text()
     assert page.locator("figure.chart canvas").count() == 3
-    axed(page)
+    assert flaws(page) == []
 
 
 def test_by_keyboard_and_cancelled_on_the_way(browser: Any, poisoned: Path, tmp_path: Path) -> None:
@@ -67,7 +51,7 @@ def test_by_keyboard_and_cancelled_on_the_way(browser: Any, poisoned: Path, tmp_
         page.keyboard.press("Enter")
         page.get_by_role("button", name="Cancel").wait_for()
         assert page.get_by_role("button", name="Find it").is_disabled()
-        axed(page)
+        assert flaws(page) == []
         page.reload()
         page.get_by_role("button", name="Cancel").focus()
         page.keyboard.press("Enter")
@@ -104,7 +88,7 @@ def test_bad_input_is_told_beside_the_field(tab: Tab) -> None:
     assert "device 99 never took part" in page.locator("#without-problem").inner_text()
     assert page.get_by_label("alpha").get_attribute("aria-invalid") == "true"
     assert page.get_by_label("alpha").input_value() == "7"
-    axed(page)
+    assert flaws(page) == []
     assert len(tab.wrong) == 1  # chromium notes the status: 422
     tab.wrong.clear()
 

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import long_run
 from fedstream.page import single
 from fedstream.page.run import RecordedRun
-from tests.fedstream.page.browsing import Tab, served
+from tests.fedstream.page.browsing import Tab, flaws, served
 from tests.integration.command import TEST_GUARD_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
@@ -34,16 +34,6 @@ def address(recorded: Path, other: Path) -> Iterator[str]:
     """Where a run is served, beside another one, for all tests of this module."""
     with served(recorded, other) as (link, _):
         yield link
-
-
-@pytest.fixture
-def tab(browser: Any, address: str) -> Iterator[Tab]:
-    """A tab in which nothing goes wrong and which asks nobody else."""
-    tab = Tab(browser, address)
-    yield tab
-    assert tab.wrong == []
-    assert all(url.startswith(address) for url in tab.asked)
-    tab.context.close()
 
 
 def shown(page: Any, version: int) -> None:
@@ -225,8 +215,6 @@ def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) 
 
 def test_report_in_one_file(browser: Any, recorded: Path, tmp_path: Path) -> None:
     """Its policy lets its own scripts and styles run; a link to a version opens it."""
-    from axe_playwright_python.sync_playwright import Axe
-
     file = single.write(RecordedRun(recorded), tmp_path)
     tab = Tab(browser, f"file://{tmp_path}/")
     page = tab.go(f"{file.name}#version-31")
@@ -249,8 +237,7 @@ def test_report_in_one_file(browser: Any, recorded: Path, tmp_path: Path) -> Non
         devices.get_by_role("button", name="refused").first.press("Enter")
         assert devices.locator("tbody th").nth(0 if wanted == "3" else 8).inner_text() == wanted
     assert devices.locator("th[aria-sort=ascending]").inner_text().startswith("refused")
-    found = Axe().run(page)
-    assert found.violations_count == 0, found.generate_report()
+    assert flaws(page) == []
     assert tab.wrong == []
     assert {url.partition("#")[0] for url in tab.asked} == {f"file://{file}"}
     tab.context.close()
@@ -269,10 +256,7 @@ def test_a_phone_scrolls_down_and_not_sideways(browser: Any, address: str, path:
 @pytest.mark.parametrize("path", PAGES)
 def test_axe_finds_nothing(browser: Any, address: str, path: str, scheme: str) -> None:
     """Names, roles, headings, contrast: WCAG 2 and the good practice that axe-core knows."""
-    from axe_playwright_python.sync_playwright import Axe
-
     tab = Tab(browser, address, color_scheme=scheme)
-    found = Axe().run(tab.go(path))
-    assert found.violations_count == 0, found.generate_report()
+    assert flaws(tab.go(path)) == []
     assert tab.wrong == []
     tab.context.close()

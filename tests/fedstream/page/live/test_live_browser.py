@@ -49,6 +49,21 @@ def says(page: Any, text: str) -> None:
     page.locator("#connection", has_text=re.compile(text)).wait_for()
 
 
+def going_on(stage: Callable[..., Stage]) -> Stage:
+    """A run in which two tasks have ended."""
+    here = stage()
+    here.do(here.create())
+    here.do(here.drop(2))
+    return here
+
+
+def connected(browser: Any, address: str) -> Tab:
+    """A tab in which the page of a run is live."""
+    tab = Tab(browser, address)
+    says(tab.go("/"), "^Live$")
+    return tab
+
+
 def answers(address: str) -> bool:
     """Whether there is a page yet."""
     try:
@@ -71,9 +86,8 @@ def test_a_run_from_its_start_to_its_end(browser: Any, tmp_path: Path) -> None:
         )
         assert isinstance(link, re.Match), command.stderr
         wait_until(lambda: answers(link[1]), "the page")
-        tab = Tab(browser, link[1])
-        page = tab.go("/")
-        says(page, "^Live$")
+        tab = connected(browser, link[1])
+        page = tab.page
         page.locator("#part-headline", has_text=re.compile("version [5-8] of 12")).wait_for()
         page.locator("#part-lanes", has_text="trainer-1").wait_for()
         page.get_by_role("link", name="Versions").click()
@@ -97,13 +111,10 @@ def test_cut_and_connected_again_with_nothing_missing_or_doubled(
     browser: Any, stage: Callable[..., Stage]
 ) -> None:
     """Also while there is nobody to connect to for a while."""
-    here = stage()
-    here.do(here.create())
-    here.do(here.drop(2))
+    here = going_on(stage)
     with Cable(here.address) as cable:
-        tab = Tab(browser, cable.address)
-        page = tab.go("/")
-        says(page, "^Live$")
+        tab = connected(browser, cable.address)
+        page = tab.page
         for n in range(4):
             here.do(here.drop(3))
             cable.is_out = n == 2
@@ -123,14 +134,11 @@ def test_cut_and_connected_again_with_nothing_missing_or_doubled(
 def test_another_coordinator_goes_on_where_one_stopped(
     browser: Any, stage: Callable[..., Stage]
 ) -> None:
-    here = stage()
-    here.do(here.create())
-    here.do(here.drop(2))
+    here = going_on(stage)
     there = stage(f"run.name={here.run}")
     with Cable(here.address) as cable:
-        tab = Tab(browser, cable.address)
-        page = tab.go("/")
-        says(page, "^Live$")
+        tab = connected(browser, cable.address)
+        page = tab.page
         cable.lead_to(there.address)
         here.do(here.stop())
         here.do(here.drop(3))
@@ -144,13 +152,10 @@ def test_another_coordinator_goes_on_where_one_stopped(
 def test_who_was_away_for_too_long_sees_where_something_is_missing(
     browser: Any, stage: Callable[..., Stage]
 ) -> None:
-    here = stage()
-    here.do(here.create())
-    here.do(here.drop(2))
+    here = going_on(stage)
     with Cable(here.address) as cable:
-        tab = Tab(browser, cable.address)
-        page = tab.go("/")
-        says(page, "^Live$")
+        tab = connected(browser, cable.address)
+        page = tab.page
         cable.is_out = True
         cable.cut()
         here.do(here.hand.client.call("XTRIM", here.hand.keys.events, "MAXLEN", 0))
@@ -212,9 +217,7 @@ def test_page_waits_for_its_run_and_says_when_redis_is_lost(
 def test_all_of_it_can_be_read_without_javascript(
     browser: Any, stage: Callable[..., Stage]
 ) -> None:
-    here = stage()
-    here.do(here.create())
-    here.do(here.drop(2))
+    here = going_on(stage)
     here.do(here.update(1))
     here.do(here.measure(1, 0.75))
     tab = Tab(browser, here.address, java_script_enabled=False)
