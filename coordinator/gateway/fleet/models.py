@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _WIDENED = {"bfloat16": "float32"}  # numpy has none
 _NUMBERS = ("double", "sint64", "uint64")
 _REPLY = 64  # records of a reply
+_WIDEST = 16  # bytes of one of numpy's numbers
+_HEADER = 16 << 10  # most bytes before an array's numbers; numpy reads no more than 10,000
 _ERROR = re.compile(r"<class '(?:[\w.]*\.)?(\w{1,80})'>")
 
 
@@ -172,7 +174,8 @@ def _fill(model: Model, received: Received, record: str, who: str) -> None:
     if unknown := given.keys() - {*names}:
         raise DataError(f"{who} returned an array {min(unknown)[:80]!r}, which the model lacks")
     for tensor, values in _views(model):
-        values[...] = _read(received.array(given[tensor.name]), tensor, who)
+        most = tensor.count * _WIDEST + _HEADER
+        values[...] = _read(received.array(given[tensor.name], most), tensor, who)
 
 
 def _read(data: bytes, tensor: Tensor, who: str) -> npt.NDArray[Any]:

@@ -83,12 +83,19 @@ class Received:
             raise DataError(f"object {id_} of kind {kind}: no JSON object")
         return found
 
-    def array(self, id_: str) -> bytes:
-        """The bytes of an Array, from its chunks. Raises DataError."""
+    def array(self, id_: str, most: int) -> bytes:
+        """The bytes of an Array, from its chunks. Raises DataError if there are more than ``most``.
+
+        A chunk may be there many times, so few bytes can stand for any number.
+        """
         places = self.json(id_, "Array").get("arraychunk_ids")
         _, chunks, _ = self.body(id_, "Array")
         if not isinstance(places, list) or not all(
             isinstance(one, int) and 0 <= one < len(chunks) for one in places
         ):
             raise DataError(f"array {id_}: its chunks can't be put in order")
-        return b"".join(self.body(chunks[one], "ArrayChunk")[2] for one in places)
+        bodies = [self.body(one, "ArrayChunk")[2] for one in chunks]
+        size = sum(bodies[one].nbytes for one in places)
+        if size > most:
+            raise DataError(f"array {id_} has {size} bytes: expected at most {most}")
+        return b"".join(bodies[one] for one in places)

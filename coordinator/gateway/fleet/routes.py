@@ -338,8 +338,7 @@ class FleetRoutes:
         if message.HasField("error"):
             await self._refuse(device, work, message.error.reason)
             return protobuf.message("PushMessagesResponse")
-        self._works.check_room(works.most(work.given.model))
-        work.reply = reply
+        self._works.expect(work, reply)
         return protobuf.message(
             "PushMessagesResponse", objects_to_push=sorted(reply.wanted), session_id=reply.session
         )
@@ -364,7 +363,7 @@ class FleetRoutes:
         else:
             self._end_search(device)
             is_stored = reply.take(said.object_id, said.object_content)
-            if reply.size > works.most(work.given.model):
+            if reply.size > reply.most:
                 await self._refuse(device, work, "<class 'DataError'>: the reply is too large")
             elif is_stored and reply.is_whole:
                 async with reply.turn:

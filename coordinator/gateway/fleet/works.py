@@ -41,6 +41,7 @@ class Incoming:
     message: str  # id of the topmost object
     wanted: set[str]
     seconds: float  # that the client app took, as it says
+    most: int = 0  # bytes for which there is room
     received: Received = field(default_factory=Received)
     size: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -98,14 +99,29 @@ class NodeWorks:
         self._given[given.head.given] = given
 
     def check_room(self, size: int) -> None:
-        """Raise Refusal (503) unless so many bytes fit in."""
-        replies = [one.reply for one in self._by_device.values() if one.reply is not None]
-        used = sum(one.nbytes for one in self._given.values()) + sum(one.size for one in replies)
-        if used and used + size > self._budget:
-            raise Refusal(
-                503, "busy", "supernodes have as much in memory as gateway.model_bytes allows",
-                retry_after_s=RETRY_S,
-            )  # fmt: skip
+        """Raise Refusal (503) unless a model of so many bytes fits in, as one alone does."""
+        if self._given and self._used(self._replies()) + size > self._budget:
+            raise _no_room()
+
+    def expect(self, work: NodeWork, reply: Incoming) -> None:
+        """Take a reply to a device's work, in place of an earlier one.
+
+        It has its room from now on, however little of it has come. Raises Refusal (503) unless it
+        fits in, as one alone does.
+        """
+        others = [one for one in self._replies() if one is not work.reply]
+        reply.most = most(work.given.model)
+        if others and self._used(others) + reply.most > self._budget:
+            raise _no_room()
+        work.reply = reply
+
+    def _replies(self) -> list[Incoming]:
+        """The replies that are coming in."""
+        replies = (one.reply for one in self._by_device.values())
+        return [one for one in replies if one is not None and not one.is_done]
+
+    def _used(self, replies: Iterable[Incoming]) -> int:
+        return sum(one.nbytes for one in self._given.values()) + sum(one.most for one in replies)
 
     def get(self, device: int) -> NodeWork | None:
         """What a device works on."""
@@ -139,6 +155,13 @@ def reply(said: Any) -> Incoming:
     return Incoming(
         said.message_object_trees[0].object_id, wanted,
         seconds if math.isfinite(seconds) and seconds >= 0 else 0.0,
+    )  # fmt: skip
+
+
+def _no_room() -> Refusal:
+    return Refusal(
+        503, "busy", "supernodes have as much in memory as gateway.model_bytes allows",
+        retry_after_s=RETRY_S,
     )  # fmt: skip
 
 

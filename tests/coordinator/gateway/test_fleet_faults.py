@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError, DataError
 from fedstream.coordinator.gateway import moves, replicas
-from fedstream.coordinator.gateway.fleet import protobuf, routes
+from fedstream.coordinator.gateway.fleet import models, objects, protobuf, routes, works
+from fedstream.coordinator.gateway.fleet.objects import Received
+from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
+from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.replicas import OtherReplicas
 from tests.coordinator.gateway.places import Place, serving
 from tests.coordinator.gateway.supernodes import (
@@ -227,6 +232,58 @@ async def test_supernode_that_found_its_work_may_look_again(
         assert await ask() == [503, 200], "and its objects were"
         monkeypatch.setattr(routes, "_APART_S", 0.0)
         assert await ask() == [503, 503], "it was elsewhere meanwhile"
+
+
+async def test_reply_to_a_model_that_alone_exceeds_the_budget_is_taken(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    """Or its supernode would try again for ever."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path, model_bytes=1) as node:
+        message, _ = await asked(hand, node)
+        assert all(await node.reply(message, content(changed(hand, 0.5), {"num-examples": 3.0})))
+
+        async def queued() -> Any:
+            return await hand.queue()
+
+        assert len(await wait_until(queued)) == 1
+
+
+async def test_replies_have_their_room_before_they_come(hand: Hand) -> None:
+    """Supernodes that begin together would exceed the budget together."""
+    await hand.create()
+    head, model = await hand.ledger.head(), changed(hand, 0.5)
+    assert head is not None
+    given = GivenVersion(head, model, models.arrays_of(model))
+    known = NodeWorks(given.nbytes + works.most(model))
+    known.give(given)
+    mine, yours = (NodeWork(f"task-{n}", "", given, 0.1, {}) for n in range(2))
+    for device, work in enumerate((mine, yours)):
+        known.begin(device, work)
+    known.expect(mine, Incoming("a", {"a"}, 1.0))
+    known.expect(mine, Incoming("b", {"b"}, 1.0))  # in place of its own
+    with pytest.raises(Refusal, match=r"gateway\.model_bytes"):
+        known.expect(yours, Incoming("c", {"c"}, 1.0))
+    assert yours.reply is None
+    assert mine.reply is not None
+    mine.reply.is_done = True
+    known.expect(yours, Incoming("c", {"c"}, 1.0))
+
+
+def test_few_bytes_do_not_stand_for_many() -> None:
+    """An array may name a chunk again and again."""
+    chunk = objects.packed("ArrayChunk", b"x" * (1 << 20))
+    body = json.dumps({"arraychunk_ids": [0] * 200}).encode()
+    array = objects.packed("Array", body, [chunk])
+    received = Received({one.id: one.content for one in array.every()})
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="has 209715200 bytes: expected at most 1000"):
+            received.array(array.id, 1000)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(received.array(array.id, 200 << 20)) == 200 << 20
 
 
 async def test_supernodes_are_asked_only_for_what_they_report(
