@@ -97,10 +97,12 @@ class DeviceFolder:
             raise ConfigError(f"{file}: damaged: delete it, and enrol again") from error
 
     def enrolled(self, who: Identity) -> None:
-        """Note who the device is. What it had as somebody else is deleted."""
-        if who != self.identity():
-            for name in _STATE:
-                (self.path / name).unlink(missing_ok=True)
+        """Note who the device is from now on. What it had before is deleted.
+
+        Also of the same name and number: a run that was made anew has both again.
+        """
+        for name in _STATE:
+            (self.path / name).unlink(missing_ok=True)
         self._write(_IDENTITY, json.dumps(asdict(who)).encode())
 
     # interrupted training

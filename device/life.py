@@ -102,7 +102,8 @@ async def _enrolled(
             if refusal.reason != UNKNOWN or options.invite is None:
                 raise
         else:
-            folder.enrolled(replace(known, url=url))
+            if known.url != url:  # it may be another run's gateway
+                folder.enrolled(replace(known, url=url))
             say(f"device {known.device} of run {known.run}")
             return gateway
     if options.invite is None:

@@ -85,6 +85,20 @@ async def test_gateway_that_forgot_the_device_takes_a_new_invite(
     assert said[0] == "enrolled as device 7 of run demo"
 
 
+async def test_run_that_was_made_anew_gets_nothing_that_was_unsent_in_the_one_before(
+    gateway: FakeGateway, options: Options, model: Model, tmp_path: Path
+) -> None:
+    """Its name is the same, and the device's number."""
+    gateway.offer(model, format="int4", sends="delta")
+    await live(options(), nothing, nothing)
+    folder, count = DeviceFolder(tmp_path / "state"), model.layout.parameters
+    assert folder.unsent(count) is not None
+    gateway.keys.clear()
+    gateway.over = True
+    await live(options(), nothing, nothing)
+    assert folder.unsent(count) is None
+
+
 async def test_gateway_at_another_address_knows_the_key_but_what_was_unsent_is_forgotten(
     gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
 ) -> None:
