@@ -5,66 +5,72 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from fedstream import __version__
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.cli import (
-    dead,
-    device,
-    devices,
-    journal,
-    load,
-    looking,
-    plan,
-    runs,
-    services,
-    training,
-)
-from fedstream.cli.plugins import plugins
-from fedstream.cli.rule_help import RuleHelp
-from fedstream.cli.sweep import sweep
+from fedstream.runtime import process
 from fedstream.terminal import line
 
 _NOBODY_ELSE = 0o077  # the mode bits of group and others
 
-app = typer.Typer(
-    help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+_COMMANDS = {
+    None: {
+        "run": "training:run", "simulate": "training:simulate", "sweep": "sweep:sweep",
+        "reproduce": "training:reproduce", "plugins": "plugins:plugins",
+    },
+    "Inspect a run": {
+        "status": "looking:status", "top": "looking:top", "replay": "looking:replay",
+        "doctor": "looking:doctor", "purge": "looking:purge", "acl": "looking:acl",
+        "list": "runs:list_runs", "ui": "runs:ui", "compare": "runs:compare",
+        "report": "runs:report_run", "track": "runs:track",
+        "journal": "journal:app", "devices": "devices:app", "dead": "dead:app",
+    },
+    "Run one service": {
+        "coordinator": "services:coordinator", "scheduler": "services:scheduler",
+        "updater": "services:updater", "trainer": "services:trainer",
+        "evaluator": "services:evaluator", "sinks": "services:sinks",
+        "gateway": "services:gateway",
+    },
+    "Take part in a run": {"device": "device:device", "load": "load:load", "plan": "plan:plan"},
+}  # fmt: skip
+"""By panel of the help and name: the module in this room, and the function or group there."""
+_WITH_RULES = ("run", "simulate", "replay")  # their help has a strategy's keys
 
 
-def _add(panel: str | None, *commands: Callable[..., None]) -> None:
-    for command in commands:
-        app.command(rich_help_panel=panel)(command)
+def application(wanted: str | None = None) -> typer.Typer:
+    """The command line. ``wanted``: the one command to load, if it is known; otherwise all.
+
+    To build all takes more than half of the time that loading a command line does.
+    """
+    app = typer.Typer(
+        help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
+    app.callback()(_main)
+    is_known = any(wanted in commands for commands in _COMMANDS.values())
+    for panel, commands in _COMMANDS.items():
+        for name, place in commands.items():
+            if not is_known or name == wanted:
+                _add(app, name, place, panel)
+    return app
 
 
-app.command(cls=RuleHelp)(training.run)
-app.command(cls=RuleHelp)(training.simulate)
-_add(None, sweep, training.reproduce, plugins)
-_add("Inspect a run", looking.status, looking.top)
-app.command(cls=RuleHelp, rich_help_panel="Inspect a run")(looking.replay)
-_add(
-    "Inspect a run",
-    looking.doctor, looking.purge, looking.acl,
-)  # fmt: skip
-for name, command in (
-    ("list", runs.list_runs), ("ui", runs.ui), ("compare", runs.compare),
-    ("report", runs.report_run), ("track", runs.track),
-):  # fmt: skip
-    app.command(name, rich_help_panel="Inspect a run")(command)
-app.add_typer(journal.app, name="journal", rich_help_panel="Inspect a run")
-app.add_typer(devices.app, name="devices", no_args_is_help=True, rich_help_panel="Inspect a run")
-app.add_typer(dead.app, name="dead", no_args_is_help=True, rich_help_panel="Inspect a run")
-_add(
-    "Run one service",
-    services.coordinator, services.scheduler, services.updater, services.trainer,
-    services.evaluator, services.sinks, services.gateway,
-)  # fmt: skip
-_add("Take part in a run", device.device, load.load, plan.plan)
+def _add(app: typer.Typer, name: str, place: str, panel: str | None) -> None:
+    module, _, attribute = place.partition(":")
+    found = getattr(import_module(f"fedstream.cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name, rich_help_panel=panel)
+    elif name in _WITH_RULES:
+        from fedstream.cli.rule_help import RuleHelp
+
+        app.command(name, cls=RuleHelp, rich_help_panel=panel)(found)
+    else:
+        app.command(name, rich_help_panel=panel)(found)
 
 
 def _version(wanted: bool) -> None:
@@ -73,7 +79,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _main(
     _version: Annotated[
         bool,
@@ -99,8 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        typed = sys.argv[1:] if arguments is None else arguments
         try:
-            app(arguments, prog_name=None if arguments is None else "fedstream")
+            with process.importing():
+                command = typer.main.get_command(application(typed[0] if typed else None))
+            command(arguments, prog_name=None if arguments is None else "fedstream")
         finally:
             sys.stdout.flush()  # here, where a failure is reported
     except ConfigError as error:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fedstream.broker.keys import Keys
     from fedstream.operate.dead import DeadLetters, Letter
 
-app = typer.Typer(help="Inspect, retry or drop entries that could not be processed.")
+app = typer.Typer(
+    help="Inspect, retry or drop entries that could not be processed.", no_args_is_help=True
+)
 
 
 @app.command("list")

@@ -14,7 +14,8 @@ from fedstream.cli.options import AsJson, Config, RunName, Url, ask, settings_of
 from fedstream.terminal import verbatim
 
 app = typer.Typer(
-    help="List devices, put them into quarantine, and say which may come to a gateway."
+    help="List devices, put them into quarantine, and say which may come to a gateway.",
+    no_args_is_help=True,
 )
 
 DeviceNumbers = Annotated[

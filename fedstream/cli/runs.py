@@ -20,6 +20,7 @@ from fedstream.cli.options import (
     one_of,
     recorded_programs,
 )
+from fedstream.runtime import process
 from fedstream.terminal import adding, line, verbatim
 
 _PICTURE, _TABLE, _NUMBERS = "comparison.png", "comparison.csv", "comparison.json"
@@ -36,8 +37,9 @@ def list_runs(
     A run that can't be read is listed with the reason. A killed run counts as interrupted, and a
     journal that does not say whether its run is over as unfinished.
     """
-    from fedstream.observe import report
-    from fedstream.runs import listing
+    with process.importing():
+        from fedstream.observe import report
+        from fedstream.runs import listing
 
     rows = listing.listed(folder)
     if as_json:
@@ -76,8 +78,9 @@ def compare(
 
     The picture shows the metric over versions, updates and seconds.
     """
-    from fedstream.observe import report
-    from fedstream.runs import comparison
+    with process.importing():
+        from fedstream.observe import report
+        from fedstream.runs import comparison
 
     found = comparison.compare(folders, metric=metric, target=target)
     if out is None:
@@ -126,14 +129,15 @@ def ui(
     Bisect and 'what if' measure models with the run's task. To measure with your own, give --task
     or --trust-recorded-code: loading a task runs its code.
     """
-    import asyncio
+    with process.importing():
+        import asyncio
 
-    from fedstream.journal import journal_of
-    from fedstream.page.run import RecordedRun
-    from fedstream.page.server import serve
-    from fedstream.page.work import TaskAccess
-    from fedstream.runtime.plugins import allowed
-    from fedstream.terminal import progress
+        from fedstream.journal import journal_of
+        from fedstream.page.run import RecordedRun
+        from fedstream.page.server import serve
+        from fedstream.page.work import TaskAccess
+        from fedstream.runtime.plugins import allowed
+        from fedstream.terminal import progress
 
     def ready(at: int) -> None:
         shown = f"[{host}]" if ":" in host else host
@@ -188,11 +192,12 @@ def report_run(
     itself, your own only if you name it or trust the recorded one; your own strategy only if you
     trust it.
     """
-    from fedstream.journal import newest_version, opened
-    from fedstream.observe import report
-    from fedstream.runs import reporting, summary
-    from fedstream.runtime.plugins import allowing
-    from fedstream.terminal import progress
+    with process.importing():
+        from fedstream.journal import newest_version, opened
+        from fedstream.observe import report
+        from fedstream.runs import reporting, summary
+        from fedstream.runtime.plugins import allowing
+        from fedstream.terminal import progress
 
     with opened(folder) as chain:
         versions = newest_version(chain)

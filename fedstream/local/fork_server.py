@@ -40,8 +40,8 @@ from fedstream.runtime.signals import BOTH
 MOST = 1 << 20  # bytes of a message
 # What takes long to import: no module of a user's, for those may start threads.
 _MODULES = (
-    "torch", "fedstream.cli.app", "fedstream.settings.services", "fedstream.trainer.learner",
-    "fedstream.trainer.tasks",
+    "torch", "fedstream.cli.app", "fedstream.cli.services", "fedstream.settings.services",
+    "fedstream.trainer.learner", "fedstream.trainer.tasks",
 )  # fmt: skip
 _CANNOT = 71  # exit code of a fork that could not become a service
 
@@ -206,6 +206,7 @@ def _load() -> None:
 
 
 def _serve(channel: socket.socket) -> None:
+    process.take()
     setproctitle("fedstream (forks the services)")  # finds its room now, or never in the forks
     _load()
     _Forks(channel).serve()

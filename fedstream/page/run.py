@@ -19,7 +19,7 @@ from fedstream.page.directions import Directions
 from fedstream.page.index import columns_of, marks
 from fedstream.page.past import MEMORY, Past
 from fedstream.page.portraits import Portraits
-from fedstream.runs.record import stands
+from fedstream.runs.state import stands
 
 _LIVE_MEMORY = 32 << 20  # bytes of models that are kept in a service, which has other work
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from fedstream.broker.errors import FedstreamError
 from fedstream.journal import SUFFIX, journal_of
 from fedstream.journal.replay import Replayer
-from fedstream.local import run_toml
 from fedstream.observe import report
 from fedstream.observe.history import History
-from fedstream.observe.occupied import is_occupied
 from fedstream.observe.recall import Measurement, device_metrics, measurements
 from fedstream.runs import models, pictures, summary, tables
 from fedstream.runs.reading import At, Reading, read
+from fedstream.runs.state import stands
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.visible import visible
 from fedstream.settings.recording import CONFIG
@@ -299,22 +297,3 @@ class RunRecord:
                 f"{len(places) - 1}"
             )
         return places[update]
-
-
-def stands(path: Path, finished: Callable[[], str | None]) -> tuple[str, str]:
-    """The state of a run's folder or journal, and why it is that.
-
-    ``finished``: tells why its journal says that the run is over, None if it does not; it is only
-    asked if the folder doesn't say.
-    """
-    config, numbers = path / CONFIG, path / report.SUMMARY
-    if path.is_dir() and is_occupied(path):
-        return "running", ""
-    if config.is_file() and run_toml.is_left_behind(config):
-        return "interrupted", "killed"
-    if numbers.is_file():
-        told = summary.from_file(numbers)
-        return told["state"], told["why"] or ""
-    if (why := finished()) is not None:
-        return "finished", why
-    return ("interrupted", "killed") if config.is_file() else ("unfinished", "")

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 from fedstream.local import parent
 
 _PRELOADED = (
-    "fedstream.cli.app", "fedstream.settings.services", "fedstream.settings.config", "uvloop",
-    "torch", "tests.chaos.task", "fedstream.trainer.vector", "tests.chaos.seams",
+    "fedstream.cli.app", "fedstream.cli.services", "fedstream.settings.services",
+    "fedstream.settings.config", "uvloop", "torch", "tests.chaos.task",
+    "fedstream.trainer.vector", "tests.chaos.seams",
     "fedstream.cli.device", "fedstream.device.life", "fedstream.coordinator.gateway.service",
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from fedstream.cli.app import app
+from fedstream.cli.app import application
 from fedstream.settings.config import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -123,4 +123,4 @@ def test_command_reference_lists_exactly_the_commands() -> None:
     listed = re.findall(
         r"^\| `(fedstream .*?)` \|", (REFERENCE / "cli.md").read_text(), re.MULTILINE
     )
-    assert sorted(listed) == sorted(commands(typer.main.get_command(app), "fedstream"))
+    assert sorted(listed) == sorted(commands(typer.main.get_command(application()), "fedstream"))

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 PRELOADED = (
     "PIL.JpegImagePlugin", "encodings.idna", "fedstream.api.request", "fedstream.cli.app",
+    "fedstream.cli.looking", "fedstream.cli.services", "fedstream.cli.training",
     "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run", "fedstream.observe",
     "fedstream.operate", "fedstream.recordings", "fedstream.settings.config",
     "fedstream.settings.services",

@@ -17,7 +17,7 @@ import typer
 from fedstream import __version__
 from fedstream.broker.messages import OUTCOMES
 from fedstream.cli import options
-from fedstream.cli.app import app, main
+from fedstream.cli.app import application, main
 from fedstream.local import run
 from fedstream.observe import display, status
 from fedstream.strategies import RULES
@@ -117,9 +117,9 @@ def test_updates_is_a_deprecated_alias_of_versions(
     assert "use --versions alone" in capsys.readouterr().err
     shown = {
         name
-        for option in typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+        for option in typer.main.get_group(application(command)).commands[command].params
         for name in option.opts
-        if not option.hidden
+        if not option.hidden  # type: ignore[attr-defined]
     }
     assert "--versions" in shown
     assert "--updates" not in shown
@@ -161,6 +161,16 @@ def test_missing_run_is_a_one_line_error(
         said = capsys.readouterr().err
         assert said.startswith("fedstream: there is no run 'nobody'")
         assert said.count("\n") == 1
+
+
+def test_a_command_is_loaded_alone_and_is_the_same() -> None:
+    every = typer.main.get_group(application()).commands
+    for name, command in every.items():
+        alone = typer.main.get_group(application(name)).commands
+        assert list(alone) == [name]
+        assert [one.opts for one in alone[name].params] == [one.opts for one in command.params]
+    for other in ("rnu", "--help", None):  # a mistake, and what asks for all
+        assert list(typer.main.get_group(application(other)).commands) == list(every)
 
 
 @pytest.mark.process
