@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
-from statistics import fmean, median
 
 import numpy as np
+import numpy.typing as npt
 
 from fedstream.broker.messages import OUTCOMES
 from fedstream.journal.shares import Share
@@ -93,26 +93,25 @@ def devices_of(columns: Columns, shares: Mapping[int, Share] | None = None) -> l
         values = [getattr(row, name) for row in found]
         for row, score in zip(found, robust_scores(values), strict=True):
             if isfinite(score):
-                row.scores[name] = score
+                row.scores[name] = float(score)
     return found
 
 
-def robust_scores(values: Sequence[float | None]) -> list[float]:
+def robust_scores(values: Sequence[float | None] | RowArray) -> npt.NDArray[np.float64]:
     """How far each value is from the median, in robust standard deviations; NaN for a missing one.
 
     The deviation comes from the median absolute deviation; if that is zero, because most values are
     the same, from the mean absolute deviation.
     """
-    known = [value for value in values if value is not None and isfinite(value)]
-    if not known:
-        return [nan] * len(values)
-    middle = median(known)
-    apart = [abs(value - middle) for value in known]
-    unit = _NORMAL * median(apart) or _MEAN * fmean(apart)
-    return [
-        nan if value is None or not isfinite(value) else (value - middle) / unit if unit else 0.0
-        for value in values
-    ]
+    found = np.array(values, np.float64)  # None: NaN
+    there = np.isfinite(found)
+    scores = np.full(len(found), nan)
+    if there.any():
+        with np.errstate(over="ignore", invalid="ignore"):
+            apart = found[there] - np.median(found[there])
+            unit = _NORMAL * np.median(np.abs(apart)) or _MEAN * np.abs(apart).mean()
+            scores[there] = apart / unit if unit else 0.0
+    return scores
 
 
 def shade_of_score(score: float | None) -> int:

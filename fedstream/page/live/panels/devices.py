@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
-from typing import Any, TypeAlias
+from math import isfinite, nan
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from fedstream.broker.messages import OUTCOMES
 from fedstream.page.devices import (
@@ -42,9 +44,10 @@ JUDGED = (
 
 _USED = [OUTCOMES.index(name) for name in ("applied", "buffered")]
 _REFUSED = OUTCOMES.index("refused")
+_WHOLE = frozenset(("used", "refused", "lost", "last"))
 
-
-Figures: TypeAlias = dict[str, float | None]
+FigureArray: TypeAlias = npt.NDArray[np.float64]
+"""A figure of each device; NaN: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,73 +106,77 @@ def device_heat(scene: Scene, sort: str, *, only: int | None = None) -> DeviceHe
     stands out, then by number. Devices without a value come last. ``only``: leave out all others,
     once they are compared.
     """
-    rows = _figures(scene)
-    scores: dict[str, dict[int, float]] = {}
-    for name in JUDGED:
-        found = robust_scores([row.get(name) for row in rows.values()])
-        scores[name] = {
-            device: score for device, score in zip(rows, found, strict=True) if isfinite(score)
-        }
-    key = sort.removeprefix("-")
-    order = sorted(rows)
-    if key in {name for name, _, _ in COLUMNS}:
-        order.sort(key=lambda d: rows[d].get(key) or 0.0, reverse=sort.startswith("-"))
-        order.sort(key=lambda d: rows[d].get(key) is None)
+    devices, figures = _figures(scene)
+    scores = {name: robust_scores(figures[name]) for name in JUDGED}
+    key, descends = sort.removeprefix("-"), sort.startswith("-")
+    if key == "device":
+        order = np.arange(len(devices))[:: -1 if descends else 1]
+    elif key in figures:  # what is not known comes last, whichever way the others are sorted
+        order = np.argsort(-figures[key] if descends else figures[key], kind="stable")
     else:
         sort = ""
-        odd = {d: sum(abs(s.get(d, 0.0)) > OUTLIER for s in scores.values()) for d in rows}
-        order.sort(key=lambda d: -odd[d])
-    shown = order[:SHOWN] if only is None else [only] if only in rows else []
-    lines = tuple(
-        DeviceHeatRow(
-            device,
-            tuple(
-                DeviceCell(
-                    name, rows[device].get(name), score := scores.get(name, {}).get(device),
-                    shade_of_score(score),
-                )
-                for name, _, _ in COLUMNS[1:]
-            ),
-        )
-        for device in shown
-    )  # fmt: skip
-    return DeviceHeat(lines, len(rows), sort, len(scene.ended))
+        odd = np.sum([np.abs(found) > OUTLIER for found in scores.values()], axis=0)
+        order = np.argsort(-odd, kind="stable")
+    shown = order[:SHOWN] if only is None else np.flatnonzero(devices == only)
+    lines = tuple(_line(int(devices[place]), int(place), figures, scores) for place in shown)
+    return DeviceHeat(lines, len(devices), sort, len(scene.ended))
 
 
-def _figures(scene: Scene) -> dict[int, Figures]:
-    """The figures of each device that ended a task, by its number."""
+def _line(
+    device: int, place: int, figures: Mapping[str, FigureArray], scores: Mapping[str, FigureArray]
+) -> DeviceHeatRow:
+    """A device's figures; the table has so many devices that only what is shown is made of them."""
+    cells = []
+    for name, _, _ in COLUMNS[1:]:
+        score = _known(scores[name][place]) if name in scores else None
+        value = _known(figures[name][place])
+        if value is not None and name in _WHOLE:
+            value = int(value)
+        cells.append(DeviceCell(name, value, score, shade_of_score(score)))
+    return DeviceHeatRow(device, tuple(cells))
+
+
+def _known(value: float) -> float | None:
+    return float(value) if isfinite(value) else None
+
+
+def _figures(scene: Scene) -> tuple[npt.NDArray[np.int64], dict[str, FigureArray]]:
+    """The devices that ended a task, by number, and their figures."""
     ended = scene.ended[scene.ended["device"] >= 0]
     devices, place = np.unique(ended["device"], return_inverse=True)
     used = np.isin(ended["outcome"], _USED)
     answered = used | (ended["outcome"] == _REFUSED)
 
-    def count(which: SceneRows) -> SceneRows:
-        return np.bincount(place[which], minlength=len(devices))
+    def count(which: SceneRows) -> FigureArray:
+        return np.bincount(place[which], minlength=len(devices)).astype(np.float64)
 
-    def mean(name: str) -> list[float | None]:
+    def mean(name: str) -> FigureArray:
         known = used & np.isfinite(ended[name])
         if name == "staleness":
             known &= ended[name] >= 0
-        total = np.bincount(place[known], ended[name][known], len(devices))
-        return [t / n if n else None for t, n in zip(total, count(known), strict=True)]
+        return _share(np.bincount(place[known], ended[name][known], len(devices)), count(known))
 
-    def most(name: str, which: SceneRows) -> SceneRows:
+    def most(name: str, which: SceneRows) -> FigureArray:
         found = np.full(len(devices), -1.0)
         np.maximum.at(found, place[which], ended[name][which])
         return found
 
-    refused, total = count(answered & ~used), count(answered)
-    columns: dict[str, list[Any]] = {
-        "device": devices.tolist(),
-        "used": count(used).tolist(),
-        "refused": refused.tolist(),
-        "refused_share": [r / n if n else None for r, n in zip(refused, total, strict=True)],
-        "lost": count(~answered).tolist(),
+    refused, last = count(answered & ~used), most("version", used)
+    return devices, {
+        "used": count(used),
+        "refused": refused,
+        "refused_share": _share(refused, count(answered)),
+        "lost": count(~answered),
         "staleness": mean("staleness"),
         "weight": mean("weight"),
         "loss": mean("loss"),
-        "last": [int(v) if v >= 0 else None for v in most("version", used)],
-        "heard_s": [max(0.0, scene.now - t) for t in most("time", np.ones(len(ended), bool))],
+        "last": np.where(last >= 0, last, nan),
+        "heard_s": np.maximum(0.0, scene.now - most("time", np.ones(len(ended), bool))),
     }
-    rows = zip(*columns.values(), strict=True)
-    return {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+
+
+def _share(total: SceneRows, of: FigureArray) -> FigureArray:
+    """``total / of``; NaN where that is nothing."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        found: FigureArray = np.divide(total, of, out=np.full(len(of), nan), where=of > 0)
+    return found

@@ -174,3 +174,15 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
         workers=tuple(worker(f"trainer-{n}", answers=100 + n) for n in range(1, trainers + 1)),
         **tasks({"waiting": 6, "training": 4, "queue": 2}, age=3.0),
     )  # fmt: skip
+
+
+def crowd(devices: int = 100_000, ends: int = 16_384, seed: int = 1) -> Scene:
+    """As many ended tasks as a scene has, of so many devices that hardly one ended two."""
+    draw = np.random.default_rng(seed)
+    rows = np.zeros(ends, ENDED)
+    rows["time"] = NOW - np.arange(ends)[::-1] / 200
+    rows["device"] = draw.integers(0, devices, ends)
+    rows["version"], rows["samples"] = np.arange(ends), 100
+    rows["staleness"] = draw.integers(0, 20, ends)
+    rows["weight"], rows["loss"] = draw.random(ends), draw.random(ends)
+    return scene(ended=rows, made=made(rows["time"]), run_devices=devices)

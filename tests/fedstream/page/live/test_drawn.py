@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
@@ -12,9 +13,10 @@ from fedstream.page.live.panel import LivePanel
 from fedstream.page.live.panels import PANELS, headline
 from fedstream.page.live.panels.curves import of_metrics, of_pace, of_weights
 from fedstream.page.live.panels.drawn import device_html, end_counts
+from fedstream.page.live.scene import Scene
 from fedstream.settings.config import Settings
 from tests.fedstream.page.conftest import Page
-from tests.fedstream.page.live.scenes import busy, scene, worker
+from tests.fedstream.page.live.scenes import busy, crowd, scene, worker
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=[panel.name for panel in PANELS])
@@ -99,9 +101,12 @@ def test_a_device_has_a_page() -> None:
     assert "It ended none of the newest" in device_html(busy(), 77)
 
 
-def test_all_panels_together_are_drawn_quickly() -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: busy(devices=400, trainers=200), crowd], ids=["busy", "crowd"]
+)
+def test_all_panels_together_are_drawn_quickly(make: Callable[[], Scene]) -> None:
     """They are drawn every second, for as long as somebody looks: 50 ms would be 5% of a core."""
-    moment = busy(devices=400, trainers=200)
+    moment = make()
     [panel.html(moment) for panel in PANELS]  # templates are compiled once
     took = []
     for _ in range(5):
