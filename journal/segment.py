@@ -252,6 +252,14 @@ class Segment:
             at, chain = record.end, record.chain
         self._check_end(cut, chain)
 
+    def appended(self, after: SegmentEnd) -> Iterator[Record]:
+        """What a writer has added since, as far as it is whole by now. Raises JournalDamaged."""
+        at, chain, self.size = after.at, after.chain, os.fstat(self._file).st_size
+        while (record := self._record(at)) is not None:
+            self._check_follows(record, chain)
+            yield record
+            at, chain = record.end, record.chain
+
     def messages(self, cut: Cut | None) -> Iterator[tuple[int, bytes, int]]:
         """The records of :meth:`records`, much faster: offset, encoded message, and end of each.
 

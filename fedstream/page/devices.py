@@ -26,6 +26,7 @@ DEVICE_COLUMNS = (
     ("most_stale", "most stale", "versions"),
     ("weight", "weight", "mean"),
     ("loss", "loss", "mean"),
+    ("sent", "norm", "mean, as sent"),
     ("norm", "distance", "mean"),
     ("largest", "distance", "most"),
     ("cosine", "cosine", "mean"),
@@ -34,7 +35,9 @@ DEVICE_COLUMNS = (
 )
 """Of the table of devices: the figure, its name, its unit."""
 
-JUDGED = ("staleness", "weight", "loss", "norm", "largest", "cosine", "refused_share", "bytes")
+JUDGED = (
+    "staleness", "weight", "loss", "sent", "norm", "largest", "cosine", "refused_share", "bytes"
+)  # fmt: skip
 """The figures for which a device is compared with the others."""
 
 
@@ -50,6 +53,7 @@ class DeviceRow:
     most_stale: int | None
     weight: float | None  # mean
     loss: float | None  # mean, of training
+    sent: float | None  # mean norm of what was sent, a model or a delta; None: not measured either
     norm: float | None  # mean of how far its updates alone would move the parameters
     largest: float | None  # of these norms
     cosine: float | None  # mean, to the model's later movement; None: not measured either
@@ -77,15 +81,15 @@ def devices_of(columns: Columns, shares: Mapping[int, Share] | None = None) -> l
         mine = updates[places]
         good = mine[used[places]]
         bad = int((mine["outcome"] == refused).sum())
-        norm, largest, cosine = _mean(good, "norm"), _most(good, "norm"), None
+        norm, largest, sent, cosine = _mean(good, "norm"), _most(good, "norm"), None, None
         if shares is not None and device in shares:
             apart, cosine = shares[device].distance, shares[device].cosine.mean
-            norm, largest = apart.mean, apart.most
+            norm, largest, sent = apart.mean, apart.most, shares[device].norm.mean
         found.append(
             DeviceRow(
                 device, len(good), bad, bad / len(mine), _mean(good, "staleness"),
                 int(good["staleness"].max()) if len(good) else None, _mean(good, "weight"),
-                _mean(good, "loss"), norm, largest, cosine, _mean(mine, "bytes"),
+                _mean(good, "loss"), sent, norm, largest, cosine, _mean(mine, "bytes"),
                 int(mine["version"][-1]),
             )
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 scene              all that the page shows of one moment, as values
 recent, collector  what a run did lately; scenes of what Redis has, with a coordinator's rights
+following          updates as vectors, read along in the journal
 panel, panels      what is drawn of a scene
 broadcast          one collector for all viewers; it rests while there is none
 rendering          the page as HTML, and its parts as they change

@@ -7,7 +7,7 @@ are seconds since 1970, by the clock that is named where it isn't Redis's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +54,20 @@ GAUGED = np.dtype(
     ]
 )  # fmt: skip
 """What was there at a moment at which somebody looked."""
+
+
+PUSHED = np.dtype([("device", "i8"), ("norm", "f8"), ("distance", "f8"), ("cosine", "f8")])
+"""A used update as a vector: its norm as it was sent, how far it alone moves the parameters, and
+the cosine to the model's movement afterwards; NaN: not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPushes:
+    """What the journal's newest updates are as vectors, as far as somebody has read along."""
+
+    rows: SceneRows = field(default_factory=lambda: np.empty(0, PUSHED))  # the newest 16,384
+    version: int = 0  # up to which the journal was read
+    problem: str = ""  # why it can't be read on
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +185,4 @@ class Scene:
     gauged: SceneRows  # of GAUGED: at most 1,800
     outcomes: tuple[TaskEnd, ...]  # the newest 50
     notes: tuple[Note, ...]  # the newest 50
+    pushes: SeenPushes = SeenPushes()

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +24,7 @@ from fedstream.page.live.acting import Acting
 from fedstream.page.live.broadcast import Broadcast, DrawnGlance
 from fedstream.page.live.collector import Collector, Glance
 from fedstream.page.live.past import Pasts
-from fedstream.page.live.scene import Scene
+from fedstream.page.live.scene import Scene, SeenPushes
 from fedstream.page.live.sessions import LASTS_S, Sessions, Who
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
@@ -31,6 +33,7 @@ _FORM = 4096  # bytes
 _DIGITS = 18  # more than any device's number has
 _WITHIN_S = 5.0  # for the first look
 _RETRY_S = 2
+_SHORT_S, _LONG_S = 0.01, 0.2  # that a look may read in the journal
 _STREAM = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
 
 
@@ -55,11 +58,12 @@ class LiveService:
         self._sessions = Sessions(self._run, http.token, page.operator_token)
         # With a token, a name that somebody else gave our address has no cookie for us.
         self._names = names_of(http.host, *page.hosts) if http.token is None or page.hosts else None
-        collector = Collector(Onlooker(client, keys, "page"), settings)
-        self._broadcast = Broadcast(collector.look, self._drawn, self._away, self._failing)
+        self._collector = Collector(Onlooker(client, keys, "page"), settings)
+        self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
         self._past = Pasts(settings)
         self._acting = Acting(settings, client, keys)
         self._making: Any = None  # what makes HTML, loaded when the first viewer comes
+        self._following: Any = None  # what reads the journal, likewise
         self._context: Context | None = None
 
     async def run(self, context: Context) -> None:
@@ -166,6 +170,22 @@ class LiveService:
         if self._making is None:
             self._making = await asyncio.to_thread(_loaded)
         return self._making
+
+    async def _looked(self) -> Glance:
+        """A look at Redis, and then into the journal, if that can be read."""
+        look = await self._collector.look()
+        # What is read at the first look, or after the end, slows nothing down.
+        is_free = look.is_anew or look.scene.tally.run.state == "finished"
+        pushes, seconds = await asyncio.to_thread(self._followed, _LONG_S if is_free else _SHORT_S)
+        scene = replace(look.scene, pushes=pushes)
+        return replace(look, scene=scene, seconds=look.seconds + seconds)
+
+    def _followed(self, for_s: float) -> tuple[SeenPushes, float]:
+        """Read along in the journal for so long: what is known, and the seconds that it took."""
+        if self._following is None:
+            self._following = _follower(self._settings)
+        began = time.thread_time()
+        return self._following.look(for_s), time.thread_time() - began
 
     async def _drawn(self, look: Glance) -> DrawnGlance:
         make = await self._made()
@@ -316,6 +336,13 @@ class LiveService:
     def _say(self, what: str, request: web.Request, **about: object) -> None:
         if self._context is not None:
             self._context.log.warning(what, remote=request.remote, **about)
+
+
+def _follower(settings: Settings) -> Any:
+    from fedstream.page.live.following import JournalFollower
+
+    journal = settings.journal
+    return JournalFollower(Path(journal.dir), weights=journal.weights)
 
 
 def _loaded() -> Any:

@@ -32,14 +32,18 @@ COLUMNS = (
     ("staleness", "staleness", "versions, mean"),
     ("weight", "weight", "mean"),
     ("loss", "loss", "mean"),
+    ("sent", "norm", "mean, as sent"),
+    ("norm", "distance", "mean"),
+    ("cosine", "cosine", "mean"),
     ("last", "last version", ""),
     ("heard_s", "last word", "seconds ago"),
 )
 """Of the table of devices: the figure, its name, its unit."""
 
-JUDGED = (
-    "refused_share", "staleness", "weight", "loss"
-)  # fmt: skip
+OF_JOURNAL = {"sent": "norm", "norm": "distance", "cosine": "cosine"}
+"""The figures that only the journal has, and their fields in its rows."""
+
+JUDGED = ("refused_share", "staleness", "weight", "loss", "sent", "norm", "cosine")
 """The figures for which a device is compared with the others."""
 
 _USED = [OUTCOMES.index(name) for name in ("applied", "buffered")]
@@ -93,6 +97,7 @@ class DeviceHeatRow:
 class DeviceHeat:
     """The table of devices."""
 
+    columns: tuple[tuple[str, str, str], ...]  # of ``COLUMNS``
     lines: tuple[DeviceHeatRow, ...]  # at most ``SHOWN``
     total: int  # devices that did anything
     sort: str  # a column, with - before it to descend
@@ -107,7 +112,8 @@ def device_heat(scene: Scene, sort: str, *, only: int | None = None) -> DeviceHe
     once they are compared.
     """
     devices, figures = _figures(scene)
-    scores = {name: robust_scores(figures[name]) for name in JUDGED}
+    columns = tuple(one for one in COLUMNS if one[0] == "device" or one[0] in figures)
+    scores = {name: robust_scores(figures[name]) for name in JUDGED if name in figures}
     key, descends = sort.removeprefix("-"), sort.startswith("-")
     if key == "device":
         order = np.arange(len(devices))[:: -1 if descends else 1]
@@ -119,7 +125,7 @@ def device_heat(scene: Scene, sort: str, *, only: int | None = None) -> DeviceHe
         order = np.argsort(-odd, kind="stable")
     shown = order[:SHOWN] if only is None else np.flatnonzero(devices == only)
     lines = tuple(_line(int(devices[place]), int(place), figures, scores) for place in shown)
-    return DeviceHeat(lines, len(devices), sort, len(scene.ended))
+    return DeviceHeat(columns, lines, len(devices), sort, len(scene.ended))
 
 
 def _line(
@@ -128,6 +134,8 @@ def _line(
     """A device's figures; the table has so many devices that only what is shown is made of them."""
     cells = []
     for name, _, _ in COLUMNS[1:]:
+        if name not in figures:
+            continue
         score = _known(scores[name][place]) if name in scores else None
         value = _known(figures[name][place])
         if value is not None and name in _WHOLE:
@@ -172,10 +180,25 @@ def _figures(scene: Scene) -> tuple[npt.NDArray[np.int64], dict[str, FigureArray
         "loss": mean("loss"),
         "last": np.where(last >= 0, last, nan),
         "heard_s": np.maximum(0.0, scene.now - most("time", np.ones(len(ended), bool))),
+        **_of_journal(scene.pushes.rows, devices),
     }
 
 
-def _share(total: SceneRows, of: FigureArray) -> FigureArray:
+def _of_journal(rows: SceneRows, devices: npt.NDArray[np.int64]) -> dict[str, FigureArray]:
+    """The devices' means of what was read in the journal; nothing if nothing was."""
+    if not len(rows) or not len(devices):
+        return {}
+    place = np.searchsorted(devices, rows["device"]).clip(max=len(devices) - 1)
+    ours = devices[place] == rows["device"]
+    found = {}
+    for name, field in OF_JOURNAL.items():
+        known = ours & np.isfinite(rows[field])
+        total = np.bincount(place[known], rows[field][known], len(devices))
+        found[name] = _share(total, np.bincount(place[known], minlength=len(devices)))
+    return found
+
+
+def _share(total: SceneRows, of: SceneRows) -> FigureArray:
     """``total / of``; NaN where that is nothing."""
     with np.errstate(invalid="ignore", over="ignore"):
         found: FigureArray = np.divide(total, of, out=np.full(len(of), nan), where=of > 0)

@@ -173,8 +173,8 @@ def alarms_html(scene: Scene) -> str:
 def devices_html(scene: Scene, sort: str = "") -> str:
     """The heat map of devices, by default with the oddest first. ``sort``: a column, or -column."""
     return rendered(
-        "live/devices.html", heat=devices.device_heat(scene, sort), columns=devices.COLUMNS,
-        recorded=_RECORDED,
+        "live/devices.html", heat=devices.device_heat(scene, sort), recorded=_RECORDED,
+        pushes=scene.pushes,
     )  # fmt: skip
 
 

@@ -18,12 +18,14 @@ from fedstream.page.live.scene import (
     GAUGED,
     MADE,
     PHASES,
+    PUSHED,
     Phase,
     Rates,
     RedisMemory,
     Scene,
     SceneRows,
     SeenMetrics,
+    SeenPushes,
     SeenTask,
     SeenWorker,
 )
@@ -47,6 +49,7 @@ def scene(**given: Any) -> Scene:
         "workers": (worker("trainer-1"), worker("trainer-2")), "rates": Rates(), "measured": (),
         "ended": ended(()), "reasons": REASONS, "made": made((NOW - 3, NOW - 2, NOW - 1)),
         "gauged": gauged(seconds=60), "outcomes": (), "notes": (),
+        "pushes": SeenPushes(),
     }  # fmt: skip
     seen = view(now=NOW)
     tally = Tally(**{one.name: getattr(seen, one.name) for one in dataclass_fields(Tally)})
@@ -154,6 +157,11 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
             row |= {"outcome": "given_up", "reason": "timed out"}
         rows.append(row)
     known = ended(rows)
+    pushes = np.zeros(len(known), PUSHED)
+    pushes["device"], odd = known["device"], known["device"] == 3
+    pushes["norm"] = np.where(odd, 90.0, 5.0 + known["device"] / 50)
+    pushes["distance"] = np.where(odd, 80.0, 1.0 + known["device"] / 100)
+    pushes["cosine"] = np.where(odd, -0.6, 0.5 - known["device"] / 200)
     counts = {"issued": 612, "refused": 30, "refused:not finite": 30, "given_up": 10,
               "given_up:timed out": 10, "dead": 1, "dead:unreadable": 1, "applied": 559,
               "stray": 2, "stray:late": 2}  # fmt: skip
@@ -172,7 +180,7 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
         head_version=559, run_versions=1000, trainers=trainers, dead=1, run_devices=devices,
         head_mean_staleness=2.6, queue=2, admitted=2,
         workers=tuple(worker(f"trainer-{n}", answers=100 + n) for n in range(1, trainers + 1)),
-        **tasks({"waiting": 6, "training": 4, "queue": 2}, age=3.0),
+        pushes=SeenPushes(pushes, 540), **tasks({"waiting": 6, "training": 4, "queue": 2}, age=3.0),
     )  # fmt: skip
 
 

@@ -113,6 +113,12 @@ class Stage:
                 )
             )  # fmt: skip
 
+    async def devices(self) -> list[int]:
+        """Whose tasks ended, oldest first."""
+        rows = await self.hand.client.call("XRANGE", self._keys.events, "-", "+")
+        events = [Event.decode(fields[1]) for _, fields in rows]
+        return [one.device for one in events if one.device is not None]
+
     async def told(self) -> list[str]:
         """The ids of all events."""
         rows = await self.hand.client.call("XRANGE", self._keys.events, "-", "+")

@@ -12,8 +12,8 @@ import pytest
 from fedstream.page.live.panel import LivePanel
 from fedstream.page.live.panels import PANELS, headline
 from fedstream.page.live.panels.curves import of_metrics, of_pace, of_weights
-from fedstream.page.live.panels.drawn import device_html, end_counts
-from fedstream.page.live.scene import Scene
+from fedstream.page.live.panels.drawn import device_html, devices_html, end_counts
+from fedstream.page.live.scene import Scene, SeenPushes
 from fedstream.settings.config import Settings
 from tests.fedstream.page.conftest import Page
 from tests.fedstream.page.live.scenes import busy, crowd, scene, worker
@@ -92,6 +92,22 @@ def test_weights_are_drawn_before_the_first_update() -> None:
         scene(settings=Settings.model_validate({"strategy": {"name": "fedbuff"}}))
     )
     assert len(chart.x) >= 10
+
+
+@pytest.mark.parametrize(
+    ("pushes", "said"),
+    [
+        (SeenPushes(), ""),
+        (SeenPushes(problem="it is gone"), "No norms, distances and cosines: it is gone."),
+        (busy().pushes, "600 updates that were read in the journal, up to version 540."),
+        (replace(busy().pushes, problem="it is gone"), "version 540, and not on: it is gone."),
+    ],
+    ids=["nothing yet", "no journal", "read", "no longer read"],
+)
+def test_the_table_says_what_was_read_in_the_journal(pushes: SeenPushes, said: str) -> None:
+    text = devices_html(replace(busy(), pushes=pushes))
+    assert said in text
+    assert ('data-key="cosine"' in text) == bool(len(pushes.rows))
 
 
 def test_a_device_has_a_page() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import nan
 
 import numpy as np
 import pytest
 
 from fedstream.page.devices import OUTLIER, shade_of_score
-from fedstream.page.live.panels.devices import SHOWN, device_heat
+from fedstream.page.live.panels.devices import OF_JOURNAL, SHOWN, device_heat
 from fedstream.page.live.panels.heat import (
     COLUMNS,
     LEVELS,
@@ -16,6 +17,7 @@ from fedstream.page.live.panels.heat import (
     slice_of,
     staleness_over_time,
 )
+from fedstream.page.live.scene import PUSHED, SeenPushes
 from tests.fedstream.page.live.scenes import NOW, busy, ended, scene
 from tests.fedstream.views import CREATED
 
@@ -74,6 +76,25 @@ def test_the_device_that_stands_out_is_first_and_marked() -> None:
     assert (cells["loss"].mark, cells["loss"].shade) == ("▲", 3)
     assert cells["refused_share"].mark == "▲"
     assert first.marks > heat.lines[1].marks
+
+
+def test_figures_of_the_journal_are_means_of_what_was_read() -> None:
+    rows = np.array(
+        [(0, 2.0, 1.0, 0.5), (0, 4.0, 2.0, nan), (5, 9.0, 9.0, 0.9), (2, 1.0, 1.0, nan)], PUSHED
+    )
+    moment = scene(ended=ended([{"device": 0}, {"device": 1}, {"device": 2}]))
+    heat = device_heat(replace(moment, pushes=SeenPushes(rows, 7)), "-sent")
+    found = [
+        [{c.key: c.value for c in line.cells}[key] for key in OF_JOURNAL] for line in heat.lines
+    ]
+    assert [line.device for line in heat.lines] == [0, 2, 1]
+    assert found == [[3.0, 1.5, 0.5], [1.0, 1.0, None], [None, None, None]]
+    assert "cosine" not in {name for name, _, _ in device_heat(moment, "").columns}
+
+
+def test_a_device_that_others_undo_stands_out() -> None:
+    cells = {cell.key: cell for cell in device_heat(busy(), "").lines[0].cells}
+    assert (cells["sent"].mark, cells["norm"].mark, cells["cosine"].mark) == ("▲", "▲", "▼")
 
 
 def test_any_column_sorts_both_ways_and_unknown_figures_come_last() -> None:

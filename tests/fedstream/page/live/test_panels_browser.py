@@ -114,6 +114,18 @@ def test_a_column_sorts_and_stays_sorted(tab: Tab, moments: Moments) -> None:
     assert page.locator('[data-key="used"]').get_attribute("aria-sort") == "descending"
 
 
+@pytest.mark.parametrize("key", ["sent", "norm", "cosine"])
+def test_what_the_journal_has_of_devices_sorts_like_all_else(tab: Tab, key: str) -> None:
+    page = tab.go("/")
+    page.locator("canvas").first.wait_for(state="attached")
+    head, first = page.locator(f'.devices [data-key="{key}"]'), page.locator(".devices tbody th")
+    head.locator("a").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    assert (first.first.inner_text() == "3") == (key != "cosine")
+    head.locator("a").click()
+    assert (first.first.inner_text() == "3") == (key == "cosine")
+
+
 def test_a_stall_is_told_when_it_begins(tab: Tab, moments: Moments) -> None:
     page = tab.go("/")
     assert page.locator(".standstill").count() == 0
