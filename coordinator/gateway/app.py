@@ -169,8 +169,8 @@ class GatewayApp:
     ) -> tuple[bool, bytes | None]:
         """The offer for a check-in, or None if there is none for as long as it waits.
 
-        First, whether that is its answer: not if the device said something newer meanwhile, or may
-        not take part any more.
+        First, whether that is its answer: not if the device said something newer meanwhile, hung
+        up, or may not take part any more.
         """
         loop = asyncio.get_running_loop()
         until = _end_of_wait(loop.time(), min(said.wait_s, self._settings.poll_s))
@@ -188,10 +188,10 @@ class GatewayApp:
             finally:
                 timer.cancel()
                 self._desk.unpark(device, poll)
-            if woken == "replaced":
+            # A device that hung up was not there till now, and no task is offered to it.
+            if woken == "replaced" or request.transport is None:
                 return False, None
-            if request.transport is not None:  # a device that hung up was not there till now
-                self._desk.heard(device, time.monotonic())
+            self._desk.heard(device, time.monotonic())
             self._check_run()
         return True, offer
 

@@ -175,9 +175,8 @@ def devices_revoke(
 ) -> None:
     """Turn devices away at the gateway, and withdraw their invites, until `admit`.
 
-    Their tokens end within about two seconds, and their tasks are given up when they have not been
-    heard from for gateway.lease_s. What they sent before counts: to refuse that too, use
-    `quarantine`.
+    Within about three seconds their tokens end, and their tasks are given up. What they sent before
+    counts: to refuse that too, use `quarantine`.
     """
     _set_access(devices, site, config, redis, run, admit=False)
 

@@ -99,6 +99,30 @@ async def test_newer_check_in_of_a_device_waits_in_the_place_of_the_older(
         assert (await newer).offer.task.id == trigger.task
 
 
+async def test_device_that_hung_up_is_offered_nothing(redis: RedisSettings, hand: Hand) -> None:
+    """Or its task would count as begun, and wait for it for the whole lease."""
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        desk = place.gateway._desk
+        waiting = asyncio.create_task(place.check_in(3, wait_s=50))
+        await wait_until(lambda: desk.polls)
+        await owned_by(hand, 3, "gw-0")
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        for _ in range(3):  # the gateway has heard of the end by then
+            await place.check_in(4)
+        [trigger] = await hand.open(device=3)
+        await wait_until(lambda: len(desk) and not desk.polls)
+        for _ in range(3):
+            await place.check_in(4)
+        assert counted(place.context, "fedstream_gateway_offered_total") == 0
+        held = desk.first(3)
+        assert held is not None
+        assert held.is_new
+        assert (await place.check_in(3)).offer.task.id == trigger.task
+        assert not held.is_new
+
+
 async def test_silent_device_loses_its_task_and_then_its_place(
     redis: RedisSettings, hand: Hand
 ) -> None:
