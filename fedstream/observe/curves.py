@@ -108,7 +108,13 @@ def medians(at: npt.ArrayLike, values: npt.ArrayLike) -> Medians:
     groups = np.array_split(y, min(_GROUPS, len(y)))
     ends = x[np.cumsum([len(group) for group in groups]) - 1]
     most = [float(group.max()) for group in groups] if len(y) > len(groups) else []
-    return Medians(ends.tolist(), [float(np.median(group)) for group in groups], most)
+    return Medians(ends.tolist(), [_median(group) for group in groups], most)
+
+
+def _median(values: npt.NDArray[np.float64]) -> float:
+    """As numpy's, in a fraction of the time: a picture has hundreds of small groups."""
+    ordered, half = np.sort(values), len(values) // 2
+    return float((ordered[half] + ordered[~half]) / 2)
 
 
 def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import urlencode
 
 import numpy as np
@@ -46,6 +46,7 @@ class Window:
 
 
 WHOLE = Window()
+UsedUpdates: TypeAlias = Mapping[str, RowArray]  # by column
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
 
 def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
     """The charts of a run, those that have anything to show."""
-    rows = run.columns.updates[run.columns.used]
-    rows = rows[window.within(rows["version"])]
+    rows = _used(run, window)
     measured, loss = _measured(run, window), _loss(rows)
     found = [*measured, loss, _staleness_over(rows), _staleness(rows)]
     shown = [chart for chart in found if chart is not None and chart.x]
@@ -133,7 +133,7 @@ def _curves(run: RecordedRun) -> list[Chart]:
     """What is measured over the versions, by the metric's name."""
     measured = zip(run.metrics, _measured(run, WHOLE), strict=True)
     found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
-    loss = _loss(run.columns.updates[run.columns.used])
+    loss = _loss(_used(run, WHOLE))
     return [*found, loss] if loss is not None else found
 
 
@@ -180,16 +180,23 @@ def _measured(run: RecordedRun, window: Window) -> list[Chart]:
     return found
 
 
-def _loss(rows: RowArray) -> Chart | None:
+def _used(run: RecordedRun, window: Window) -> UsedUpdates:
+    """The used updates in a window, as the columns that charts of a run show: rows are long."""
+    rows = run.columns.updates
+    inside = run.columns.used & window.within(rows["version"])
+    return {name: rows[name][inside] for name in ("version", "loss", "staleness", "weight")}
+
+
+def _loss(rows: UsedUpdates) -> Chart | None:
     return _of_updates(rows, "loss", "Training loss that devices report", "loss, median")
 
 
-def _staleness_over(rows: RowArray) -> Chart | None:
+def _staleness_over(rows: UsedUpdates) -> Chart | None:
     title = "Staleness over the run"
     return _of_updates(rows, "staleness", title, "versions late, median")
 
 
-def _of_updates(rows: RowArray, name: str, title: str, label: str) -> Chart | None:
+def _of_updates(rows: UsedUpdates, name: str, title: str, label: str) -> Chart | None:
     """The median and the most of a figure of used updates, over the versions."""
     found = medians(rows["version"], rows[name])
     if not found.at:
@@ -200,9 +207,9 @@ def _of_updates(rows: RowArray, name: str, title: str, label: str) -> Chart | No
     return Chart(name, title, "version", found.at, series)
 
 
-def _staleness(rows: RowArray) -> Chart | None:
+def _staleness(rows: UsedUpdates) -> Chart | None:
     """How many used updates were how stale, and the weight that these were given."""
-    if not len(rows):
+    if not len(rows["version"]):
         return None
     late, counts = np.unique(rows["staleness"], return_counts=True)
     begins, heights, width = bars(dict(zip(late.tolist(), counts.tolist(), strict=True)))

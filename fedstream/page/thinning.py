@@ -28,5 +28,5 @@ def thinned(*curves: Sequence[float] | npt.NDArray[np.float64], most: int = POIN
     begins = np.arange(parts) * size
     low = np.where(np.isnan(split), np.inf, split).argmin(axis=2) + begins
     high = np.where(np.isnan(split), -np.inf, split).argmax(axis=2) + begins
-    found = np.unique(np.concatenate([low.ravel(), high.ravel(), [0, length - 1]]))
-    return [int(place) for place in found if place < length]
+    found = {*low.ravel().tolist(), *high.ravel().tolist(), 0, length - 1}
+    return sorted(place for place in found if place < length)
