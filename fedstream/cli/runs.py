@@ -133,19 +133,26 @@ def ui(
         import asyncio
 
         from fedstream.journal import journal_of
-        from fedstream.page.run import RecordedRun
-        from fedstream.page.server import serve
-        from fedstream.page.work import TaskAccess
-        from fedstream.runtime.plugins import allowed
-        from fedstream.terminal import progress
+        from fedstream.page.ahead import reading_ahead, size_of
+
+        both = [journal_of(one) for one in (folder, other) if one is not None]
+        with reading_ahead(both) as is_reading:
+            from fedstream.page import pages
+            from fedstream.page.run import RecordedRun
+            from fedstream.page.server import serve
+            from fedstream.page.work import TaskAccess
+            from fedstream.runtime.plugins import allowed
+            from fedstream.terminal import progress
+
+            if is_reading:
+                pages.prepare()
 
     def ready(at: int) -> None:
         shown = f"[{host}]" if ":" in host else host
         line(f"http://{shown}:{at}/  (Ctrl-C ends it)")
 
     def opened(path: Path, other: RecordedRun | None = None) -> RecordedRun:
-        files = journal_of(path)
-        total = sum(file.stat().st_size for file in files.glob("*")) if files.is_dir() else 0
+        total = size_of(journal_of(path))
         with progress("reading the journal", total, quiet=False, parts=False) as step:
             found = RecordedRun(path, adding(step, total), other=other)
         for text in found.columns.damage:

@@ -4,6 +4,7 @@ From what is read to what is shown:
 
     columns, rows      the journal's versions and updates as arrays; reading them
     index              a file that keeps them
+    ahead              a process that makes it while this one starts
     past, portraits      models made again on demand; what they say of one version
     run                all that a page may ask about one run
     directions         what all models say of each device, measured when asked

@@ -12,8 +12,8 @@ import numpy as np
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.journal import JournalError
-from fedstream.page import charts
-from fedstream.page.columns import each
+from fedstream.page import charts, templating
+from fedstream.page.columns import different, each
 from fedstream.page.devices import DEVICE_COLUMNS, DeviceRow, devices_of
 from fedstream.page.portraits import LayerGap, Portrait, Push
 from fedstream.page.questions import rule_of, worsening
@@ -56,6 +56,11 @@ class Selection:
 
 
 # pages
+
+
+def prepare() -> None:
+    """Do what the first page needs, and what does not need the run."""
+    templating.prepare("overview.html", "base.html", "parts.html")
 
 
 def overview(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
@@ -246,7 +251,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
         ("updates used", shown_count(used)),
         ("updates not used", shown_count(len(columns.updates) - used)),
         ("staleness", f"{late.mean():.2f} mean, {int(late.max()):,} most" if used else ""),
-        ("devices that took part", shown_count(len(np.unique(columns.updates["device"])))),
+        ("devices that took part", shown_count(len(different(columns.updates["device"])))),
         ("received", shown_bytes(int(columns.updates["bytes"].sum()))),
         ("time", f"{shown_number(seconds)} {clock}"),
     ]

@@ -25,6 +25,12 @@ def rendered(template: str, **about: object) -> str:
     return _templates().get_template(template).render(release=__version__, **about)
 
 
+def prepare(*templates: str) -> None:
+    """Compile templates before they are needed, which takes some 20 ms each."""
+    for template in templates:
+        _templates().get_template(template)
+
+
 @cache
 def _templates() -> Environment:
     found = Environment(
