@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 _KEPT = 20  # answers
+# What answering any question takes, and what takes long to import.
+_PRELOADED = ["torch", "fedstream.page.work", "fedstream.recordings.measuring"]
 
 
 class Occupied(FedstreamError):
@@ -56,8 +58,10 @@ class PageJob:
         """Start the work."""
         from multiprocessing import get_context
 
-        # Not a fork: there are threads, and torch does not survive one.
-        context = get_context("spawn")
+        # Not a fork of this process: there are threads, and torch does not survive one. It is
+        # forked from another, which imports torch for the first question.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         ours, theirs = context.Pipe(duplex=False)
         self._process = context.Process(
             target=work, args=(theirs, self.question, run, access), daemon=True
