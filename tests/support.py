@@ -60,19 +60,24 @@ M = TypeVar("M", bound=Message)
 async def wait_until(condition: Callable[[], Any], timeout: float = 60.0, what: str = "") -> Any:
     """Waits for a condition, plain or async: what it gave. AssertionError if it never held.
 
-    ``timeout`` guards against waiting for ever; no test depends on its length.
+    ``timeout`` guards against waiting for ever; no test depends on its length. The longer it takes,
+    the less often it looks: what is waited for needs the processor more.
     """
-    until = time.monotonic() + timeout
+    begun = time.monotonic()
+    until = begun + timeout
     while True:
+        looks = time.monotonic()
         result = condition()
         if inspect.isawaitable(result):
             result = await result
         if result:
             return result
-        if time.monotonic() > until:
+        now = time.monotonic()
+        if now > until:
             asked = inspect.getsource(condition) if inspect.isfunction(condition) else condition
             raise AssertionError(f"not within {timeout} s: {what or asked}")
-        await asyncio.sleep(0.005)
+        rest = min(0.025, (now - begun) / 20), min(0.05, 3 * (now - looks))
+        await asyncio.sleep(max(0.005, *rest))
 
 
 def layout_of(parameters: int = 4, buffers: int = 0, integers: int = 0) -> Layout:
