@@ -70,6 +70,7 @@ class Chart:
     series: list[Curve]
     versions: bool = True  # a point belongs to a version, to which a click may lead
     leads: list[int] = field(default_factory=list)  # these versions, if the axis has other values
+    led: str = "version"  # what these are, in its table
 
     def plain(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -78,7 +79,7 @@ class Chart:
     @property
     def header(self) -> list[str]:
         """The header of its table."""
-        at = ["version"] if self.leads else []
+        at = [self.led] if self.leads else []
         return [self.unit, *at, *(one.label for one in self.series)]
 
     def rows(self, most: int = 50) -> list[list[float | None]]:
@@ -112,9 +113,13 @@ def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
     return _over_time(run, shown) if window.over_time else shown
 
 
-def of_both(run: RecordedRun, other: RecordedRun) -> list[Chart]:
-    """The metrics that both runs have, and training loss, each as two curves."""
-    ours, theirs = ({one.name: one for one in _curves(each)} for each in (run, other))
+def of_both(run: RecordedRun, other: RecordedRun, window: Window = WHOLE) -> list[Chart]:
+    """The metrics that both runs have, and training loss, each as two curves.
+
+    Over time, each run's begins with itself; a point then leads to the newest version that the
+    first run had at that moment.
+    """
+    ours, theirs = ({one.name: one for one in _curves(each, window)} for each in (run, other))
     found = []
     for name, one in ours.items():
         if name in theirs:
@@ -125,16 +130,19 @@ def of_both(run: RecordedRun, other: RecordedRun) -> list[Chart]:
                 for label, chart in (("A", one), ("B", two))
                 for known in [dict(zip(chart.x, chart.series[0].values, strict=True))]
             ]
-            found.append(Chart(name, one.title, one.unit, x, series))
+            unit = one.unit if one.unit == two.unit else f"A: {one.unit}, B: {two.unit}"
+            leads = run.newest_at(x) if window.over_time else []
+            found.append(Chart(name, one.title, unit, x, series, leads=leads, led="version of A"))
     return found
 
 
-def _curves(run: RecordedRun) -> list[Chart]:
-    """What is measured over the versions, by the metric's name."""
-    measured = zip(run.metrics, _measured(run, WHOLE), strict=True)
+def _curves(run: RecordedRun, window: Window) -> list[Chart]:
+    """What is measured, by the metric's name."""
+    measured = zip(run.metrics, _measured(run, window), strict=True)
     found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
-    loss = _loss(_used(run, WHOLE))
-    return [*found, loss] if loss is not None else found
+    loss = _loss(_used(run, window))
+    found += [loss] if loss is not None else []
+    return _over_time(run, found) if window.over_time else found
 
 
 def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Chart]:

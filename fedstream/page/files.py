@@ -7,6 +7,7 @@ from importlib.resources import files
 from aiohttp import web
 
 _TYPES = {
+    "charts.js": "text/javascript",
     "page.js": "text/javascript",
     "page.css": "text/css",
     "asking.js": "text/javascript",

@@ -157,7 +157,7 @@ def version(
     )  # fmt: skip
 
 
-def beside(run: RecordedRun) -> str:
+def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
     """The run beside the other one, and where the two part. Raises NotThere without another."""
     other = run.other
     if other is None:
@@ -180,7 +180,7 @@ def beside(run: RecordedRun) -> str:
     rows = [(name, a.get(name, LACKING), b.get(name, LACKING)) for name in {**a, **b}]
     return page(
         run, "beside.html", "Beside another", "Beside", names=(run.path, other.path), told=told,
-        at=at, views=views, rows=rows, charts=charts.of_both(run, other),
+        at=at, views=views, rows=rows, charts=charts.of_both(run, other, window), window=window,
         rule=rule_of(run, other),
     )  # fmt: skip
 

@@ -176,6 +176,13 @@ class RecordedRun:
         found: list[float] = np.maximum.accumulate(np.maximum(times, 0.0)).tolist()
         return found
 
+    def newest_at(self, seconds: Sequence[float]) -> list[int]:
+        """The newest version at each of these times, by :meth:`times`; before all, the oldest."""
+        times = np.array(self.times(self.columns.numbers.tolist()))
+        rows = np.searchsorted(times, np.array(seconds), side="right") - 1
+        found: list[int] = self.columns.numbers[np.maximum(rows, 0)].tolist()
+        return found
+
     def digest(self, version: int) -> str:
         """A version's digest. Raises JournalError, KeyError."""
         row = self.columns.row(version)

@@ -153,8 +153,9 @@ class PageServer:
             self._look_at(self.run.newest, None)  # where the link to the versions leads
         return answer
 
-    async def _beside(self, _request: web.Request) -> web.Response:
-        return await self._page(pages.beside)
+    async def _beside(self, request: web.Request) -> web.Response:
+        window = Window(over_time=_window(request.query).over_time)
+        return await self._page(lambda run: pages.beside(run, window))
 
     async def _devices(self, request: web.Request) -> web.Response:
         sort = request.query.get("sort", "device")

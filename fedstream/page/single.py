@@ -6,7 +6,9 @@ by their hashes.
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from fedstream.page.portraits import AHEAD
 from fedstream.page.run import RecordedRun
 
 NAME = "report.html"
+_MODULES = ("charts.js", "page.js", "report.js")
 VERSIONS = 200  # in the file, evenly chosen: some 3 kB each
 
 
@@ -43,11 +46,10 @@ def write(run: RecordedRun, folder: Path) -> Path:
 
 def single(run: RecordedRun) -> str:
     """The file's text. Raises FedstreamError."""
-    styles, scripts = (
-        [Markup(static(name).decode()) for name in names]  # noqa: S704  (our own files)
-        for names in (("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js", "report.js"))
-    )
+    styles = [_own(static(name).decode()) for name in ("uPlot.min.css", "page.css")]
+    scripts = [_own(static("uPlot.iife.min.js").decode()), _own(_joined(*_MODULES))]
     numbers = run.columns.numbers
+    over_time = charts.of_run(run, charts.Window(over_time=True))
     chosen = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), VERSIONS)).astype(int))
     views = [
         pages.view(run, int(one), None, models=True, is_waiting=lambda: True)
@@ -57,8 +59,19 @@ def single(run: RecordedRun) -> str:
         run, "single.html", "Report", "",
         policy=_policy(styles, scripts), styles=styles, scripts=scripts, total=len(numbers),
         facts=pages.facts(run), charts=charts.of_run(run), outcomes=pages.outcomes(run),
+        over_time=[replace(one, name=f"{one.name}-time") for one in over_time if one.leads],
         devices=pages.sorted_devices(devices_of(run.columns, _shares(run)), "device"), views=views,
     )  # fmt: skip
+
+
+def _own(text: str) -> Markup:
+    return Markup(text)  # noqa: S704  (what comes with the pages)
+
+
+def _joined(*modules: str) -> str:
+    """Modules as one, each after those that it imports: a file has no address to import from."""
+    text = "\n".join(static(name).decode() for name in modules)
+    return re.sub(r"^import .*\n|^export ", "", text, flags=re.MULTILINE)
 
 
 def _shares(run: RecordedRun) -> dict[int, Share] | None:

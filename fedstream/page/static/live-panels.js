@@ -2,49 +2,14 @@
 // header is a link. `enhance` is called for a panel's body at load and after each swap: charts keep
 // their canvas and zoom, tables their order, what was unfolded stays so.
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const COLOURS = ["one", "two", "three"];
-const HEIGHT = 230;
+import { chartOptions, data, HEIGHT, said, whenLooksChange } from "./charts.js";
+
 const charts = new Map(); // name -> { chart, place, shape, full }
 const unfolded = new Set();
 let order = null; // the column by which devices are sorted here, and whether downwards
 
-function series(one, index) {
-  const stroke = colour(COLOURS[index % COLOURS.length]);
-  const about = { label: one.label, scale: one.scale, stroke, width: 1.6 };
-  if (one.how === "bars") {
-    return { ...about, fill: `${stroke}66`, paths: uPlot.paths.bars({ size: [0.7, 60] }), points: { show: false } };
-  }
-  if (one.how === "points") return { ...about, paths: () => null, points: { show: true, size: 6, fill: stroke } };
-  const dash = index ? [8, 4] : undefined; // told apart without colours, too
-  return { ...about, dash, spanGaps: true, points: { show: false } };
-}
-
-function axis(about) {
-  const line = { stroke: colour("line"), width: 1 };
-  return { stroke: colour("text"), grid: line, ticks: line, ...about };
-}
-
-function made(about, data, place) {
-  const axes = [axis({ label: about.unit, labelSize: 22, size: 34 }), axis({ size: 58 })];
-  const right = about.series.some((one) => one.scale === "right");
-  if (right) axes.push(axis({ side: 1, scale: "right", size: 52, grid: { show: false } }));
-  const bars = about.series.some((one) => one.how === "bars");
-  const fromZero = { range: { min: { soft: 0, mode: 1, pad: 0 }, max: { pad: 0.08 } } };
-  return new uPlot({
-    width: place.clientWidth || 320, height: HEIGHT, axes,
-    scales: {
-      x: { time: false, range: bars ? (_, low, high) => [low - 0.6, high + 0.6] : undefined },
-      y: fromZero, ...(right && { right: fromZero }),
-    },
-    series: [{ label: about.unit }, ...about.series.map(series)],
-    cursor: { drag: { x: true, y: false } },
-  }, data, place);
-}
-
 function draw(figure) {
-  const about = JSON.parse(figure.querySelector('script[type="application/json"]').textContent);
-  const data = [about.x, ...about.series.map((one) => one.values)];
+  const about = said(figure);
   const shape = JSON.stringify([about.unit, about.series.map((one) => [one.label, one.how])]);
   const place = figure.querySelector(".plot");
   const full = [about.x[0], about.x.at(-1)]; // not the chart's range, which is known only later
@@ -55,13 +20,13 @@ function draw(figure) {
     place.replaceWith(known.place);
     const width = known.place.clientWidth; // it changes when another chart comes to stand beside it
     if (width && width !== chart.width) chart.setSize({ width, height: HEIGHT });
-    chart.setData(data, !zoomed);
+    chart.setData(data(about), !zoomed);
     if (zoomed) chart.redraw();
     known.full = full;
     return;
   }
   known?.chart.destroy();
-  charts.set(about.name, { chart: made(about, data, place), place, shape, full });
+  charts.set(about.name, { chart: new uPlot(chartOptions(about, place), data(about), place), place, shape, full });
 }
 
 // A body with the focus in it is not swapped: who used a mouse goes on reading.
@@ -119,13 +84,7 @@ function drawAnew() {
   figures.forEach(draw);
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAnew);
-let width = innerWidth;
-addEventListener("resize", () => {
-  if (innerWidth === width) return;
-  width = innerWidth;
-  drawAnew();
-});
+whenLooksChange(drawAnew);
 
 // On a page of its own nothing is swapped.
 document.querySelectorAll("[data-alone]").forEach(enhance);

@@ -1,48 +1,17 @@
 // What JavaScript adds to the pages: drawn charts, and a slider that follows. Without it, charts are
 // tables and the slider is a form.
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const COLOURS = ["one", "two", "three"];
+import { chartOptions, data, said, whenLooksChange } from "./charts.js";
+
 const drawn = new Map();
 const TWICE_MS = 300; // within which two clicks are a double click
 const REST_MS = 40; // after which the slider rests: longer than a key that is held takes to repeat
 
-function series(one, index) {
-  const stroke = colour(COLOURS[index % COLOURS.length]);
-  const about = { label: one.label, scale: one.scale, stroke, width: 1.6 };
-  if (one.how === "bars") {
-    return { ...about, fill: stroke, paths: uPlot.paths.bars({ size: [0.7, 60] }), points: { show: false } };
-  }
-  if (one.how === "points") {
-    return { ...about, paths: () => null, points: { show: true, size: 4, fill: stroke } };
-  }
-  return { ...about, spanGaps: true };
-}
-
-function axis(about) {
-  const line = { stroke: colour("line"), width: 1 };
-  return { stroke: colour("text"), grid: line, ticks: line, ...about };
-}
-
 function draw(figure) {
-  const about = JSON.parse(figure.querySelector('script[type="application/json"]').textContent);
+  const about = said(figure);
   const place = figure.querySelector(".plot");
   drawn.get(figure)?.destroy();
-  const axes = [axis({ label: about.unit, labelSize: 22, size: 34 }), axis({ size: 58 })];
-  const right = about.series.some((one) => one.scale === "right");
-  if (right) axes.push(axis({ side: 1, scale: "right", size: 52, grid: { show: false } }));
-  const bars = about.series.some((one) => one.how === "bars");
-  const options = {
-    width: place.clientWidth || 320, height: 230, axes,
-    scales: {
-      x: { time: false, range: bars ? (_, low, high) => [low - 0.6, high + 0.6] : undefined },
-      y: { range: { min: { soft: 0, mode: 1, pad: 0 }, max: { pad: 0.08 } } },
-      ...(right && { right: { range: { min: { soft: 0, mode: 1, pad: 0 }, max: { pad: 0.08 } } } }),
-    },
-    series: [{ label: about.unit }, ...about.series.map(series)],
-    cursor: { drag: { x: true, y: false } },
-  };
-  const chart = new uPlot(options, data(about), place);
+  const chart = new uPlot(chartOptions(about, place), data(about), place);
   drawn.set(figure, chart);
   const live = document.querySelector("nav") !== null;
   if (about.versions && !live) {  // in one file, a slider shows the version
@@ -80,7 +49,6 @@ function draw(figure) {
   }
 }
 
-const data = (about) => [about.x, ...about.series.map((one) => one.values)];
 const leads = (about) => (about.leads.length ? about.leads : about.x);
 
 // A long run's curve has fewer points than the run has versions: ask for more where it is looked at.
@@ -192,10 +160,4 @@ function follow() {
 drawAll();
 if (document.querySelector("[data-again]")) setTimeout(() => location.reload(), 1000);
 if (form) follow();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-let width = innerWidth;
-addEventListener("resize", () => {
-  if (innerWidth === width) return;
-  width = innerWidth;
-  drawAll();
-});
+whenLooksChange(drawAll);

@@ -1,5 +1,8 @@
-// What JavaScript adds to a report in one file: a table that sorts, and a slider over its versions.
-// Without it, devices are in order and versions are a list.
+// What JavaScript adds to a report in one file: a table that sorts, a slider over its versions, and
+// charts drawn in the width that they have once they are shown. Without it, devices are in order and
+// versions are a list.
+
+import { drawAll } from "./page.js";
 
 function sortable(table) {
   const headers = [...table.tHead.rows[0].cells];
@@ -52,5 +55,6 @@ function slide(bar, moments) {
 }
 
 document.querySelectorAll("table.devices").forEach(sortable);
+document.querySelector(".axes").addEventListener("change", drawAll);
 const moments = [...document.querySelectorAll("details.moment")];
 if (moments.length) slide(document.querySelector("#slide"), moments);

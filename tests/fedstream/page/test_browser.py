@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 MANY = 100_000  # versions
 PAGES = (
-    "/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside", "/bisect",
-    "/bisect?metric=accuracy&bound=x&every=0", "/what-if", "/what-if?alpha=7&without=99",
+    "/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside?over=time",
+    "/bisect", "/bisect?metric=accuracy&bound=x&every=0", "/what-if", "/what-if?alpha=7&without=99",
 )  # fmt: skip
 
 
@@ -34,6 +34,9 @@ def address(recorded: Path, other: Path) -> Iterator[str]:
     """Where a run is served, beside another one, for all tests of this module."""
     with served(recorded, other) as (link, _):
         yield link
+
+
+SIZES = "all => all.map((one) => one.getBoundingClientRect().toJSON())"
 
 
 def shown(page: Any, version: int) -> None:
@@ -213,12 +216,35 @@ def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) 
         tab.context.close()
 
 
+def test_two_runs_side_by_side_over_time(tab: Tab) -> None:
+    page = tab.go("/beside")
+    page.get_by_role("link", name="time", exact=True).click()
+    page.locator("figure.chart canvas").first.wait_for(state="attached")
+    assert page.get_by_text("seconds since the beginning").count()
+    page.locator('figure[data-chart="metric-accuracy"] .u-over').click(position={"x": 200, "y": 60})
+    page.wait_for_url("**/versions/*")  # what A had by then
+    tab.go("/beside?over=time")
+    page.get_by_role("link", name="versions", exact=True).click()
+    assert page.url.endswith("/beside")
+
+
 def test_report_in_one_file(browser: Any, recorded: Path, tmp_path: Path) -> None:
     """Its policy lets its own scripts and styles run; a link to a version opens it."""
     file = single.write(RecordedRun(recorded), tmp_path)
     tab = Tab(browser, f"file://{tmp_path}/")
     page = tab.go(f"{file.name}#version-31")
-    assert page.locator("figure.chart canvas").count() == 5
+    figures = page.locator("figure.chart:visible")
+    assert page.locator("figure.chart canvas").count() == 9
+    assert figures.count() == 5
+    page.get_by_label("time").check()
+    seconds = page.locator('figure[data-chart="metric-0-time"]')
+    assert (figures.count(), seconds.is_visible()) == (5, True)
+    wide = [one["width"] for one in seconds.locator("canvas, .plot").evaluate_all(SIZES)]
+    assert wide[0] == wide[1]  # drawn anew, now that it has a width
+    seconds.locator(".u-over").click(position={"x": 200, "y": 60})
+    page.wait_for_function("location.hash.match(/^#version-[1-5]0$/)")
+    page.get_by_label("versions").check()
+    page.goto(f"{file.as_uri()}#version-31")
     assert page.locator("header").evaluate("(one) => getComputedStyle(one).display") == "flex"
     assert page.locator("#version-31").is_visible()
     assert not page.locator("#version-30").is_visible()

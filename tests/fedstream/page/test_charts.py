@@ -8,7 +8,7 @@ from typing import Any
 from fedstream.observe import curves
 from fedstream.observe.history import History
 from fedstream.observe.recall import recall
-from fedstream.page.charts import of_run
+from fedstream.page.charts import Window, of_both, of_run
 from fedstream.page.run import RecordedRun
 
 
@@ -26,3 +26,37 @@ def test_the_picture_has_the_numbers_of_the_charts(recorded: Path) -> None:
         assert list(map(float, line.get_ydata())) == wanted.series[0].values
     heights = [bar.get_height() for bar in late.patches]
     assert heights == charts["lateness"].series[0].values
+
+
+def test_two_runs_over_time_begin_together(recorded: Path, other: Path) -> None:
+    """Each over its own seconds; a point leads to what the first run had by then."""
+    ours, theirs = RecordedRun(recorded), RecordedRun(other)
+    over_versions = {one.name: one for one in of_both(ours, theirs)}
+    over_time = {one.name: one for one in of_both(ours, theirs, Window(over_time=True))}
+    assert over_time.keys() == over_versions.keys() == {"metric-accuracy", "metric-loss", "loss"}
+    for name, chart in over_time.items():
+        before = over_versions[name]
+        assert chart.unit == "seconds since the beginning"
+        assert chart.header == [chart.unit, "version of A", "A", "B"]
+        for n, run in enumerate((ours, theirs)):
+            points = {
+                seconds: value
+                for seconds, value in zip(chart.x, chart.series[n].values, strict=True)
+                if value is not None
+            }
+            wanted = [
+                (version, value)
+                for version, value in zip(before.x, before.series[n].values, strict=True)
+                if value is not None
+            ]
+            times = run.times([int(version) for version, _ in wanted])
+            assert points == dict(zip(times, (value for _, value in wanted), strict=True))
+            if run is ours:
+                lead = dict(zip(chart.x, chart.leads, strict=True))
+                assert [lead[at] for at in times] == [version for version, _ in wanted]
+
+
+def test_the_newest_version_at_a_time(recorded: Path) -> None:
+    run = RecordedRun(recorded)
+    (third,) = run.times([3])
+    assert run.newest_at([0.0, third - 0.001, third, 1e9]) == [0, 2, 3, run.newest]

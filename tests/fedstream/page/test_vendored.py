@@ -25,6 +25,7 @@ def test_all_else_is_ours() -> None:
     assert {one.name for one in _STATIC.iterdir()} == {
         *UPLOT,
         "page.css",
+        "charts.js",
         "page.js",
         "asking.js",
         "report.js",
