@@ -1,5 +1,6 @@
 """TLS for many connections of which most are idle: what one holds does not grow with its traffic.
 
+Services have it for their clients' connections, the load laboratory for those of its devices.
 asyncio's and uvloop's own TLS keep, for as long as a connection lasts, a read buffer of 256 KiB
 and two buffers as large as the most that ever was in them: half a megabyte once a model has gone
 each way. Here all connections read into one buffer, and no more than a slice of it goes through
@@ -39,13 +40,13 @@ class CurrentTls:
 
 
 class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
-    """The protocol of a server's socket, and the transport of the protocol above it.
+    """The protocol of a socket, and the transport of the protocol above it.
 
     That protocol is made once TLS is agreed on, and never if it isn't.
     """
 
     __slots__ = (
-        "_above", "_buffer", "_context", "_has_begun", "_has_failed", "_incoming", "_make",
+        "_above", "_buffer", "_context", "_has_begun", "_has_failed", "_host", "_incoming", "_make",
         "_outgoing", "_timer", "_tls", "_wire", "_within_s",
     )  # fmt: skip
     # Both from when there is a socket.
@@ -54,16 +55,17 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def __init__(
         self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffer: memoryview, *,
-        within_s: float,
+        within_s: float, host: str | None = None,
     ) -> None:  # fmt: skip
         """``make``: the protocol above. ``buffer``: of the loop's, for all its connections.
-        ``within_s``: to agree on TLS.
+        ``within_s``: to agree on TLS. ``host``: the server's name, for a client's connection.
         """
         super().__init__()
         self._make = make
         self._context = context
         self._buffer = buffer
         self._within_s = within_s
+        self._host = host
         self._has_begun = self._has_failed = False
         self._above: asyncio.Protocol | None = None
         self._timer: asyncio.TimerHandle | None = None  # running until TLS is agreed on
@@ -76,8 +78,14 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls = self._context.wrap_bio(
+            self._incoming, self._outgoing, server_side=self._host is None,
+            server_hostname=self._host,
+        )  # fmt: skip
         self._timer = asyncio.get_running_loop().call_later(self._within_s, self._late)
+        if self._host is not None:  # a client speaks first
+            self._agrees()
+            self._flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
@@ -115,7 +123,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         if self._timer is not None:
             self._timer.cancel()
             if self._has_begun:  # probes of an open port, which say nothing, are no failures
-                self._fails("tls", "the client went away")  # as many do that don't trust us
+                # As many clients do that don't trust us.
+                self._fails("tls", f"the {'client' if self._host is None else 'server'} went away")
         if self._above is not None:
             self._above.connection_lost(exc)  # type: ignore[arg-type]
 

@@ -127,10 +127,11 @@ def load(
     given up. Exit codes: 0 done, 130 interrupted (which reports all the same), 1 failed, 2 wrong
     command line.
     """
-    if find_spec("cryptography") is None:
-        raise ConfigError(
-            "cryptography is not installed: pip install 'fedstream[device]' adds what devices need"
-        )
+    for needed in ("cryptography", "httptools"):
+        if find_spec(needed) is None:
+            raise ConfigError(
+                f"{needed} is not installed: pip install 'fedstream[load]' adds what a load needs"
+            )
     from fedstream.device.address import GatewayAddress
     from fedstream.load import report as page
     from fedstream.load.habits import Habits

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import ConfigError
 from fedstream.load.habits import Habits
-from fedstream.load.line import DeviceLine
+from fedstream.load.line import DeviceLine, LoadedGateway
 from fedstream.load.load_device import LoadDevice
 from fedstream.load.stand_ins import StandIns
 from fedstream.load.tally import LoadTally
 from fedstream.runtime.files import allow_files
+from fedstream.runtime.garbage import short_pauses
 
 if TYPE_CHECKING:
     from fedstream.device.address import GatewayAddress
@@ -59,6 +60,11 @@ class LoadReport:
 async def load(options: LoadOptions, stop: asyncio.Event) -> LoadReport:
     """Load a gateway for as long as the options say, or until ``stop``. Raises ConfigError."""
     check(options)
+    with short_pauses():
+        return await _loaded(options, stop)
+
+
+async def _loaded(options: LoadOptions, stop: asyncio.Event) -> LoadReport:
     tally = LoadTally()
     used = time.process_time()
     lives = [asyncio.create_task(life) for life in _lives(options, tally)]
@@ -83,12 +89,13 @@ async def load(options: LoadOptions, stop: asyncio.Event) -> LoadReport:
 
 def _lives(options: LoadOptions, tally: LoadTally) -> Iterator[Coroutine[None, None, None]]:
     """The devices' lives, in the order of their arrival."""
-    stand_ins, tls, base = StandIns(), options.address.tls(), options.address.base
+    stand_ins = StandIns()
+    gateway = LoadedGateway(options.address.base, options.address.tls())
     rng = random.Random(options.seed)
     for place, (number, invite) in enumerate(sorted(options.invites.items())):
         traits = options.habits.device(options.seed, number)
         device = LoadDevice(
-            number, invite, DeviceLine(base, tls, tally, traits.bytes_per_s), options.habits,
+            number, invite, DeviceLine(gateway, tally, traits.bytes_per_s), options.habits,
             tally, stand_ins, rng, seed=options.seed, skew_s=traits.skew_s, wait_s=options.wait_s,
             models=options.models, changes=options.changes,
         )  # fmt: skip
@@ -132,7 +139,7 @@ def check(options: LoadOptions) -> None:
 
 def _allow_files(devices: int) -> None:
     """Raise the limit of open files, as far as it may be. Raises ConfigError if that won't do."""
-    most = allow_files(2 * devices + _SPARE)  # a heartbeat may pass an upload
+    most = allow_files(devices + _SPARE)
     if most is not None and most < devices + _SPARE:
         raise ConfigError(
             f"{devices} devices need as many connections, and this process may have {most} "

@@ -1,4 +1,4 @@
-"""One device's connections to the gateway: requests, counted and timed, on a link that may be slow.
+"""One device's line to the gateway: requests, counted and timed, on a link that may be slow.
 
 Unlike :mod:`fedstream.device.connection` it holds next to no memory, and breaks on purpose.
 """
@@ -6,38 +6,33 @@ Unlike :mod:`fedstream.device.connection` it holds next to no memory, and breaks
 from __future__ import annotations
 
 import asyncio
-import io
+import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import aiohttp
-
 from fedstream.device.connection import Reply
+from fedstream.load.answer import AnswerReader
+from fedstream.load.connection import CutOff, LoadConnection, connect
 from fedstream.protocol import headers as wire_headers
 from fedstream.protocol.messages import BadBody, Problem
+from fedstream.runtime.tls import READ
 
 if TYPE_CHECKING:
     import ssl
 
     from yarl import URL
 
+    from fedstream.load.connection import Pieces
     from fedstream.load.tally import LoadTally
 
-_CONNECT_S = 15.0
 _ANSWER_S = 30.0  # for an answer's next bytes
-_PIECE_S = 0.1  # between two pieces on a slow link
-_PIECE = 1 << 16  # bytes
-_LARGE = 1 << 20  # from here on, aiohttp wants a file
+_IDLE_S = 13.0  # of a kept connection: less than servers wait, so none is closed as it is used
 
 
 class Lost(Exception):
     """There was no answer, or not all of it."""
-
-
-class _CutOff(Exception):
-    """The end of a body that the device cuts off itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +46,47 @@ class Break:
 _WHOLE = Break()
 
 
+@dataclass(frozen=True, slots=True)
+class LoadReply(Reply):
+    """An answer, read to its end."""
+
+    digest: str = ""  # of a body that was not kept
+
+
+class LoadedGateway:
+    """How all devices reach the gateway."""
+
+    def __init__(self, base: URL, tls: ssl.SSLContext) -> None:
+        self.authority = base.host_port_subcomponent or ""
+        self.common = (
+            f"Host: {self.authority}\r\nUser-Agent: fedstream-load\r\nAccept: */*\r\n"
+            "Accept-Encoding: identity\r\n"
+        )
+        self._host, self._port = base.host or "", base.port or 0
+        self._tls = tls if base.scheme == "https" else None
+        self._buffer = memoryview(bytearray(READ))
+
+    async def connect(self, bytes_per_s: float | None) -> LoadConnection:
+        """Raises OSError. ``bytes_per_s``: of a slow link."""
+        return await connect(self._host, self._port, self._tls, self._buffer, bytes_per_s)
+
+
 class DeviceLine:
-    """Connections of one device."""
+    """A device's connection, opened whenever a request needs it."""
 
-    __slots__ = ("_base", "_bytes_per_s", "_session", "_tally", "_tls")
+    __slots__ = ("_bytes_per_s", "_connection", "_gateway", "_tally")
 
-    def __init__(
-        self, base: URL, tls: ssl.SSLContext | bool, tally: LoadTally, bytes_per_s: float | None
-    ) -> None:
-        """``tls``: shared by all devices. ``bytes_per_s``: of a slow link."""
-        self._base = base
-        self._tls = tls
+    def __init__(self, gateway: LoadedGateway, tally: LoadTally, bytes_per_s: float | None) -> None:
+        """``bytes_per_s``: of a slow link."""
+        self._gateway = gateway
         self._tally = tally
         self._bytes_per_s = bytes_per_s
-        self._session: aiohttp.ClientSession | None = None
+        self._connection: LoadConnection | None = None
 
     @property
     def authority(self) -> str:
         """The gateway's name, as requests are signed for it."""
-        return self._base.host_port_subcomponent or ""
+        return self._gateway.authority
 
     async def ask(
         self,
@@ -77,99 +94,88 @@ class DeviceLine:
         method: str,
         path: str,
         *,
-        body: bytes | memoryview = b"",
+        body: Pieces = (),
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
         broken: Break = _WHOLE,
-    ) -> Reply:
+        digested: bool = False,
+    ) -> LoadReply:
         """Send one request and read its answer. Raises Lost.
 
         ``route``: its name in the tally. ``wait_s``: how much longer than usual the answer may
-        take. ``broken``: where the device breaks it off.
+        take. ``broken``: where the device breaks it off. ``digested``: the body of an answer with
+        status 200 is not kept, only its digest.
         """
         began = time.monotonic()
-        times = aiohttp.ClientTimeout(
-            total=broken.after_s, sock_connect=_CONNECT_S, sock_read=_ANSWER_S + wait_s
-        )
-        about = {"Content-Type": wire_headers.CONTENT_TYPE, **(headers or {})}
+        size = sum(map(len, body))
+        head = self._head(method, path, size, headers or {})
+        if broken.after is not None:
+            body, size = _until(body, broken.after), broken.after
+        self._tally.sent += size
+        digest = hashlib.sha256() if digested else None
+        answer = AnswerReader(is_head=method == "HEAD", digest=digest)
+        cut = None
         try:
-            async with self._opened().request(
-                method, self._base.with_path(path), data=self._data(body, broken.after, about),
-                headers=about, timeout=times, allow_redirects=False,
-            ) as response:  # fmt: skip
-                data = await self._read(response)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            self._note(broken, error)
+            connection = await self._opened()
+            if broken.after_s is not None:
+                loop = asyncio.get_running_loop()
+                cut = loop.call_later(broken.after_s, connection.cut)
+            await connection.exchange(
+                head, body, answer, within_s=_ANSWER_S + wait_s, is_cut=broken.after is not None
+            )
+        except OSError as error:
+            self._note(error)
             raise Lost(f"{method} {path}: {error or type(error).__name__}") from error
-        found = {name.lower(): value for name, value in response.headers.items()}
-        self._tally.answered(route, response.status, time.monotonic() - began)
-        reply = Reply(response.status, found, data)
-        if response.status >= 400 and method != "HEAD":  # which has no body to say why
+        finally:
+            if cut is not None:
+                cut.cancel()
+            self._tally.received += answer.size
+        self._tally.answered(route, answer.status, time.monotonic() - began)
+        found = digest.hexdigest() if digest is not None else ""
+        reply = LoadReply(answer.status, answer.headers, answer.body, found)
+        if answer.status >= 400 and method != "HEAD":  # which has no body to say why
             self._tally.refusals[_reason(reply)] += 1
         return reply
 
-    async def close(self) -> None:
-        """Close the connections; the next request opens another."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # A heartbeat may pass an upload.
-                connector=aiohttp.TCPConnector(ssl=self._tls, limit=2, ttl_dns_cache=None),
-                cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
-                headers={"User-Agent": "fedstream-load", "Accept-Encoding": "identity"},
-            )  # fmt: skip
-        return self._session
+    async def _opened(self) -> LoadConnection:
+        kept = self._connection
+        if kept is not None and kept.is_open and kept.idle_s() < _IDLE_S:
+            return kept
+        self.close()
+        self._connection = await self._gateway.connect(self._bytes_per_s)
+        return self._connection
 
-    def _data(
-        self, body: bytes | memoryview, cut_at: int | None, headers: dict[str, str]
-    ) -> io.BytesIO | bytes | AsyncIterator[bytes] | None:
-        """The body as aiohttp takes it; in pieces if the link is slow or breaks in between."""
-        if not len(body):
-            return None
-        if cut_at is None and self._bytes_per_s is None:
-            self._tally.sent += len(body)
-            return bytes(body) if len(body) < _LARGE else io.BytesIO(body)
-        headers["Content-Length"] = str(len(body))  # else it would be chunked
-        return self._pieces(memoryview(body), cut_at)
+    def _head(self, method: str, path: str, size: int, headers: Mapping[str, str]) -> bytes:
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        about = f"Content-Length: {size}\r\n" if size or method in ("POST", "PATCH") else ""
+        if "Content-Type" not in headers and size:
+            about += f"Content-Type: {wire_headers.CONTENT_TYPE}\r\n"
+        common = self._gateway.common
+        return f"{method} {path} HTTP/1.1\r\n{common}{lines}{about}\r\n".encode("latin-1")
 
-    async def _pieces(self, body: memoryview, cut_at: int | None) -> AsyncIterator[bytes]:
-        rate = self._bytes_per_s
-        size = _PIECE if rate is None else max(1, round(rate * _PIECE_S))
-        end = len(body) if cut_at is None else cut_at
-        for at in range(0, end, size):
-            piece = bytes(body[at : min(end, at + size)])
-            self._tally.sent += len(piece)
-            yield piece
-            if rate is not None:
-                await asyncio.sleep(len(piece) / rate)
-        if cut_at is not None:
-            raise _CutOff
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        rate = self._bytes_per_s
-        data, size = bytearray(), _PIECE if rate is None else max(1, round(rate * _PIECE_S))
-        async for piece in response.content.iter_chunked(size):
-            self._tally.received += len(piece)
-            data += piece
-            if rate is not None:
-                await asyncio.sleep(len(piece) / rate)
-        return bytes(data)
-
-    def _note(self, broken: Break, error: Exception) -> None:
+    def _note(self, error: OSError) -> None:
         """Tell a break of our own from one that was not wanted."""
-        ours = isinstance(error.__cause__, _CutOff) or (
-            broken.after_s is not None and isinstance(error, TimeoutError)
-        )
-        if ours:
+        if isinstance(error, CutOff):
             self._tally.events["requests cut off"] += 1
         elif isinstance(error, TimeoutError):
             self._tally.events["requests without an answer in time"] += 1
         else:
             self._tally.events["connections lost"] += 1
+
+
+def _until(body: Pieces, end: int) -> Pieces:
+    """The first so many bytes of a body."""
+    found = []
+    for part in body:
+        found.append(part[: max(0, end)])
+        end -= len(part)
+    return found
 
 
 def _reason(reply: Reply) -> str:

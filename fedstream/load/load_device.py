@@ -12,11 +12,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from fedstream.broker import reasons
-from fedstream.broker.digest import digest_of
 from fedstream.broker.errors import FedstreamError
 from fedstream.device.connection import Reply, date_of, retry_after
 from fedstream.load.invites import key_of
-from fedstream.load.line import Break, DeviceLine, Lost
+from fedstream.load.line import Break, DeviceLine, LoadReply, Lost
 from fedstream.protocol import headers as names
 from fedstream.protocol.headers import BadHeader, as_bearer, as_boolean, integer
 from fedstream.protocol.messages import (
@@ -38,6 +37,7 @@ from fedstream.protocol.signatures import NEW, new_nonce, pem_of, sign
 from fedstream.runtime.backoff import Backoff
 
 if TYPE_CHECKING:
+    from fedstream.load.connection import Pieces
     from fedstream.load.habits import Conduct, Habits
     from fedstream.load.stand_ins import StandIns
     from fedstream.load.tally import LoadTally
@@ -120,7 +120,7 @@ class LoadDevice:
         except FedstreamError as error:  # an answer that isn't the protocol's
             self._tally.ended[f"answer not understood: {error}"[:200]] += 1
         finally:
-            await self._line.close()
+            self._line.close()
 
     # who it is
 
@@ -147,7 +147,7 @@ class LoadDevice:
                 key_of(self._invite), method="POST", authority=self._line.authority, path=path,
                 body=body, keyid=keyid, created=int(time.time() + self._skew_s),
             )  # fmt: skip
-            reply = await self._try(route, "POST", path, body=body, headers=signed)
+            reply = await self._try(route, "POST", path, body=(body,), headers=signed)
             if reply is None:
                 continue
             if reply.status in (200, 201):
@@ -172,13 +172,15 @@ class LoadDevice:
         method: str,
         path: str,
         *,
-        body: bytes | memoryview = b"",
+        body: Pieces = (),
         headers: Mapping[str, str] | None = None,
-        wait_s: float = 0.0,
-    ) -> Reply:
+        digested: bool = False,
+    ) -> LoadReply:
         """Send a request with the token until it is answered."""
         while True:
-            reply = await self._once(route, method, path, body=body, headers=headers, wait_s=wait_s)
+            reply = await self._once(
+                route, method, path, body=body, headers=headers, digested=digested
+            )
             if reply is not None:
                 return reply
 
@@ -188,16 +190,18 @@ class LoadDevice:
         method: str,
         path: str,
         *,
-        body: bytes | memoryview = b"",
+        body: Pieces = (),
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
         broken: Break | None = None,
-    ) -> Reply | None:
+        digested: bool = False,
+    ) -> LoadReply | None:
         """Send a request with the token; None, after a wait, if it has to be tried again."""
         about = {**(headers or {}), "Authorization": as_bearer(await self._token())}
         reply = await self._try(
-            route, method, path, body=body, headers=about, wait_s=wait_s, broken=broken
-        )
+            route, method, path, body=body, headers=about, wait_s=wait_s, broken=broken,
+            digested=digested,
+        )  # fmt: skip
         if reply is not None and reply.status == 401 and reply.refusal("").reason == "token":
             self._access = None  # expired, or this gateway's secret is another now
             await self._pause(None)  # it may know the device's older key for a moment
@@ -210,15 +214,16 @@ class LoadDevice:
         method: str,
         path: str,
         *,
-        body: bytes | memoryview = b"",
+        body: Pieces = (),
         headers: Mapping[str, str],
         wait_s: float = 0.0,
         broken: Break | None = None,
-    ) -> Reply | None:
+        digested: bool = False,
+    ) -> LoadReply | None:
         try:
             reply = await self._line.ask(
                 route, method, path, body=body, headers=headers, wait_s=wait_s,
-                broken=broken or Break(),
+                broken=broken or Break(), digested=digested,
             )  # fmt: skip
         except Lost:
             await asyncio.sleep(self._backoff.next())
@@ -250,7 +255,7 @@ class LoadDevice:
             ).encode()  # fmt: skip
             while True:  # the same nonce again if the answer was lost
                 reply = await self._once(
-                    "check-in", "POST", "/v1/check-in", body=body, wait_s=self._wait_s,
+                    "check-in", "POST", "/v1/check-in", body=(body,), wait_s=self._wait_s,
                     broken=broken,
                 )  # fmt: skip
                 broken = None
@@ -274,7 +279,7 @@ class LoadDevice:
                 return
             if conduct.away_s is not None:
                 self._tally.events["tasks left without a word"] += 1
-                await self._line.close()
+                self._line.close()
                 await asyncio.sleep(conduct.away_s)
                 return
             if not await self._think(offer, conduct.think_s):
@@ -295,13 +300,13 @@ class LoadDevice:
         if offer.model.changes is not None and await self._changed(offer.model.changes):
             self._has = sys.intern(offer.model.digest)
             return True
-        reply = await self._ask("model", "GET", offer.model.url)
+        reply = await self._ask("model", "GET", offer.model.url, digested=True)
         if reply.status == 404:
             self._tally.events["models superseded"] += 1
             return False
         if reply.status != 200:
             raise _turned_off(reply, "model")
-        if digest_of(reply.body) != offer.model.digest:
+        if reply.digest != offer.model.digest:
             raise TurnedOff("a model that is not of its digest")
         self._has = sys.intern(offer.model.digest)  # all devices have the same few
         return True
@@ -311,12 +316,12 @@ class LoadDevice:
 
         If not, it has to download the model, which says so itself if it is gone.
         """
-        reply = await self._ask("changes", "GET", url)
+        reply = await self._ask("changes", "GET", url, digested=True)
         if reply.status == 404:
             return False
         if reply.status != 200:
             raise _turned_off(reply, "changes")
-        if reply.headers.get("etag") != f'"{digest_of(reply.body)}"':
+        if reply.headers.get("etag") != f'"{reply.digest}"':
             raise TurnedOff("changes that are not of their digest")
         return True
 
@@ -329,7 +334,7 @@ class LoadDevice:
                 break
             reply = await self._ask(
                 "heartbeat", "POST", f"/v1/tasks/{offer.task.id}/heartbeat",
-                body=Beat(attempt=offer.attempt).encode(),
+                body=(Beat(attempt=offer.attempt).encode(),),
             )  # fmt: skip
             if reply.status != 200:
                 return False  # counted by its reason
@@ -341,7 +346,8 @@ class LoadDevice:
 
     async def _give_up(self, offer: Offer) -> None:
         said = Surrender(attempt=offer.attempt, reason=reasons.DROPPED_OUT)
-        await self._ask("give-up", "POST", f"/v1/tasks/{offer.task.id}/give-up", body=said.encode())
+        path = f"/v1/tasks/{offer.task.id}/give-up"
+        await self._ask("give-up", "POST", path, body=(said.encode(),))
         self._tally.events["tasks given up"] += 1
 
     async def _leave(self, offer: Offer) -> None:
@@ -357,25 +363,26 @@ class LoadDevice:
     async def _upload(self, offer: Offer, cut_at: float | None) -> Receipt | None:
         """Send a made-up update; what became of it, or None if its task is not known any more."""
         size = offer.update.most
-        data, digest = self._stand_ins.next(size)
+        update = self._stand_ins.next(size)
         report = UpdateReport(
-            digest=digest, samples=1, steps=1, lr=0.1, tau=offer.model.version,
+            digest=update.digest, samples=1, steps=1, lr=0.1, tau=offer.model.version,
             base=offer.model.digest, layout=offer.update.layout, format=offer.update.format,
         ).encode().decode()  # fmt: skip
         offset: int | None = None  # None: the gateway doesn't know of the upload
         while True:
             at = offset or 0
-            part = memoryview(data)[at : at + _PART]
-            complete = at + len(part) == size
+            end = min(size, at + _PART)
+            complete = end == size
             about = {names.COMPLETE: as_boolean(complete), "Content-Type": names.PARTIAL}
             if offset is None:
                 about |= {names.LENGTH: str(size), names.REPORT: report}
             else:
                 about |= {names.OFFSET: str(at)}
-            broken, cut_at = _cut(cut_at, size, at, len(part))
+            broken, cut_at = _cut(cut_at, size, at, end)
             reply = await self._once(
                 "upload", "PATCH" if offset is not None else "POST", offer.update.url,
-                body=part, headers=about, wait_s=_DECIDES_S if complete else 0.0, broken=broken,
+                body=update.part(at, end), headers=about, broken=broken,
+                wait_s=_DECIDES_S if complete else 0.0,
             )  # fmt: skip
             if reply is None:
                 offset = await self._found(offer, size)
@@ -408,9 +415,9 @@ class LoadDevice:
         return size if done else _offset(reply, size)
 
 
-def _cut(cut_at: float | None, size: int, at: int, part: int) -> tuple[Break | None, float | None]:
+def _cut(cut_at: float | None, size: int, at: int, end: int) -> tuple[Break | None, float | None]:
     """Where this request is cut, if the update's cut is in it; and what is left to be cut."""
-    if cut_at is None or not at <= (where := math.floor(cut_at * size)) < at + part:
+    if cut_at is None or not at <= (where := math.floor(cut_at * size)) < end:
         return None, cut_at
     return Break(after=where - at), None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+from dataclasses import dataclass
 
 _VALUES = 1 << 23  # from 0 to 1, exact in float32
 _STEP = 5_183_117  # odd, so that all values come in turn, and the next one is far away
@@ -17,6 +18,21 @@ _LAST = 4  # bytes: a float32, or two bfloat16
 _SHIFTS = 8  # places where an update may begin in the noise
 # High bytes of bfloat16, and so of float32, whose values are up to 1/2 and not tiny.
 _HIGH = bytes((0x3C, 0x3D, 0x3E, 0xBC, 0xBD, 0xBE))
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """One update; its first bytes are shared with many others."""
+
+    first: memoryview
+    last: bytes
+    digest: str  # SHA-256 as hexadecimal digits
+
+    def part(self, start: int, end: int) -> tuple[bytes | memoryview, ...]:
+        """The bytes from one place to another, as one or two pieces."""
+        size = len(self.first)
+        pieces = self.first[start:end], self.last[max(0, start - size) : max(0, end - size)]
+        return tuple(piece for piece in pieces if len(piece))
 
 
 class StandIns:
@@ -28,8 +44,8 @@ class StandIns:
         # Digests of all but the last bytes, by size and place.
         self._begun: dict[tuple[int, int], hashlib._Hash] = {}
 
-    def next(self, size: int) -> tuple[bytes, str]:
-        """So many bytes and their SHA-256 as hexadecimal digits."""
+    def next(self, size: int) -> StandIn:
+        """Another update of so many bytes."""
         if size not in self._noise:
             self._noise[size] = _noise(max(0, size - _LAST) + _LAST * _SHIFTS)
         at = _LAST * (self._made % _SHIFTS)
@@ -41,7 +57,7 @@ class StandIns:
         last = struct.pack("<f", self._made * _STEP % _VALUES / _VALUES)[-size:]
         digest = begun.copy()
         digest.update(last)
-        return b"".join((first, last)), digest.hexdigest()
+        return StandIn(first, last, digest.hexdigest())
 
 
 def _noise(size: int) -> bytes:

@@ -16,6 +16,7 @@ import pytest
 from fedstream.broker.digest import digest_of
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.ledger.gateway import GatewayLedger
+from fedstream.cli.app import main
 from fedstream.cli.load import invited
 from fedstream.trainer.vector import layout_of
 from tests.coordinator.gateway.places import SITE
@@ -116,3 +117,17 @@ async def test_devices_that_have_enrolled_are_not_replaced_without_consent(hand:
         await invited(client, keys, SITE, 3, replace=False)
     assert [*await invited(client, keys, SITE, 1, replace=False)] == [0]
     assert [*await invited(client, keys, SITE, 3, replace=True)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("needed", ["cryptography", "httptools"])
+def test_missing_extra_is_named(
+    needed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "fedstream.cli.load.find_spec", lambda name: None if name == needed else object()
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["load", "--url", "https://gateway.example", "--devices", "1"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{needed} is not installed: pip install 'fedstream[load]'" in said
