@@ -27,6 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -321,7 +322,11 @@ async def _honest(place: Place, token: dict[str, str], tally: Tally) -> None:
     while True:
         begun = time.monotonic()
         said = {"nonce": f"{tally.served:022d}", "wait_s": 0}
-        answer = await place.ask("POST", "/v1/check-in", json=said, headers=token | _ANEW)
+        try:
+            answer = await place.ask("POST", "/v1/check-in", json=said, headers=token | _ANEW)
+        except aiohttp.ClientError as error:
+            tally.wrong.setdefault(f"the honest device was cut off: {error}", b"")
+            return
         tally.waited_s = max(tally.waited_s, time.monotonic() - begun)
         tally.served += answer.status == 204
         if answer.status != 204:

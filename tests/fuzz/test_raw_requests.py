@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
+import aiohttp
 import pytest
 
 from fedstream.broker.client import RedisSettings
+from tests.coordinator.gateway.places import Answer, Place
 from tests.fuzz import raw_requests
 from tests.fuzz.raw_requests import Request, Tally, attack, inputs, told
 from tests.support import Hand
@@ -41,6 +44,22 @@ async def test_fault_of_the_gateway_is_found_and_told(
     assert "answered 500" in what
     assert not tally.is_clean
     assert "WRONG: answered 500" in told(tally)
+
+
+async def test_honest_device_that_is_cut_off_is_told(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends neither the run nor the count of what else went wrong."""
+    ask = Place.ask
+
+    async def cut_off(place: Place, method: str, path: str, *args: Any, **options: Any) -> Answer:
+        if path == "/v1/check-in":
+            raise aiohttp.ClientOSError("reset")
+        return await ask(place, method, path, *args, **options)
+
+    monkeypatch.setattr(Place, "ask", cut_off)
+    tally = await attack(hand, redis, n=40, slow=0, seed=1)
+    assert [*tally.wrong] == ["the honest device was cut off: reset"]
 
 
 def test_same_seed_gives_the_same_inputs_most_of_them_changed() -> None:
