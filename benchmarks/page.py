@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -39,10 +40,12 @@ RESULTS = Path(__file__).parent / "results"
 PARAMETERS = 61_706
 LOOKS = 100  # for a median
 FILLING_S = 60.0  # at most, for copies everywhere
+READING_S = 2.0  # for which somebody looks at the overview
 BOUNDS = {
-    "records read, first time": 1.0, "command to link, first time": 1.0,
+    "command to first page, first time": 1.0, "command to first page, again": 1.0,
     "link to drawn overview": 1.0, "a version, far": 0.1, "a version, next": 0.1,
-    "models, first look anywhere": 0.1, "models, next": 0.1, "models, far, later": 0.1,
+    "models, first look at once": 0.1, "models, first look, 2 s after the overview": 0.1,
+    "models, next": 0.1, "models, far, later": 0.1,
     "key to version, next": 0.1, "key to version, a tenth on": 0.1, "key to models, next": 0.1,
     "key to models, a tenth on": 0.1,
 }  # fmt: skip
@@ -73,7 +76,7 @@ class Serving:
     """`fedstream ui` of a run, in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        began = time.perf_counter()
+        self.began = time.perf_counter()
         self._process = subprocess.Popen(
             [Path(sys.executable).with_name("fedstream"), "ui", folder],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -81,7 +84,7 @@ class Serving:
         assert self._process.stdout
         link = re.match(r"(http://\S+)/ ", self._process.stdout.readline())
         assert link, "fedstream ui printed no link"
-        self.link_s = time.perf_counter() - began
+        self.link_s = time.perf_counter() - self.began
         self.address = link[1]
 
     def took(self, path: str) -> float:
@@ -147,28 +150,43 @@ def browser() -> Iterator[Any | None]:
 Found = dict[str, list[float]]  # of each figure, seconds
 
 
-def opening(folder: Path, runs: int) -> Found:
+def opening(folder: Path, runs: int, chromium: Any | None) -> Found:
     """Reading the records with and without an index, and the whole command."""
     found: Found = {}
     index = index_of(folder / "journal")
     for how in ("first time", "again"):
-        for name, measured in (("records read", _read), ("command to link", _to_link)):
-            for _ in range(runs):
+        for _ in range(runs):
+            for measure in (_read, _opened, partial(_drawn, chromium)):
                 if how == "first time":
                     index.unlink(missing_ok=True)
-                found.setdefault(f"{name}, {how}", []).append(measured(folder))
+                for name, value in measure(folder).items():
+                    found.setdefault(f"{name}, {how}", []).append(value)
     return found
 
 
-def _read(folder: Path) -> float:
+def _read(folder: Path) -> dict[str, float]:
     began = time.perf_counter()
     columns_of(folder / "journal")
-    return time.perf_counter() - began
+    return {"records read": time.perf_counter() - began}
 
 
-def _to_link(folder: Path) -> float:
+def _opened(folder: Path) -> dict[str, float]:
     with serving(folder) as server:
-        return server.link_s
+        server.took("/")
+        page_s = time.perf_counter() - server.began
+        return {"command to link": server.link_s, "command to first page": page_s}
+
+
+def _drawn(chromium: Any | None, folder: Path) -> dict[str, float]:
+    if chromium is None:
+        return {}
+    page = chromium.new_page()
+    with serving(folder) as server:
+        page.goto(server.address, wait_until="commit")
+        page.wait_for_function(_DRAWN)
+        drawn_s = time.perf_counter() - server.began
+        page.close()
+    return {"command to first page drawn": drawn_s}
 
 
 def answers(server: Serving, versions: int) -> Found:
@@ -182,15 +200,25 @@ def answers(server: Serving, versions: int) -> Found:
 
 
 def first_looks(folder: Path, versions: int) -> Found:
-    """Models of a version anywhere, each time as if nobody had looked at any before."""
-    rng, found = random.Random(0), []
+    """Models of a version anywhere, each time as if nobody had looked at any before.
+
+    At once, without the server; and once somebody has looked at the overview.
+    """
+    rng = random.Random(0)
+    at_once, later = [], []
     for _ in range(LOOKS // 4):
         run = RecordedRun(folder)
         began = time.perf_counter()
         run.portraits.of(rng.randrange(versions))
-        found.append(time.perf_counter() - began)
+        at_once.append(time.perf_counter() - began)
         run.close()
-    return {"models, first look anywhere": found}
+    for _ in range(LOOKS // 10):
+        with serving(folder) as server:
+            server.took("/")
+            time.sleep(READING_S)
+            later.append(server.took(f"/versions/{rng.randrange(versions)}?models=1"))
+    name = f"models, first look, {READING_S:.0f} s after the overview"
+    return {"models, first look at once": at_once, name: later}
 
 
 def models(server: Serving, versions: int) -> tuple[Found, float]:
@@ -264,8 +292,10 @@ def told(found: Found, about: dict[str, Any]) -> str:
         "else from one\n"
         f"of {about['versions']:,} versions of a tiny model, a version an update. Journals are in "
         "the page cache.\n"
-        "First time: without the index beside the journal. Later: once copies of models were left\n"
-        f"everywhere, {about['filled_s']:.0f} s after the last look. Bounds are for the median.\n\n"
+        "First time: without the index beside the journal. First page: until its HTML is here;\n"
+        "drawn: until the browser, which was running, has drawn its charts. Later: once copies of\n"
+        f"models were left everywhere, {about['filled_s']:.0f} s after the last look. Bounds are\n"
+        "for the median.\n\n"
         f"{where}\n\n"
         "| | median, ms | 95th percentile, ms | looks | bound | |\n|---|---|---|---|---|---|\n"
         + "\n".join(rows)
@@ -294,7 +324,7 @@ def main() -> None:
     found: Found = {}
     with tempfile.TemporaryDirectory(prefix="fedstream-page-") as name, browser() as chromium:
         many = write(Path(name) / "many", asked.versions)
-        found |= _shown(opening, many, asked.runs)
+        found |= _shown(opening, many, asked.runs, chromium)
         with serving(many) as server:
             found |= _shown(answers, server, asked.versions)
             if chromium is not None:

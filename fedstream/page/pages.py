@@ -58,9 +58,11 @@ class Selection:
 # pages
 
 
-def prepare() -> None:
-    """Do what the first page needs, and what does not need the run."""
+def prepare(*, also_later: bool = False) -> None:
+    """Do what the first page needs without its run; and the pages that are asked for later."""
     templating.prepare("overview.html", "base.html", "parts.html")
+    if also_later:
+        templating.prepare("version.html", "devices.html", "updates.html")
 
 
 def overview(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:

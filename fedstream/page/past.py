@@ -36,9 +36,9 @@ from fedstream.journal.updates import update_of
 
 MEMORY = 256 << 20  # bytes of models that are kept
 _BESIDES = 8 << 10  # bytes that a copy takes besides its models
-_STRIDE = 16  # versions between two copies, if there is memory for all
+_STRIDE = 64  # versions between two copies, if there is memory for all
 _SEGMENT = 4000  # versions that the newest segment usually has in the end
-_FILLED = 10 << 30  # bytes of the journal that are read ahead of anybody's asking
+FILLED = 10 << 30  # bytes of the journal that are read for copies that nobody asked for
 
 
 class Unwanted(Exception):
@@ -80,7 +80,7 @@ class Past:
         self._origin: Model | None = None
         self._filled: dict[str, int] = {}  # segment -> version up to which copies were left
         self._full: set[str] = set()  # segments in which they were left to the end
-        self._may_fill = _FILLED  # bytes
+        self._filling = 0  # bytes that were read for them
         self._room = Model(self.layout)  # for one update at a time
 
     def reopened(self) -> Past:
@@ -93,7 +93,7 @@ class Past:
         newest = self._name(len(self._chain) - 1)
         other._copies, other._origin = self._copies, self._origin
         other._filled, other._full = self._filled, self._full - {newest}
-        other._may_fill = self._may_fill
+        other._filling = self._filling
         return other
 
     def _name(self, number: int) -> str:
@@ -205,14 +205,14 @@ class Past:
 
     # copies
 
-    def fill(self, version: int, is_wanted: Callable[[], bool]) -> None:
+    def fill(self, version: int, is_wanted: Callable[[], bool], most: int = FILLED) -> None:
         """Leave copies everywhere, first near a version. Raises JournalError, Unwanted.
 
-        Does nothing once that is done, or enough of the journal was read for it.
+        Does nothing once that is done, or ``most`` bytes of the journal were read for it.
         """
         here = self._nearest(version)
         for number in sorted(range(len(self._chain)), key=lambda one: abs(one - here)):
-            if not self._most or self._may_fill <= 0:
+            if not self._most or self._filling >= most:
                 return
             name, (segment, _) = self._name(number), self._chain[number]
             if name in self._full:
@@ -220,7 +220,7 @@ class Past:
             begin = self._known(self._filled.get(name, segment.standing.version), number)
             at = segment.beginning.at if begin is None else begin.record.end
             for passed in self._steps(number, begin, None, is_wanted):
-                self._may_fill -= passed.record.end - at
+                self._filling += passed.record.end - at
                 self._filled[name], at = passed.version, passed.record.end
             self._full.add(name)
 

@@ -21,6 +21,7 @@ from fedstream.page.past import MEMORY, Past
 from fedstream.page.portraits import Portraits
 from fedstream.runs.state import stands
 
+_UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
 _LIVE_MEMORY = 32 << 20  # bytes of models that are kept in a service, which has other work
 
 
@@ -111,10 +112,11 @@ class RecordedRun:
         """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
 
         ``step``: by how many versions whoever asked moved last; None: nobody asked for a version
-        yet, so only this one is looked at.
+        yet, so only this one is looked at, and less of the journal is read for copies.
         """
         if step is None:
             self.portraits.of(version, is_wanted)
+            self.past.fill(version, is_wanted, _UNASKED)
         elif self.columns.has(version):
             self.portraits.look_around(version, step, is_wanted)
             self.past.fill(version, is_wanted)

@@ -102,6 +102,8 @@ class PageServer:
         def is_idle() -> bool:
             return not self._waiting and not self.is_ending
 
+        await self._moved.wait()
+        await asyncio.to_thread(pages.prepare, also_later=True)
         while not self.is_ending:
             await self._moved.wait()
             self._moved.clear()

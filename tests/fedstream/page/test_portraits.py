@@ -52,8 +52,11 @@ def test_the_next_look_begins_where_the_last_one_was(recorded: Path) -> None:
         assert looked(past, 19) < 8
 
 
-def test_copies_everywhere_make_every_look_short(recorded: Path) -> None:
+def test_copies_everywhere_make_every_look_short(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where segments end; who asks meanwhile interrupts it, and it goes on where it was."""
+    monkeypatch.setattr("fedstream.page.past._STRIDE", 16)
     looks, patience = 0, 25
 
     def look() -> bool:
@@ -76,8 +79,31 @@ def test_copies_everywhere_make_every_look_short(recorded: Path) -> None:
                 assert looks - before <= 18
 
 
-def test_damage_on_the_way_is_told_with_its_place(recorded: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [0, 1 << 30])
+def test_copies_are_left_before_anybody_asks_for_a_version(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr("fedstream.page.past._STRIDE", 4)
+    monkeypatch.setattr("fedstream.page.run._UNASKED", most)
+    run, looks = RecordedRun(recorded), 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return True
+
+    run.look_around(run.newest, None, lambda: True)
+    assert run.portraits.known(run.newest) is not None
+    run.past.model(19, look)
+    assert looks <= 4 if most else looks > 16
+    run.close()
+
+
+def test_damage_on_the_way_is_told_with_its_place(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the way models are only compared now and then: what differs is then looked for."""
+    monkeypatch.setattr("fedstream.page.past._STRIDE", 16)
     shutil.copytree(recorded / "journal", tmp_path / "journal")
     offsets = columns_of(recorded / "journal").updates["offset"]
     flip(tmp_path / "journal" / FIRST, int(offsets[5]) + 4096 + 3)  # an update's first weight
