@@ -11,7 +11,9 @@ import os
 import re
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import yaml
@@ -22,7 +24,7 @@ from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
 from tests.k8s.policy.checks import CHECKS, findings
 from tests.k8s.policy.sources import sources
-from tests.k8s.policy.targets import K8S, ROOT, on_base, render_all
+from tests.k8s.policy.targets import K8S, ROOT, on_base, renderings
 from tests.k8s.policy.workloads import BY_THE_OPERATOR
 
 HOW_TO = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "how-to").glob("*.md")))
@@ -34,7 +36,7 @@ _YAML = [
 OBJECTS = [one for one in _YAML if "kind" in one]
 PARTS = [one for one in _YAML if "kind" not in one]  # of an overlay; tests/docs builds it
 
-pytestmark = pytest.mark.timeout(600)  # all renderings and checks: 17 s of one core
+Rendering: TypeAlias = Callable[[str], Manifests]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,9 +47,9 @@ def _kubectl_is_there() -> None:
 
 
 @pytest.fixture(scope="session")
-def renderings() -> dict[str, Manifests]:
-    """All of them."""
-    return dict(render_all())
+def rendering() -> Rendering:
+    """Renders each when it is first asked for."""
+    return cache(lambda name: renderings()[name]())
 
 
 def broken(manifests: Manifests, change: Callable[[Manifests], object]) -> list[str]:
@@ -57,40 +59,32 @@ def broken(manifests: Manifests, change: Callable[[Manifests], object]) -> list[
     return list(findings(Manifests(list(those))))  # anew: a change may rename
 
 
-@pytest.mark.process
-def test_every_overlay_and_component_passes_every_check(renderings: dict[str, Manifests]) -> None:
-    found = [
-        f"{name}: {line}" for name, manifests in renderings.items() for line in findings(manifests)
-    ]
-    assert found == []
-
-
 def test_images_are_named_in_one_place() -> None:
     assert list(sources()) == []
 
 
 @pytest.mark.parametrize("what", SITES)
-def test_mistakes_in_a_site_are_detected(what: str, renderings: dict[str, Manifests]) -> None:
+def test_mistakes_in_a_site_are_detected(what: str, rendering: Rendering) -> None:
     change, expected = SITES[what]
-    lines = broken(renderings["production with site"], change)
+    lines = broken(rendering("production with site"), change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
 @pytest.mark.parametrize("what", GATEWAYS)
-def test_mistakes_in_a_gateway_are_detected(what: str, renderings: dict[str, Manifests]) -> None:
+def test_mistakes_in_a_gateway_are_detected(what: str, rendering: Rendering) -> None:
     change, expected = GATEWAYS[what]
-    lines = broken(renderings["base with gateway-route"], change)
+    lines = broken(rendering("base with gateway-route"), change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_mistakes_are_detected(what: str, renderings: dict[str, Manifests]) -> None:
+def test_mistakes_are_detected(what: str, rendering: Rendering) -> None:
     change, expected = BREAKS[what]
-    lines = broken(renderings["overlay production"], change)
+    lines = broken(rendering("overlay production"), change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
-def test_keda_works_with_rounds(renderings: dict[str, Manifests]) -> None:
+def test_keda_works_with_rounds(rendering: Rendering) -> None:
     """Their number of open tasks is their own: as the documentation says to write it."""
 
     def fedavg(manifests: Manifests) -> None:
@@ -102,7 +96,7 @@ def test_keda_works_with_rounds(renderings: dict[str, Manifests]) -> None:
         settings |= dict(one.split("=") for one in entry["literals"])
         replace(config(manifests, "fedstream-config"), "run.toml", "fedasync", "fedavg")
 
-    assert broken(renderings["overlay production"], fedavg) == []
+    assert broken(rendering("overlay production"), fedavg) == []
 
 
 def test_every_check_can_fail() -> None:
@@ -140,21 +134,22 @@ def test_documented_objects_are_valid() -> None:
     assert claim == {"claimName": "journal-updater-0"}
 
 
-def test_documented_commands_name_existing_objects(renderings: dict[str, Manifests]) -> None:
+def test_documented_commands_name_existing_objects(rendering: Rendering) -> None:
     """A Secret that an overlay makes has the name of the one that the operator makes."""
     commands = "\n".join(re.findall(r"kubectl (?:-n|--namespace) fedstream ([^`\n]*)", HOW_TO))
     named = set(re.findall(r"get secret ([a-z-]+)", commands))
     assert named == {"fedstream-redis"}
-    assert [one["metadata"]["name"] for one in renderings["overlay dev"].of("Secret")] == [*named]
+    assert [one["metadata"]["name"] for one in rendering("overlay dev").of("Secret")] == [*named]
     kinds = {"deploy": "Deployment", "deployment": "Deployment", "statefulset": "StatefulSet"}
     objects = set(re.findall(r"\b(deploy|deployment|statefulset|service)[/ ]([\w-]+)", commands))
-    every = [one for manifests in renderings.values() for one in manifests]
+    deployed = ("overlay dev", "production with redis-sentinel", "production with gateway")
+    every = [one for name in deployed for one in rendering(name)]
     there = {(one["kind"], one["metadata"]["name"]) for one in every}
     wanted = {(kinds.get(kind, "Service"), name) for kind, name in objects}
     assert wanted - there == set()
 
 
-def test_own_overlay_builds_on_production(tmp_path: Path, renderings: dict[str, Manifests]) -> None:
+def test_own_overlay_builds_on_production(tmp_path: Path, rendering: Rendering) -> None:
     """The one in the documentation: another run.toml and task, and all else as it is."""
     [block] = re.findall(r"```yaml\n( *apiVersion: kustomize.*?)```", HOW_TO, re.DOTALL)
     (tmp_path / "run.toml").write_text("[run]\nversions = 7\n")
@@ -168,7 +163,7 @@ def test_own_overlay_builds_on_production(tmp_path: Path, renderings: dict[str, 
     found = {one["metadata"]["name"] for one in manifests.of("ConfigMap")}
     used = {volume["configMap"]["name"] for volume in pod(manifests, "trainer")["volumes"][:2]}
     assert used < found, "the pods have the new ones"
-    redis = renderings["overlay production"].get("StatefulSet", "redis")
+    redis = rendering("overlay production").get("StatefulSet", "redis")
     assert manifests.get("StatefulSet", "redis") == redis, "another run.toml does not roll Redis"
 
 

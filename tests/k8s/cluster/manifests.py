@@ -40,7 +40,7 @@ def rendered(folder: Path) -> Manifests:
 
 def read(text: str) -> Manifests:
     """The objects of a YAML text."""
-    return Manifests(one for one in yaml.safe_load_all(text) if one)
+    return Manifests(one for one in yaml.load_all(text, yaml.CSafeLoader) if one)
 
 
 class Manifests:

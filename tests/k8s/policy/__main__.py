@@ -15,7 +15,7 @@ from tests.k8s.policy.checkov import PROGRAM, checkov, exceptions
 from tests.k8s.policy.checks import CHECKS, findings
 from tests.k8s.policy.schemas import VERSIONS
 from tests.k8s.policy.sources import sources
-from tests.k8s.policy.targets import ADDITIONS, combinations, components, overlays, render_all
+from tests.k8s.policy.targets import ADDITIONS, combinations, components, overlays, renderings
 
 
 def main() -> int:
@@ -31,23 +31,23 @@ def main() -> int:
         return 2
     wrong = [f"sources: {line}" for line in sources()]
     try:
-        renderings = dict(render_all())
+        rendered = {name: render() for name, render in renderings().items()}
     except AssertionError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    for name, manifests in renderings.items():
+    for name, manifests in rendered.items():
         wrong += [f"{name}: {line}" for line in findings(manifests)]
-    verdict = checkov(renderings, exceptions())
+    verdict = checkov(rendered, exceptions())
     wrong += [f"checkov: {line}" for line in verdict.wrong]
     sys.stderr.writelines(f"{line}\n" for line in wrong)
-    objects = sum(len(list(manifests)) for manifests in renderings.values())
+    objects = sum(len(list(manifests)) for manifests in rendered.values())
     excepted = ", ".join(f"{check} {times}" for check, times in verdict.excepted.items())
     sys.stdout.write(
         f"rendered    {len(overlays())} overlays, {len(components())} components in "
         f"{len(combinations())} combinations on the base, {len(ADDITIONS)} on production: "
         f"{objects} objects\n"
         f"schemas     Kubernetes {' and '.join(VERSIONS)}, KEDA, Prometheus operator\n"
-        f"checks      {len(CHECKS)} on each rendering: {len(CHECKS) * len(renderings)}\n"
+        f"checks      {len(CHECKS)} on each rendering: {len(CHECKS) * len(rendered)}\n"
         f"checkov     {verdict.passed} passed, {sum(verdict.excepted.values())} excepted with "
         f"their reason ({excepted})\n"
         f"k8s-check   {len(wrong)} wrong, {time.monotonic() - began:.0f} s\n"

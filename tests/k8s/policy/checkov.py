@@ -49,7 +49,7 @@ def checkov(renderings: Mapping[str, Manifests], allowed: Mapping[str, str]) -> 
     with tempfile.TemporaryDirectory() as folder:
         for name, manifests in renderings.items():
             file = Path(folder) / f"{name.replace(' ', '-').replace(',', '')}.yaml"
-            file.write_text(yaml.safe_dump_all(list(manifests)))
+            file.write_text(yaml.dump_all(list(manifests), Dumper=yaml.CSafeDumper))
         said = _run(Path(folder))
     excepted = dict.fromkeys(allowed, 0)
     wrong: dict[str, None] = {}

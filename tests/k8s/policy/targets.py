@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.k8s.cluster.manifests import Manifests, rendered
@@ -47,14 +48,14 @@ def combinations() -> dict[str, tuple[str, ...]]:
     return {name: (*_WITH.get(name, ()), name) for name in components()}
 
 
-def render_all() -> Iterator[tuple[str, Manifests]]:
-    """Every rendering with its name. Raises AssertionError with what kubectl said."""
-    for name in overlays():
-        yield f"overlay {name}", rendered(K8S / "overlays" / name)
-    for name, parts in combinations().items():
-        yield f"base with {name}", on_base(*parts)
-    for name in ADDITIONS:
-        yield f"production with {name}", _with("overlays/production", (name,))
+def renderings() -> Mapping[str, Callable[[], Manifests]]:
+    """What renders each, by its name. Raises AssertionError with what kubectl said."""
+    production = "overlays/production"
+    return (
+        {f"overlay {name}": partial(rendered, K8S / "overlays" / name) for name in overlays()}
+        | {f"base with {name}": partial(on_base, *parts) for name, parts in combinations().items()}
+        | {f"production with {name}": partial(_with, production, (name,)) for name in ADDITIONS}
+    )
 
 
 def on_base(*names: str) -> Manifests:
