@@ -13,7 +13,7 @@ from collections.abc import Generator
 import pytest
 
 MARK = "process"
-SERVERS = {"images", "kustomized", "nodes", "renderings", "server_of"}  # fixtures
+SERVERS = {"images", "kustomized", "nodes", "quick_programs", "rendering", "server_of"}  # fixtures
 _EVENTS = {  # of Python's audit hooks
     "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system",
     "subprocess.Popen",

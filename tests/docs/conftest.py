@@ -17,7 +17,6 @@ from tests.docs.pages import ROOT
 from tests.docs.reader import Reader
 from tests.docs.shell import Shell
 from tests.k8s.cluster.manifests import kubectl
-from tests.preloaded import programs
 from tests.trainer.test_builtin_tasks import idx
 
 NOTHING: Mapping[str, str] = {}
@@ -25,13 +24,15 @@ BUILT = ("build", "dist", "runs", "site", "shared")  # what a clone does not hav
 
 
 @pytest.fixture(scope="session")
-def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def bin_folder(tmp_path_factory: pytest.TempPathFactory, quick_programs: Path) -> Path:
     """Programs: fedstream and python, the newest Redis, and what stands in for a cluster's."""
-    with programs(tmp_path_factory.mktemp("programs") / "bin") as folder:
-        if server := redis_7():
-            (folder / "redis-server").symlink_to(server)
-        stand_ins(folder, kubectl(), __version__)
-        yield folder
+    folder = tmp_path_factory.mktemp("programs")
+    for program in quick_programs.iterdir():
+        (folder / program.name).symlink_to(program)
+    if server := redis_7():
+        (folder / "redis-server").symlink_to(server)
+    stand_ins(folder, kubectl(), __version__)
+    return folder
 
 
 @pytest.fixture

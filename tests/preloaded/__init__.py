@@ -3,7 +3,7 @@
 A test that starts a run starts six processes, and each of them spends more than a second on
 importing torch. :func:`programs` is a folder for PATH with a ``fedstream`` and a ``python`` whose
 processes are forked from one server instead (``server.py``). What they do is the same; that the
-real ones start is tested by ``tests/integration``.
+real ones start is tested by ``tests/integration``. The server imports when it is first asked.
 """
 
 from __future__ import annotations
@@ -15,17 +15,38 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 
 
+class Preloaded:
+    """The plugin: all workers of a test run share one server."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._folder: Path | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker of xdist where the programs are."""
+        if self._folder is None:
+            self._folder = self._stack.enter_context(programs())
+        node.workerinput["programs"] = str(self._folder)
+
+    def pytest_unconfigure(self) -> None:
+        self._stack.close()
+
+
 @contextmanager
-def programs(folder: Path) -> Iterator[Path]:
-    """Fills a folder with programs, which work as long as the block lasts."""
+def programs() -> Iterator[Path]:
+    """A folder of programs, which work as long as the block lasts."""
     private = Path(tempfile.mkdtemp(prefix="preloaded-"))  # short: a socket's path has 108 bytes
-    address = private / "socket"
+    address, folder = private / "socket", private / "bin"
     folder.mkdir()
     for name in ("fedstream", "python"):
         client = (sys.executable, "-IS", HERE / "client.py", address, sys.executable, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import marshal
 import os
@@ -13,12 +14,15 @@ import sys
 from contextlib import suppress
 
 PRELOADED = (
-    "PIL.JpegImagePlugin", "encodings.idna", "fedstream.api.request", "fedstream.cli.app",
+    "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin",
+    "encodings.idna", "fedstream.api.request", "fedstream.cli.app",
     "fedstream.cli.looking", "fedstream.cli.services", "fedstream.cli.training",
     "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run", "fedstream.observe",
-    "fedstream.operate", "fedstream.recordings", "fedstream.settings.config",
-    "fedstream.settings.services",
-    "fedstream.simulation", "fedstream.trainer.loading", "fedstream.trainer.vector",
+    "fedstream.journal.replay", "fedstream.observe.curves", "fedstream.operate",
+    "fedstream.page.live.service", "fedstream.recordings.measuring", "fedstream.recordings.replay",
+    "fedstream.settings.config", "fedstream.settings.services", "fedstream.simulation.run",
+    "fedstream.sinks.direct", "fedstream.trainer.descent", "fedstream.trainer.learner",
+    "fedstream.trainer.loading", "fedstream.trainer.tasks", "fedstream.trainer.vector",
     "matplotlib.backends.backend_agg", "matplotlib.figure", "safetensors.torch",
     "sklearn.datasets", "torch", "torch._dynamo", "torch.onnx", "torch.utils.data",
     "uvloop",
@@ -117,6 +121,9 @@ def become(
 def main() -> None:
     """Imports, serves, and in a forked process runs the command line."""
     address, python = sys.argv[1:]
+    server = Server(address)
+    os.write(1, b"ready\n")
+    select.select([0, server.listener.fileno()], [], [])  # perhaps nobody ever comes
     for name in PRELOADED:
         importlib.import_module(name)
     for name in IF_INSTALLED:
@@ -126,8 +133,7 @@ def main() -> None:
     from fedstream.api.__main__ import main as from_python
     from fedstream.local.fork_server import main as fork_server
 
-    server = Server(address)
-    os.write(1, b"ready\n")
+    gc.freeze()
     if (wanted := server.serve()) is not None:
         become(*wanted)
         sys.executable = python  # `fedstream run` starts its services with it
