@@ -23,15 +23,19 @@ from pydantic import Field, SecretStr
 from fedstream.broker.errors import FedstreamError
 from fedstream.runtime.config import Section
 from fedstream.runtime.crowd import Crowd, TooMany
+from fedstream.runtime.plain import PlainReader
+from fedstream.runtime.quick import QUICK, Idle, QuickRoute
 from fedstream.runtime.tls import READ, CurrentTls, TlsConnection, TlsFailure
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from aiohttp.typedefs import Middleware
     from prometheus_client import Counter
     from structlog.typing import FilteringBoundLogger
+
+    from fedstream.runtime.quick import Quick
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -146,9 +150,15 @@ class _Refused(asyncio.Protocol):
 
 
 class _Connection(web.RequestHandler):
-    """A connection that is aborted when its reader takes nothing for ``write_s`` seconds."""
+    """A connection that is aborted when its reader takes nothing for ``write_s`` seconds.
 
-    __slots__ = ("_cut", "_entrance", "_http", "_log", "_refused", "_wire")
+    While aiohttp has nothing to do, plain requests go to their quick routes.
+    """
+
+    __slots__ = (
+        "_behind", "_cut", "_entrance", "_http", "_idle", "_is_taken", "_log", "_plain", "_quick",
+        "_refused", "_wire",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -157,10 +167,14 @@ class _Connection(web.RequestHandler):
         loop: asyncio.AbstractEventLoop,
         http: HttpSettings,
         entrance: _Entrance | None,
+        quick: Mapping[tuple[str, str], Quick],
+        idle: Idle,
         log: FilteringBoundLogger,
         refused: Counter | None,
     ) -> None:
-        """``entrance``: None if the connection has come through it, with TLS."""
+        """``entrance``: None if the connection has come through it, with TLS. ``quick``: routes, by
+        method and path. ``idle``: the connections whose last request one of them answered.
+        """
         super().__init__(
             server, loop=loop, keepalive_timeout=http.idle_s, lingering_time=_LINGER_S,
             max_headers=_HEADERS, auto_decompress=False,
@@ -168,6 +182,11 @@ class _Connection(web.RequestHandler):
         )  # fmt: skip
         self._http = http
         self._entrance = entrance
+        self._quick = quick
+        self._idle = idle
+        self._plain = PlainReader()
+        self._is_taken = False  # a request, by a quick route
+        self._behind = b""  # what has come behind it
         self._log = log
         self._refused = refused
         self._wire: asyncio.Transport | None = None
@@ -188,6 +207,72 @@ class _Connection(web.RequestHandler):
         self._wire = wire
         super().connection_made(transport)
 
+    # quick routes
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_taken:
+            self._behind += data
+            if self._wire is not None:
+                self._wire.pause_reading()
+            return
+        if not (data and self._quick):  # aiohttp itself calls with nothing, to read on
+            super().data_received(data)
+            return
+        request = self._plain.take(data)
+        if request is not None and self._waits():
+            quick = self._quick.get((request.method, request.target))
+            if quick is not None:
+                self._is_taken = True
+                if quick(request, self):
+                    self.keep_alive(True)  # ends aiohttp's timer
+                    if self._is_taken:  # not answered yet
+                        self._idle.end(self)
+                    return
+                self._is_taken = False
+        super().data_received(data)
+        if not self._waits():
+            self._idle.end(self)  # aiohttp counts again, from its answer on
+
+    def _waits(self) -> bool:
+        """Whether aiohttp waits for a request."""
+        return self._waiter is not None and not self._waiter.done()
+
+    @property
+    def remote(self) -> str:
+        """The address of who asks."""
+        return str(self.peername[0]) if self.peername else ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether who asked is still there."""
+        return self.transport is not None
+
+    def answer(self, response: bytes, *, is_last: bool = False) -> None:
+        """Answer the request that a quick route has taken."""
+        self._is_taken = bool(self._behind)
+        if self._wire is None or self.transport is None:
+            return
+        self._wire.write(response)
+        if is_last:
+            self.force_close()
+            return
+        self._idle.begin(self)
+        if self._behind:
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Take what has come behind a request that is answered now."""
+        self._is_taken = False
+        if self._wire is not None:
+            behind, self._behind = self._behind, b""
+            self._wire.resume_reading()
+            self.data_received(behind)
+
+    def expire(self) -> None:
+        """Close the connection if aiohttp would, had it answered the last request."""
+        if self._waits():
+            self.force_close()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._wire is not None:
@@ -200,6 +285,8 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._keep()
         self._wire = None
+        self._behind = b""
+        self._idle.end(self)
         if self._entrance is not None:
             self._entrance.leave(self)
         super().connection_lost(exc)
@@ -316,6 +403,9 @@ def application(
         if isinstance(route, web.RouteDef):
             route = web.RouteDef(route.method, route.path, route.handler, expecting | route.kwargs)
         route.register(app.router)
+    app[QUICK] = {
+        (route.method, route.path): route.quick for route in routes if isinstance(route, QuickRoute)
+    }
     app.on_response_prepare.append(end_connection)
     return app
 
@@ -339,14 +429,15 @@ async def listening(
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 
-    entrance = _Entrance(crowd, log, refused)
+    entrance, idle = _Entrance(crowd, log, refused), Idle(http.idle_s)
+    quick = app[QUICK]
     buffer = memoryview(bytearray(READ if tls is not None else 0))
 
     def connection() -> _Connection:
         assert runner.server is not None  # noqa: S101  (it was set up)
         return _Connection(
             runner.server, loop=loop, http=http, entrance=entrance if tls is None else None,
-            log=log, refused=refused,
+            quick=quick, idle=idle, log=log, refused=refused,
         )  # fmt: skip
 
     def connected() -> _Connection | _Secured:

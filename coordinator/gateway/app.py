@@ -6,14 +6,13 @@ the limits allow. Nothing of it ends the service.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -22,6 +21,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
+from fedstream.coordinator.gateway.quick_check_ins import QuickCheckIns, check_in_of
 from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.protocol import headers
@@ -36,23 +36,40 @@ from fedstream.protocol.messages import (
     Surrender,
 )
 from fedstream.runtime.crowd import network_of
+from fedstream.runtime.plain import response
+from fedstream.runtime.quick import QuickRoute
 
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler
+    from fedstream.coordinator.gateway.check_ins import CheckIns
     from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk, Woken
+    from fedstream.coordinator.gateway.desk import Desk
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
     from fedstream.coordinator.gateway.moves import Moves
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.uploads import Uploads
+    from fedstream.runtime.plain import PlainRequest
+    from fedstream.runtime.quick import Exchange
     from fedstream.runtime.service import Context
-    from fedstream.wire import Format
 
-# Who makes a request: raises Refusal (401) unless it proves to be a device of this run.
-DeviceOf: TypeAlias = Callable[[web.Request], Awaitable[int]]
+CHECK_IN: Final = "/v1/check-in"
+
 B = TypeVar("B", bound=Body)
+
+
+class Recognition(Protocol):
+    """Who makes a request."""
+
+    async def device_of(self, request: web.Request) -> int:
+        """The device that a request proves to be of. Raises Refusal (401), Unavailable."""
+
+    def known(self, headers: Mapping[str, str]) -> int | None:
+        """The same, if it is known without asking anybody; else None.
+
+        ``headers``: by name, in small letters.
+        """
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,7 @@ class Opened:
     """What the routes need of a gateway that runs."""
 
     context: Context
+    check_ins: CheckIns
     tasks: Tasks
     moves: Moves
     uploads: Uploads
@@ -75,31 +93,31 @@ class GatewayApp:
         desk: Desk,
         current: Current,
         models: ModelCopies,
-        *,
-        update: Format,
-        device_of: DeviceOf,
+        identity: Recognition,
     ) -> None:
-        """``update``: the format that devices send updates in, if they can."""
         self._settings = settings
         self._desk = desk
         self._current = current
         self._models = models
-        self._update = update
-        self._identify = device_of
+        self._identity = identity
         self._of_device = Quota("device", settings.device_rate)
         self._of_address = Quota("address", settings.address_rate)
         self._rng = random.Random()
         self._opened: Opened | None = None
+        self._waits: QuickCheckIns | None = None
         self._openapi = json.dumps(openapi.document()).encode()
 
     def open(self, opened: Opened) -> None:
         """Begin to serve devices."""
         self._opened = opened
+        self._waits = QuickCheckIns(
+            opened.check_ins, self._desk, self._answered, self._is_stopping
+        )  # fmt: skip
 
-    def routes(self, *others: web.RouteDef) -> Sequence[web.RouteDef]:
+    def routes(self, *others: web.RouteDef) -> Sequence[web.AbstractRouteDef]:
         """All routes under /v1, each within the limits; ``others``: of enrolment and uploads."""
         own = (
-            web.post("/v1/check-in", self._check_in),
+            web.post(CHECK_IN, self._check_in),
             web.get("/v1/models/{digest}", self._model),
             web.get("/v1/models/{digest}/changes/{has}", self._changes),
             web.post("/v1/tasks/{task}/heartbeat", self._heartbeat),
@@ -118,16 +136,19 @@ class GatewayApp:
             web.route("*", "/{path:.*}", self._no_route),
         )
         return [
-            web.RouteDef(route.method, route.path, self.answering(route.handler), route.kwargs)
-            for route in own
+            QuickRoute("POST", CHECK_IN, self._quick_check_in),
+            *(
+                web.RouteDef(route.method, route.path, self.answering(route.handler), route.kwargs)
+                for route in own
+            ),
         ]
 
     async def device_of(self, request: web.Request) -> int:
         """The device that makes a request, within its quota. Raises Refusal."""
         if self._opened is None:
             raise self._not_yet()
-        device = await self._identify(request)
-        await self._of_device.take(device)
+        device = await self._identity.device_of(request)
+        self._of_device.take(device)
         return device
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
@@ -139,87 +160,46 @@ class GatewayApp:
     async def _check_in(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
         said = await self.said(request, CheckIn)
-        was_answered, offer = self._desk.answered(device, said.nonce)
-        if was_answered:
-            self._desk.heard(device, time.monotonic())
-            return self._offered(offer)
-        run, head = self._current.run, self._current.head
-        self._check_run()
-        if device >= run.devices:
-            raise Refusal(
-                403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
-            )
-        if not said.eligible or device in head.quarantines.by_device:
-            self._desk.leave(device)
-            return self._offered(None)
-        if offers.model_format(head) not in said.formats:
-            raise Refusal(
-                406, "format", f"the run's models are published in {offers.model_format(head)}"
-            )
-        self._desk.arrive(device, time.monotonic())
-        if self._desk.first(device) is not None:
-            await self._current.look()  # the task may have come a while ago
-        is_answer, offer = await self._waited(request, device, said)
-        if is_answer:
-            self._desk.answer(device, said.nonce, offer)
-        return self._offered(offer)
+        request.protocol.keep_alive(True)  # ends aiohttp's timer for connections without a request
+        offer = await self._running().check_ins.answer(device, said, _AiohttpLine(request))
+        status, about, body = self._offered(offer)
+        return web.Response(status=status, headers=about, body=body)
 
-    async def _waited(
-        self, request: web.Request, device: int, said: CheckIn
-    ) -> tuple[bool, bytes | None]:
-        """The offer for a check-in, or None if there is none for as long as it waits.
+    def _quick_check_in(self, request: PlainRequest, exchange: Exchange) -> bool:
+        """Take a check-in that only waits, by a device that is known without asking anybody."""
+        if self._opened is None or self._waits is None:
+            return False
+        device, said = self._identity.known(request.headers), check_in_of(request)
+        if device is None or said is None or not self._opened.check_ins.only_waits(device, said):
+            return False
+        network = self._network(exchange.remote, request.headers.get("x-forwarded-for", ""))
+        if not (self._of_address.has_room(network) and self._of_device.has_room(device)):
+            return False
+        self._of_address.take(network)
+        self._of_device.take(device)
+        self._waits.wait(device, said, exchange)
+        return True
 
-        First, whether that is its answer: not if the device said something newer meanwhile, hung
-        up, or may not take part any more.
-        """
-        loop = asyncio.get_running_loop()
-        until = _end_of_wait(loop.time(), min(said.wait_s, self._settings.poll_s))
-        while (offer := await self._offer(device, said)) is None:
-            left_s = until - loop.time()
-            if left_s <= 0 or self._is_stopping():
-                break
-            poll: asyncio.Future[Woken] = loop.create_future()
-            self._desk.park(device, poll, time.monotonic())
-            timer = loop.call_at(until, _end, poll)
-            # Else aiohttp's timer for connections without a request would run out while it waits.
-            request.protocol.keep_alive(True)
-            try:
-                woken = await poll
-            finally:
-                timer.cancel()
-                self._desk.unpark(device, poll)
-            # A device that hung up was not there till now, and no task is offered to it.
-            if woken == "replaced" or request.transport is None:
-                return False, None
-            self._desk.heard(device, time.monotonic())
-            self._check_run()
-        return True, offer
+    def _answered(self, said: bytes | Exception | None) -> bytes:
+        """The response to a check-in that waited: with an offer, without one, or to an error."""
+        if isinstance(said, Exception):
+            refusal = self._refusal(said, CHECK_IN)
+            if refusal is None:
+                refusal = Refusal(500, "internal", "internal error: the gateway's log says which")
+                self._running().context.log.error("request failed", path=CHECK_IN, exc_info=said)
+            status, about, body = self._refused(refusal)
+        else:
+            status, about, body = self._offered(said)
+        if self._is_stopping():
+            about[hdrs.CONNECTION] = "close"
+        return response(status, about, body)
 
-    async def _offer(self, device: int, said: CheckIn) -> bytes | None:
-        """The offer of the device's oldest task, giving up those that came to nothing meanwhile."""
-        held = await self._running().tasks.due(device)
-        if held is None:
-            return None
-        run, head = self._current.run, self._current.head
-        update = offers.format_for(said.formats, self._update)
-        held.tau = head.version
-        self._running().metrics.offered.inc()
-        if said.has != head.given:
-            self._models.prepare(head)
-        return offers.offer(
-            held,
-            run,
-            head,
-            update,
-            changes=self._models.changes_url(head, said.has),
-            heartbeat_s=self._settings.heartbeat_s,
-        ).encode()
-
-    def _offered(self, offer: bytes | None) -> web.Response:
+    def _offered(self, offer: bytes | None) -> tuple[int, dict[str, str], bytes]:
+        """The status, headers and body of the answer to a check-in."""
         if offer is not None:
-            return web.Response(body=offer, content_type=headers.CONTENT_TYPE)
+            return 200, {hdrs.CONTENT_TYPE: headers.CONTENT_TYPE}, offer
         wait_s = math.ceil(self._rng.uniform(*self._settings.retry_s))
-        return web.Response(status=204, headers={hdrs.RETRY_AFTER: str(wait_s)})
+        return 204, {hdrs.RETRY_AFTER: str(wait_s)}, b""
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
@@ -304,24 +284,40 @@ class GatewayApp:
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                await self._of_address.take(network_of(self._address(request)))
+                chain = request.headers.getall(hdrs.X_FORWARDED_FOR, ())
+                self._of_address.take(self._network(request.remote or "", ",".join(chain)))
                 return await handler(request)
-            except Refusal as refusal:
-                return self._refused(refusal)
-            except (BadBody, BadHeader, HttpProcessingError, ClientPayloadError) as error:
-                text = " ".join(str(error).split())[:300]
-                return self._refused(Refusal(400, "malformed", text or "malformed request"))
-            except FedstreamError as error:
-                if error.retriable:
-                    return self._refused(self._not_yet())
-                if self._opened is not None:
-                    self._opened.context.log.exception("request failed", path=request.path)
-                text = "internal error: the gateway's log says which"
-                return self._refused(Refusal(500, "internal", text))
+            except Exception as error:
+                refusal = self._refusal(error, request.path)
+                if refusal is None:
+                    raise
+            status, about, body = self._refused(refusal)
+            response = web.Response(status=status, headers=about, body=body)
+            if status in _UNREAD:
+                response.force_close()  # the rest of the body is not read
+            return response
 
         return answer
 
-    def _refused(self, refusal: Refusal) -> web.Response:
+    def _refusal(self, error: Exception, path: str) -> Refusal | None:
+        """What an error is refused as; None: it is nothing that we know of."""
+        match error:
+            case Refusal():
+                return error
+            case BadBody() | BadHeader() | HttpProcessingError() | ClientPayloadError():
+                text = " ".join(str(error).split())[:300]
+                return Refusal(400, "malformed", text or "malformed request")
+            case FedstreamError(retriable=True):
+                return self._not_yet()
+            case FedstreamError():
+                if self._opened is not None:
+                    self._opened.context.log.error("request failed", path=path, exc_info=error)
+                return Refusal(500, "internal", "internal error: the gateway's log says which")
+            case _:
+                return None
+
+    def _refused(self, refusal: Refusal) -> tuple[int, dict[str, str], bytes]:
+        """The status, headers and body of a refusal, which is counted."""
         if self._opened is not None:
             self._opened.metrics.refused(refusal.reason)
         about = dict(refusal.headers)
@@ -329,22 +325,14 @@ class GatewayApp:
             # Not all at once: whoever was refused together would come together again.
             wait_s = refusal.retry_after_s * self._rng.uniform(1.0, 2.0)
             about[hdrs.RETRY_AFTER] = str(math.ceil(wait_s))
-        body, kind = refusal.document()
-        response = web.Response(body=body, status=refusal.status, headers=about, content_type=kind)
-        if refusal.status in _UNREAD:
-            response.force_close()  # the rest of the body is not read
-        return response
+        body, about[hdrs.CONTENT_TYPE] = refusal.document()
+        return refusal.status, about, body
 
-    def _address(self, request: web.Request) -> str:
-        """Whose request it is: the peer, or what the first of our own proxies says."""
+    def _network(self, peer: str, forwarded: str) -> str:
+        """Whom a request is charged to: the peer, or what the first of our own proxies says."""
         if self._settings.proxies:
-            chain = ",".join(request.headers.getall(hdrs.X_FORWARDED_FOR, ())).split(",")
-            return chain[-self._settings.proxies :][0].strip()
-        return request.remote or ""
-
-    def _check_run(self) -> None:
-        if self._current.is_over:
-            raise Refusal(410, "run over", "the run is finished: there are no more tasks")
+            peer = forwarded.split(",")[-self._settings.proxies :][0].strip()
+        return network_of(peer)
 
     def _running(self) -> Opened:
         if self._opened is None:
@@ -361,20 +349,17 @@ class GatewayApp:
 
 
 _UNREAD = (408, 413)
-# Check-ins end their waits together, a quarter of a second apart: one wake-up answers them all.
-_TOGETHER_S = 0.25
-_LONG_S = 10.0  # a wait of which that much does not matter
 
 
-def _end_of_wait(now: float, wait_s: float) -> float:
-    """When a check-in's wait ends, by the loop's clock."""
-    end = now + wait_s
-    return end if wait_s < _LONG_S else end - end % _TOGETHER_S
+class _AiohttpLine:
+    """The connection of a request that waits."""
 
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
 
-def _end(poll: asyncio.Future[Woken]) -> None:
-    if not poll.done():
-        poll.set_result("nothing")
+    @property
+    def is_open(self) -> bool:
+        return self._request.transport is not None
 
 
 def _json(message: Body) -> web.Response:

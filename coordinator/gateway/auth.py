@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Final
 
@@ -161,7 +161,7 @@ class Auth:
         if registration is None:
             raise Refusal(401, "unknown device", f"device {device} has not enrolled in this run")
         self._verify(request, signature, public_key(registration.key), body)
-        await self._of_device.take(device)
+        self._of_device.take(device)
         if revoked:
             raise _revoked(401)
         if not await self._ledger.take_nonce(signature.nonce, seconds=_NONCE_S):
@@ -227,6 +227,22 @@ class Auth:
         if registration is None or key != _thumbprint(registration):
             raise untrusted("the device was revoked, or has enrolled with another key")
         return device
+
+    def known(self, headers: Mapping[str, str]) -> int | None:
+        """The device that a request's token is for, if both were asked for lately; else None.
+
+        ``headers``: by name, in small letters.
+        """
+        given, secret = headers.get("authorization", ""), self._registry.known_secret()
+        if secret is None or not given.startswith("Bearer "):
+            return None
+        claims = self._verified.known(given.removeprefix("Bearer "), secret, self._clock())
+        if claims is None:
+            return None
+        device, key = claims
+        registration = self._registry.known(device)
+        is_its = registration is not None and key == _thumbprint(registration)
+        return device if is_its else None
 
     async def revoked(self) -> frozenset[int]:
         """The devices that an operator has revoked. Raises Unavailable."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from aiolimiter import AsyncLimiter
+import time
+from collections.abc import Callable
 
 from fedstream.coordinator.gateway.refusals import Refusal
 
@@ -12,21 +13,34 @@ _REMEMBERED = 100_000  # of each kind: who asked longest ago begins anew
 class Quota:
     """So many requests a second for each device, or for each address; twice as many at once."""
 
-    def __init__(self, what: str, per_s: float) -> None:
+    def __init__(
+        self, what: str, per_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``clock``: monotonic seconds."""
         self._what = what
+        self._per_s = per_s
         self._most = max(2.0, 2 * per_s)
-        self._time_s = self._most / per_s
-        self._limiters: dict[object, AsyncLimiter] = {}
+        self._clock = clock
+        self._full_until: dict[object, float] = {}  # when each bucket will be empty
 
-    async def take(self, who: object) -> None:
+    def has_room(self, who: object) -> bool:
+        """Whether one more request is within the quota."""
+        return self._level(who, self._clock()) + 1.0 <= self._most
+
+    def take(self, who: object) -> None:
         """Charge one request. Raises Refusal if there were too many."""
-        limiter = self._limiters.pop(who, None) or AsyncLimiter(self._most, self._time_s)
-        self._limiters[who] = limiter
-        if len(self._limiters) > _REMEMBERED:
-            del self._limiters[next(iter(self._limiters))]
-        if not limiter.has_capacity():
+        now = self._clock()
+        level = self._level(who, now) + 1.0
+        if level > self._most:
             raise Refusal(
                 429, "too many requests", f"too many requests of this {self._what}: slow down",
                 retry_after_s=1.0,
             )  # fmt: skip
-        await limiter.acquire()
+        self._full_until.pop(who, None)
+        self._full_until[who] = now + level / self._per_s
+        if len(self._full_until) > _REMEMBERED:
+            del self._full_until[next(iter(self._full_until))]
+
+    def _level(self, who: object, now: float) -> float:
+        """Requests in a bucket; it leaks so many a second."""
+        return max(0.0, self._full_until.get(who, now) - now) * self._per_s

@@ -25,6 +25,7 @@ from fedstream.coordinator.gateway.app import GatewayApp, Opened
 from fedstream.coordinator.gateway.attestation import NoVerifier
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.certificate import ServedCertificate
+from fedstream.coordinator.gateway.check_ins import CheckIns
 from fedstream.coordinator.gateway.current import Current
 from fedstream.coordinator.gateway.desk import Desk
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
@@ -41,7 +42,7 @@ from fedstream.runtime.service import Context, repeat
 
 if TYPE_CHECKING:
     from fedstream.broker.client import RedisSettings
-    from fedstream.coordinator.gateway.app import DeviceOf
+    from fedstream.coordinator.gateway.app import Recognition
     from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.runtime.tasks import LeaseSettings
@@ -70,9 +71,9 @@ class Gateway:
         redis: RedisSettings,
         name: str,
         update: Format,
-        device_of: DeviceOf | None = None,
+        identity: Recognition | None = None,
     ) -> None:
-        """``update``: the format that devices send updates in, if they can. ``device_of``: who
+        """``update``: the format that devices send updates in, if they can. ``identity``: who
         makes a request; None: the device whose token it has.
         """
         self._settings = settings
@@ -95,8 +96,7 @@ class Gateway:
         self._served = ServedCertificate(settings) if settings.tls_cert is not None else None
         self._auth = Auth(self._ledger, settings, self._served)
         self._app = GatewayApp(
-            settings, self._desk, self._current, self._models,
-            update=update, device_of=device_of or self._auth.device_of,
+            settings, self._desk, self._current, self._models, identity or self._auth
         )  # fmt: skip
         self._fleet = self._flower() if settings.flower_app else None
         self._announced: tuple[int, ...] = ()
@@ -172,7 +172,11 @@ class Gateway:
                 Receipts(self._ledger.fates, self._ledger.is_open), metrics, self._settings,
                 name=self._name, wire=self._update,
             )  # fmt: skip
-            opened = Opened(context, tasks, moves, uploads, metrics)
+            check_ins = CheckIns(
+                self._settings, self._desk, self._current, self._models, tasks, metrics,
+                context.stop, update=self._update,
+            )  # fmt: skip
+            opened = Opened(context, check_ins, tasks, moves, uploads, metrics)
             self._app.open(opened)
             if self._fleet:
                 self._fleet.open(opened)

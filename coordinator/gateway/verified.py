@@ -44,7 +44,7 @@ class VerifiedTokens:
         if secret != self._secret:
             self._known.clear()
             self._secret = secret
-        name = sha256(token.encode()).digest()
+        name = _name(token)
         found = self._known.get(name)
         if found is None or now >= found.ends:
             self._known.pop(name, None)
@@ -52,6 +52,11 @@ class VerifiedTokens:
             if len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
         return found.device, found.key
+
+    def known(self, token: str, secret: bytes, now: float) -> tuple[int, object] | None:
+        """The same for a token that was shown before; None if it wasn't, or has ended."""
+        found = self._known.get(_name(token)) if secret == self._secret else None
+        return None if found is None or now >= found.ends else (found.device, found.key)
 
     def _verify(self, token: str) -> _Claims:
         try:
@@ -67,6 +72,10 @@ class VerifiedTokens:
         if not _DEVICE.fullmatch(claims["sub"]):
             raise untrusted("not a token of a device")
         return _Claims(int(claims["sub"]), claims["key"], float(claims["exp"]))
+
+
+def _name(token: str) -> bytes:
+    return sha256(token.encode()).digest()
 
 
 def untrusted(text: str) -> Refusal:

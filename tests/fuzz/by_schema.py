@@ -133,7 +133,7 @@ async def attack(
     limits: dict[str, Any] = {"device_rate": 1e6, "address_rate": 1e6, "poll_s": 0.0}
     async with (
         coordinating(hand, at),
-        serving(hand, at, device_of=None, names=(NAME,), **limits) as place,
+        serving(hand, at, identity=None, names=(NAME,), **limits) as place,
     ):
         devices = Devices(place)
         await devices.enrol(hand, DEVICE)

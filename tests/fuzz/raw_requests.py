@@ -354,7 +354,7 @@ async def attack(hand: Hand, settings: RedisSettings, *, n: int, slow: int, seed
         "device_rate": 1e6, "address_rate": 1e6, "poll_s": _CUT_S, "body_s": _CUT_S,
         "chunk_s": _CUT_S, "idle_s": _IDLE_S,
     }  # fmt: skip
-    async with serving(hand, settings, device_of=None, names=(NAME,), **limits) as place:
+    async with serving(hand, settings, identity=None, names=(NAME,), **limits) as place:
         port, devices = int(place.url.rpartition(":")[2]), Devices(place)
         for device in (_HONEST, _HOSTILE):
             await devices.enrol(hand, device)

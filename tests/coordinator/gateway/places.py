@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from aiohttp import web
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import member
-from fedstream.coordinator.gateway.app import DeviceOf
+from fedstream.coordinator.gateway.app import Recognition
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
@@ -33,11 +33,20 @@ from tests.support import Hand, context, running, wait_until
 SITE = "gateway"
 
 
-async def by_header(request: web.Request) -> int:
+class ByHeader:
     """Who makes a request, as it says: its proof is tested elsewhere."""
-    if "Device" not in request.headers:
-        raise Refusal(401, "token", "no token")
-    return int(request.headers["Device"])
+
+    async def device_of(self, request: web.Request) -> int:
+        if "Device" not in request.headers:
+            raise Refusal(401, "token", "no token")
+        return int(request.headers["Device"])
+
+    def known(self, headers: Mapping[str, str]) -> int | None:
+        said = headers.get("device", "")
+        return int(said) if said.isdecimal() else None
+
+
+BY_HEADER = ByHeader()
 
 
 @dataclass
@@ -110,17 +119,17 @@ async def serving(
     update: Format = F32,
     is_open: bool = True,
     idle_s: float = 15.0,
-    device_of: DeviceOf | None = by_header,
+    identity: Recognition | None = BY_HEADER,
     **settings: Any,
 ) -> AsyncIterator[Place]:
     """A gateway on a free port; ``is_open``: once it serves the run, which is there.
 
-    ``device_of``: who makes a request; None: the device whose token it has, as elsewhere.
+    ``identity``: who makes a request; None: the device whose token it has, as elsewhere.
     """
     one = GatewaySettings(**{"retry_s": (1.0, 2.0), **settings})
     gateway = Gateway(
         one, LeaseSettings(seconds=task_lease_s), keys=hand.keys, redis=redis, name=name,
-        update=update, device_of=device_of,
+        update=update, identity=identity,
     )  # fmt: skip
     its = context()
     tls = one.tls()

@@ -151,6 +151,6 @@ def test_gateway_without_its_packages_says_what_to_install(
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("fedstream.coordinator.gateway.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "aiolimiter", None)
+    monkeypatch.setitem(sys.modules, "jwt", None)
     with pytest.raises(ConfigError, match=r"pip install 'fedstream\[gateway\]'"):
         services._BUILDERS["gateway"](read(None, []), KEYS, "gw-0")

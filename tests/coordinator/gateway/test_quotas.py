@@ -24,10 +24,10 @@ def test_a_host_with_a_network_of_ipv6_is_one(one: str, other: str, *, same: boo
     assert (network_of(one) == network_of(other)) is same
 
 
-async def test_new_addresses_of_one_network_are_no_way_around_the_quota() -> None:
+def test_new_addresses_of_one_network_are_no_way_around_the_quota() -> None:
     quota = Quota("address", 1.0)
     for n in range(2):
-        await quota.take(network_of(f"2001:db8::{n}"))
+        quota.take(network_of(f"2001:db8::{n}"))
     with pytest.raises(Refusal, match="too many requests of this address"):
-        await quota.take(network_of("2001:db8::ffff"))
-    await quota.take(network_of("2001:db8:0:1::"))
+        quota.take(network_of("2001:db8::ffff"))
+    quota.take(network_of("2001:db8:0:1::"))

@@ -26,7 +26,7 @@ async def test_its_task_ends_and_its_tokens_too(redis: RedisSettings, hand: Hand
     await hand.create()
     async with (
         coordinating(hand, redis),
-        serving(hand, redis, device_of=None) as place,
+        serving(hand, redis, identity=None) as place,
         aiohttp.ClientSession(place.url) as http,
     ):
         await invite(hand)

@@ -1,0 +1,182 @@
+"""Check-ins: devices that ask for a task and wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from fedstream.coordinator.gateway import offers
+from fedstream.coordinator.gateway.refusals import Refusal
+
+if TYPE_CHECKING:
+    from fedstream.coordinator.gateway.current import Current
+    from fedstream.coordinator.gateway.desk import Desk, Woken
+    from fedstream.coordinator.gateway.metrics import GatewayMetrics
+    from fedstream.coordinator.gateway.models import ModelCopies
+    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.coordinator.gateway.tasks import Tasks
+    from fedstream.protocol.messages import CheckIn
+    from fedstream.wire import Format
+
+# Check-ins end their waits together, a quarter of a second apart: one wake-up answers them all.
+_TOGETHER_S = 0.25
+_LONG_S = 10.0  # a wait of which that much does not matter
+
+
+class WaitingLine(Protocol):
+    """The connection of a device that waits."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the device is still there."""
+
+
+class CheckIns:
+    """What check-ins are answered, whichever way they came."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        desk: Desk,
+        current: Current,
+        models: ModelCopies,
+        tasks: Tasks,
+        metrics: GatewayMetrics,
+        stop: asyncio.Event,
+        *,
+        update: Format,
+    ) -> None:
+        """``update``: the format that devices send updates in, if they can. ``stop``: set once
+        nobody is to wait any more.
+        """
+        self._settings = settings
+        self._desk = desk
+        self._current = current
+        self._models = models
+        self._tasks = tasks
+        self._metrics = metrics
+        self._stop = stop
+        self._update = update
+
+    async def answer(self, device: int, said: CheckIn, line: WaitingLine) -> bytes | None:
+        """The offer of a task; None: there was none, for as long as the device waited.
+
+        Raises Refusal.
+        """
+        was_answered, offer = self._desk.answered(device, said.nonce)
+        if was_answered:
+            self._desk.heard(device, time.monotonic())
+            return offer
+        run, head = self._current.run, self._current.head
+        self.check_run()
+        if device >= run.devices:
+            raise Refusal(
+                403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
+            )
+        if not said.eligible or device in head.quarantines.by_device:
+            self._desk.leave(device)
+            return None
+        if offers.model_format(head) not in said.formats:
+            raise Refusal(
+                406, "format", f"the run's models are published in {offers.model_format(head)}"
+            )
+        self._desk.arrive(device, time.monotonic())
+        if self._desk.first(device) is not None:
+            await self._current.look()  # the task may have come a while ago
+        end = self.end_of_wait(asyncio.get_running_loop().time(), said)
+        return await self.go_on(device, said, end, line)
+
+    def only_waits(self, device: int, said: CheckIn) -> bool:
+        """Whether a check-in has nothing to do but wait: it is neither refused nor answered now."""
+        current = self._current
+        return (
+            not self._stop.is_set()
+            and current.has_begun
+            and not current.is_over
+            and self._desk.is_present(device)
+            and self._desk.first(device) is None
+            and not self._desk.answered(device, said.nonce)[0]
+            and device < current.run.devices
+            and said.eligible
+            and device not in current.head.quarantines.by_device
+            and offers.model_format(current.head) in said.formats
+            and min(said.wait_s, self._settings.poll_s) > 0
+        )
+
+    def end_of_wait(self, now: float, said: CheckIn) -> float:
+        """When a check-in's wait ends, by the loop's clock."""
+        return shared_end(now, min(said.wait_s, self._settings.poll_s))
+
+    async def go_on(
+        self, device: int, said: CheckIn, end: float, line: WaitingLine
+    ) -> bytes | None:
+        """Offer a task, as soon as there is one until ``end``; None: there was none.
+
+        The answer is noted, to be repeated, unless the device said something newer meanwhile, hung
+        up, or may not take part any more. Raises Refusal.
+        """
+        loop = asyncio.get_running_loop()
+        while (offer := await self._offer(device, said)) is None:
+            if end <= loop.time() or self._stop.is_set():
+                break
+            poll: asyncio.Future[Woken] = loop.create_future()
+            self._desk.park(device, poll, time.monotonic())
+            timer = loop.call_at(end, _end, poll)
+            try:
+                woken = await poll
+            finally:
+                timer.cancel()
+                self._desk.unpark(device, poll)
+            if woken == "replaced" or not self.waited(device, line):
+                return None
+        self._desk.answer(device, said.nonce, offer)
+        return offer
+
+    def waited(self, device: int, line: WaitingLine) -> bool:
+        """Note that a device has waited till now; False if it has hung up.
+
+        Then it was not there till now, and no task is offered to it. Raises Refusal if there are no
+        more tasks.
+        """
+        if not line.is_open:
+            return False
+        self._desk.heard(device, time.monotonic())
+        self.check_run()
+        return True
+
+    async def _offer(self, device: int, said: CheckIn) -> bytes | None:
+        """The offer of the device's oldest task, giving up those that came to nothing meanwhile."""
+        held = await self._tasks.due(device)
+        if held is None:
+            return None
+        run, head = self._current.run, self._current.head
+        update = offers.format_for(said.formats, self._update)
+        held.tau = head.version
+        self._metrics.offered.inc()
+        if said.has != head.given:
+            self._models.prepare(head)
+        return offers.offer(
+            held,
+            run,
+            head,
+            update,
+            changes=self._models.changes_url(head, said.has),
+            heartbeat_s=self._settings.heartbeat_s,
+        ).encode()
+
+    def check_run(self) -> None:
+        """Raise Refusal if there are no more tasks."""
+        if self._current.is_over:
+            raise Refusal(410, "run over", "the run is finished: there are no more tasks")
+
+
+def shared_end(now: float, wait_s: float) -> float:
+    """When a wait of so many seconds ends: a long one together with others."""
+    end = now + wait_s
+    return end if wait_s < _LONG_S else end - end % _TOGETHER_S
+
+
+def _end(poll: asyncio.Future[Woken]) -> None:
+    if not poll.done():
+        poll.set_result("nothing")

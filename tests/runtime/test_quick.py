@@ -1,0 +1,200 @@
+"""Quick routes, from the other end of a socket: beside aiohttp, on the same connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import structlog
+from aiohttp import web
+
+from fedstream.runtime.crowd import Crowd
+from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.plain import PlainRequest, response
+from fedstream.runtime.quick import Exchange, Idle, QuickRoute
+from tests.support import wait_until
+
+QUICK = b"GET /ask HTTP/1.1\r\nHost: here\r\n\r\n"
+SLOW = b"GET /ask HTTP/1.1\r\nHost: here\r\nSlow: yes\r\n\r\n"
+LONG = b"POST /ask HTTP/1.1\r\nHost: here\r\nContent-Length: 3\r\n\r\n"
+
+
+@dataclass
+class Counter:
+    """A service with one quick route, which leaves to the handler what says `slow`."""
+
+    port: int = 0
+    taken: list[Exchange] = field(default_factory=list)
+
+    def quick(self, request: PlainRequest, exchange: Exchange) -> bool:
+        if "slow" in request.headers:
+            return False
+        self.taken.append(exchange)
+        return True
+
+    def answer(self, *, is_last: bool = False) -> None:
+        self.taken.pop().answer(response(200, {}, b"quick"), is_last=is_last)
+
+    async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def wait(self) -> None:
+        await wait_until(lambda: self.taken, what="a request that was taken")
+
+    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Ask until the request is taken: aiohttp may not have ended the one before."""
+        while True:
+            writer.write(QUICK)
+            answered = asyncio.create_task(body(reader))
+            await wait_until(lambda: self.taken or answered.done())  # noqa: B023  (ends here)
+            if self.taken:
+                self.answer()
+                assert await answered == b"quick"
+                return
+            assert await answered == b"slowly"
+
+
+@asynccontextmanager
+async def served(idle_s: float = 15.0) -> AsyncIterator[Counter]:
+    counter = Counter()
+
+    async def slow(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=b"slowly")
+
+    routes = [
+        QuickRoute("GET", "/ask", counter.quick),
+        web.get("/ask", slow),
+        web.post("/ask", slow),
+    ]
+    app = application(routes, lambda: False)
+    http = HttpSettings(idle_s=idle_s)
+    async with listening(app, http, 0, Crowd(100), structlog.get_logger()) as counter.port:
+        yield counter
+
+
+async def body(reader: asyncio.StreamReader) -> bytes:
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+    [length] = [one for one in head.split(b"\r\n") if one.startswith(b"Content-Length")]
+    return await asyncio.wait_for(reader.readexactly(int(length.split()[1])), 30)
+
+
+async def test_quick_route_and_handler_take_turns_on_a_connection() -> None:
+    async with served() as counter:
+        reader, writer = await counter.connected()
+        for _ in range(3):
+            await counter.ask(reader, writer)
+            writer.write(SLOW)
+            assert await body(reader) == b"slowly"
+            writer.write(LONG)
+            writer.write(b"abc")
+            assert await body(reader) == b"slowly"
+        writer.close()
+
+
+async def test_requests_behind_one_that_waits_are_answered_in_order() -> None:
+    async with served() as counter:
+        reader, writer = await counter.connected()
+        writer.write(QUICK)
+        await counter.wait()
+        writer.write(SLOW + LONG + b"abc" + SLOW)
+        counter.answer()
+        assert await body(reader) == b"quick"
+        assert [await body(reader) for _ in range(3)] == [b"slowly"] * 3
+        writer.close()
+
+
+async def test_who_asks_behind_without_end_is_not_read() -> None:
+    async with served() as counter:
+        _, writer = await counter.connected()
+        writer.write(QUICK)
+        await counter.wait()
+        writer.write(bytes(1 << 26))
+        try:
+            async with asyncio.timeout(0.5):
+                await writer.drain()
+        except TimeoutError:
+            pass
+        else:
+            raise AssertionError("64 MiB were taken")
+        writer.transport.abort()
+        counter.answer()  # then it is read again
+
+
+async def test_requests_at_once_are_no_matter_for_a_quick_route() -> None:
+    async with served() as counter:
+        reader, writer = await counter.connected()
+        writer.write(QUICK + QUICK)
+        assert [await body(reader) for _ in range(2)] == [b"slowly"] * 2
+        writer.write(QUICK)
+        assert await body(reader) == b"slowly", "nobody knows any more where requests begin"
+        writer.close()
+
+
+async def test_connection_is_closed_once_idle_after_a_quick_answer() -> None:
+    async with served(idle_s=0.2) as counter:
+        for begun in (b"", b"GET /a", SLOW[:-2]):
+            reader, writer = await counter.connected()
+            writer.write(QUICK)
+            await counter.wait()
+            counter.answer()
+            assert await body(reader) == b"quick"
+            writer.write(begun)
+            assert await asyncio.wait_for(reader.read(), 30) == b""
+            writer.close()
+
+
+async def test_waiting_for_a_quick_answer_is_not_idle() -> None:
+    async with served(idle_s=0.1) as counter:
+        reader, writer = await counter.connected()
+        writer.write(QUICK)
+        await counter.wait()
+        closing = asyncio.create_task(reader.read(1))
+        done, _ = await asyncio.wait([closing], timeout=0.5)
+        assert not done
+        counter.answer()
+        assert await closing == b"H"
+        writer.close()
+
+
+async def test_hang_up_is_noticed_and_an_answer_goes_nowhere() -> None:
+    async with served() as counter:
+        _, writer = await counter.connected()
+        writer.write(QUICK)
+        await counter.wait()
+        assert counter.taken[0].remote == "127.0.0.1"
+        writer.close()
+        await wait_until(lambda: not counter.taken[0].is_open)
+        counter.answer()
+
+
+async def test_last_answer_closes_the_connection() -> None:
+    async with served() as counter:
+        reader, writer = await counter.connected()
+        writer.write(QUICK)
+        await counter.wait()
+        counter.answer(is_last=True)
+        assert await body(reader) == b"quick"
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.expired = 0
+
+    def expire(self) -> None:
+        self.expired += 1
+
+
+async def test_idle_connections_share_a_timer() -> None:
+    idle, all_ = Idle(0.1), [Watched() for _ in range(10)]
+    for one in all_:
+        idle.begin(one)
+    idle.begin(all_[3])  # again
+    idle.end(all_[5])
+    idle.end(all_[5])
+    await wait_until(lambda: all_[3].expired)
+    assert [one.expired for one in all_] == [1, 1, 1, 1, 1, 0, 1, 1, 1, 1]
