@@ -43,7 +43,8 @@ _CLOSE_S = 2.0  # for requests still being answered when the service has ended
 _LINGER_S = 2.0  # for the unread rest of a request's body
 _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
-_BACKLOG = 1024  # connections that wait to be accepted, when many clients come back at once
+# Connections that wait to be accepted: after a restart, thousands of devices come back at once.
+_BACKLOG = 4096
 # Why, before any route is asked or without one; `internal` is a fault of ours.
 REFUSED = (
     "malformed", "no such route", "method", "busy", "address", "tls", "timeout", "certificate",

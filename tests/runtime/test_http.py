@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import ssl
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +19,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 from structlog.testing import capture_logs
 
+from fedstream.runtime.files import allow_files
 from fedstream.runtime.health import Health
 from fedstream.runtime.health import routes as health_routes
 from fedstream.runtime.http import REFUSED, HttpSettings, problem, serving
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 SLICE = 1 << 16
+_SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+QUEUED = int(_SOMAXCONN.read_text()) if _SOMAXCONN.exists() else 0  # that this system allows
+CROWD = 1500
 
 
 class Site:
@@ -149,6 +155,23 @@ async def test_incomplete_request_is_cut_off(begun: bytes) -> None:
         writer.write(begun)
         assert await is_closed(reader)
         writer.close()
+
+
+@pytest.mark.skipif(QUEUED <= CROWD, reason="this system queues fewer")
+async def test_crowd_that_comes_at_once_is_queued() -> None:
+    """Whoever finds the queue full tries again after a second, then two, then four."""
+    files = allow_files(3 * CROWD)
+    if files is not None and files < 3 * CROWD:
+        pytest.skip(f"this process may open only {files} files")
+    async with site(connections=2 * CROWD) as http:
+        with ExitStack() as stack:
+            poll = select.poll()
+            for _ in range(CROWD):  # within one step of the loop, so nobody is accepted meanwhile
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", http.ports["port"]))
+                poll.register(one, select.POLLOUT)
+            assert len(poll.poll(0)) == CROWD
 
 
 async def test_trickling_client_is_cut_off() -> None:
