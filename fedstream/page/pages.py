@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -113,20 +113,28 @@ def device(
     )  # fmt: skip
 
 
-def updates(run: RecordedRun, wanted: Selection, part: int) -> str:
-    """A page of the updates that are wanted, numbered from 0."""
+def updates(
+    run: RecordedRun, wanted: Selection, part: int, fields: Mapping[str, str],
+    problems: Mapping[str, str],
+) -> str:  # fmt: skip
+    """A page of the updates that are wanted, numbered from 0.
+
+    ``fields``: the form's, as they were filled in; ``problems``: what is wrong with some of them.
+    Then no update is shown.
+    """
     columns = run.columns
     rows = columns.updates
     known = {
         "outcomes": [name for n, name in enumerate(OUTCOMES) if (rows["outcome"] == n).any()],
         "reasons": sorted(name for name in columns.reasons if name),
     }
-    found = np.flatnonzero(_matching(run, wanted))
+    found = np.flatnonzero(_matching(run, wanted) & (not problems))
     begin = part * PAGE
     places = found[begin : begin + PAGE]
     return page(
         run, "updates.html", "Updates", "Updates", wanted=wanted, known=known, total=len(found),
-        begin=begin, rows=shown(run, places),
+        fields={name: fields.get(name, "") for name in ("device", "from", "until")},
+        problems=problems, begin=begin, rows=shown(run, places),
         before=f"/updates?{wanted.query(part - 1)}" if part else "",
         after=f"/updates?{wanted.query(part + 1)}" if begin + PAGE < len(found) else "",
     )  # fmt: skip

@@ -22,6 +22,7 @@ from fedstream.page.portraits import Portraits
 from fedstream.runs.state import stands
 
 _UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
+_NAMED = 5  # runs of a folder that is no run itself
 _LIVE_MEMORY = 32 << 20  # bytes of models that are kept in a service, which has other work
 
 
@@ -50,10 +51,7 @@ class RecordedRun:
         self.journal = journal_of(path)
         self._marks = marks(self.journal)
         if not self._marks:
-            raise FedstreamError(
-                f"{path}: no run with a journal there: name a run's folder, its journal folder or "
-                "a segment"
-            )
+            raise FedstreamError(_no_run(path))
         self.columns: Columns = columns_of(self.journal, read)
         self.directions = Directions(self.journal)
         self._past: Past | None = None
@@ -195,3 +193,19 @@ class RecordedRun:
     def task(self, update: int) -> str:
         """The id of the task that an update answers. Raises JournalError."""
         return self.past.taken(*self.columns.at(update)).upload.task
+
+
+def _no_run(path: Path) -> str:
+    """What is wrong with a path without a journal, and which runs are in it."""
+    from fedstream.runs.listing import runs_in
+
+    inside = [one for one in runs_in(path) if marks(journal_of(one))] if path.is_dir() else []
+    if not inside:
+        return (
+            f"{path}: no run with a journal there: name a run's folder, its journal folder or a "
+            "segment"
+        )
+    inside.sort(key=lambda one: one.stat().st_mtime, reverse=True)
+    named = ", ".join(map(str, inside[:_NAMED]))
+    rest = f" and {len(inside) - _NAMED:,} older ones" if len(inside) > _NAMED else ""
+    return f"{path}: not a run, but there are runs in it: name one of {named}{rest}"

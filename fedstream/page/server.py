@@ -171,13 +171,22 @@ class PageServer:
         return await self._page(lambda run: pages.device(run, wanted, window, models=models))
 
     async def _updates(self, request: web.Request) -> web.Response:
-        asked = request.query
+        asked, problems = request.query, dict[str, str]()
+
+        def whole(name: str) -> int | None:
+            try:
+                return _optional(name, asked)
+            except NotThere as error:
+                problems[name] = str(error)
+                return None
+
         wanted = Selection(
-            _optional("device", asked), asked.get("outcome") or None, asked.get("reason") or None,
-            _optional("from", asked), _optional("until", asked),
+            whole("device"), asked.get("outcome") or None, asked.get("reason") or None,
+            whole("from"), whole("until"),
         )  # fmt: skip
         page = _optional("page", asked) or 0
-        return await self._page(lambda run: pages.updates(run, wanted, page))
+        text = await self._asked(lambda run: pages.updates(run, wanted, page, asked, problems))
+        return _html(text, 422 if problems else 200)
 
     async def _version(self, request: web.Request) -> web.Response:
         wanted = _whole("version", request.match_info["number"])

@@ -28,15 +28,53 @@ function isRead(body) {
   return selected || (body !== document.activeElement && body.contains(document.activeElement));
 }
 
+const held = new Map(); // part that is read -> what it would show
+const bodyOf = (name) => document.querySelector(`#part-${name}`);
+
 function swap(parts) {
   for (const [name, html] of Object.entries(parts)) {
-    const body = document.querySelector(`#part-${name}`);
-    if (!body || isRead(body)) continue;
-    const { scrollLeft, scrollTop } = body;
-    body.innerHTML = html; // our own server's, escaped there
-    body.scrollTo(scrollLeft, scrollTop);
-    enhance(body);
+    const body = bodyOf(name);
+    if (!body) continue;
+    if (isRead(body)) hold(name, body, html);
+    else show(name, body, html);
   }
+}
+
+function show(name, body, html) {
+  if (held.delete(name)) body.parentElement.querySelector(".paused")?.remove();
+  const { scrollLeft, scrollTop } = body;
+  body.innerHTML = html; // our own server's, escaped there
+  body.scrollTo(scrollLeft, scrollTop);
+  enhance(body);
+}
+
+function hold(name, body, html) {
+  const begins = !held.has(name);
+  held.set(name, html);
+  if (!begins || !body.classList.contains("body")) return;
+  const sign = document.createElement("p");
+  const button = document.createElement("button");
+  sign.className = "paused";
+  sign.setAttribute("role", "status");
+  button.type = "button";
+  button.textContent = "Go on (Esc)";
+  button.addEventListener("click", () => leave(body));
+  sign.append("Paused ", button);
+  body.before(sign);
+}
+
+// Parts that nobody reads any more catch up.
+function goOn() {
+  for (const [name, html] of held) {
+    const body = bodyOf(name);
+    if (!isRead(body)) show(name, body, html);
+  }
+}
+
+function leave(body) {
+  getSelection().removeAllRanges();
+  body.focus({ preventScroll: true }); // its frame: what is inside may go
+  goOn();
 }
 
 function append(rows) {
@@ -91,6 +129,11 @@ function connect() {
 }
 
 for (const at of document.querySelectorAll("#log time")) at.textContent = clock(Date.parse(at.dateTime) / 1000);
+document.addEventListener("selectionchange", goOn);
+document.addEventListener("focusout", () => setTimeout(goOn)); // once it is known where to
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") [...held.keys()].map(bodyOf).filter(isRead).forEach(leave);
+});
 connect();
 import("/static/live-panels.js").then((panels) => {
   enhance = panels.enhance;

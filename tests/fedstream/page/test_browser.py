@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 MANY = 100_000  # versions
 PAGES = (
-    "/", "/versions/30?models=1", "/updates", "/devices", "/devices/3", "/beside?over=time",
-    "/bisect", "/bisect?metric=accuracy&bound=x&every=0", "/what-if", "/what-if?alpha=7&without=99",
+    "/", "/versions/30?models=1", "/updates", "/devices", "/devices/3",
+    "/beside?over=time", "/bisect", "/bisect?metric=accuracy&bound=x&every=0", "/what-if",
+    "/what-if?alpha=7&without=99",
 )  # fmt: skip
 
 
@@ -214,6 +215,27 @@ def test_all_of_it_can_be_read_without_javascript(browser: Any, recorded: Path) 
         page.get_by_role("link", name="distance", exact=True).first.click()
         assert page.locator("tbody th").first.inner_text() == "3"
         tab.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_filter_that_cant_be_read_can_be_mended(browser: Any, address: str, scheme: str) -> None:
+    tab = Tab(browser, address, color_scheme=scheme, viewport={"width": 360, "height": 740})
+    page = tab.go("/updates")
+    field = page.get_by_label("device")
+    field.fill("abc")
+    field.press("Enter")
+    told = page.get_by_role("alert")
+    assert told.inner_text() == "device 'abc' is not a whole number"
+    assert field.evaluate("one => one.getAttribute('aria-describedby')") == "device-problem"
+    assert field.input_value() == "abc"
+    assert flaws(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert ["422" in one for one in tab.wrong] == [True]
+    field.fill("3")
+    field.press("Enter")
+    told.wait_for(state="detached")
+    assert set(page.locator("tbody th").all_inner_texts()) == {"3"}
+    tab.context.close()
 
 
 def test_two_runs_side_by_side_over_time(tab: Tab) -> None:

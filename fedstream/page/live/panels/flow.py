@@ -16,6 +16,7 @@ from fedstream.terminal import counted
 
 FlowPlace = Literal["triggers", "waiting", "training", "uploads", "queue", "updater"]
 LOOK_S = 10.0  # over which waiting is averaged
+LOOKS = 3  # at least, that the bottleneck is told by
 WAIT = 1.0  # task on average: less is not worth mentioning
 
 _TELLS: dict[FlowPlace, str] = {
@@ -92,6 +93,8 @@ def bottleneck(scene: Scene) -> Bottleneck:
     """Where tasks wait most, or else what takes the time."""
     if scene.tally.run.state == "finished":
         return Bottleneck(None, "The run is finished.")
+    if len(scene.gauged) < LOOKS:
+        return Bottleneck(None, "What holds the tasks up is told after three looks.")
     waits, over_s = waiting(scene)
     place = max(waits, key=lambda one: waits[one])
     if waits[place] >= WAIT:
@@ -127,18 +130,16 @@ def bottleneck(scene: Scene) -> Bottleneck:
 
 
 def waiting(scene: Scene) -> tuple[dict[FlowPlace, float], float]:
-    """How many tasks wait at each place, as means over the last seconds, and over how many."""
+    """How many tasks wait at each place, as means over the last seconds, and over how many.
+
+    The scene has at least ``LOOKS`` gauges.
+    """
     rows = scene.gauged[scene.gauged["time"] > scene.now - LOOK_S]
-    if not len(rows):
-        phases = scene.phases
-        return {
-            "triggers": float(phases.get("triggered", 0)),
-            "waiting": float(phases.get("waiting", 0)),
-            "uploads": float(phases.get("uploading", 0)), "queue": float(scene.tally.backlog),
-        }, 0.0  # fmt: skip
+    if len(rows) < LOOKS:  # a busy coordinator looks every ten seconds
+        rows = scene.gauged[-LOOKS:]
     further = sum(rows[name] for name in ("triggers", "training", "uploading", "queue"))
     untaken = (rows["open"] - further).clip(min=0)
     return {
         "triggers": float(rows["triggers"].mean()), "waiting": float(untaken.mean()),
         "uploads": float(rows["uploading"].mean()), "queue": float(rows["queue"].mean()),
-    }, min(LOOK_S, max(1.0, scene.now - float(rows["time"][0])))  # fmt: skip
+    }, max(1.0, scene.now - float(rows["time"][0]))  # fmt: skip

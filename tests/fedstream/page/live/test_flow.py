@@ -52,9 +52,21 @@ def test_it_counts_over_the_last_seconds_not_at_one_moment() -> None:
     assert bottleneck(scene(gauged=gauged(open=long_ago))).place is None
 
 
-def test_without_a_look_before_the_scene_itself_decides() -> None:
-    found = bottleneck(scene(gauged=gauged(seconds=0), **tasks({"waiting": 5, "training": 1})))
-    assert found.place == "waiting"
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_it_waits_for_three_looks(looks: int) -> None:
+    """One often falls between two batches."""
+    found = bottleneck(scene(gauged=gauged(seconds=looks, open=12), **tasks({"waiting": 8})))
+    assert (found.place, found.text) == (None, "What holds the tasks up is told after three looks.")
+    assert bottleneck(scene(gauged=gauged(seconds=3, open=12))).place == "waiting"
+
+
+def test_looks_that_are_far_apart_count_all_three() -> None:
+    rows = gauged(seconds=3, open=np.array([22, 4, 4]))
+    rows["time"] = NOW - np.array([20.0, 10.0, 0.0])
+    assert (
+        "6.0 tasks on average waited for them over the last 20 s"
+        in bottleneck(scene(gauged=rows)).text
+    )
 
 
 def test_if_nothing_waits_training_takes_the_time() -> None:

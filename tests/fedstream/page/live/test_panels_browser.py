@@ -146,6 +146,42 @@ def test_what_was_unfolded_stays_so(tab: Tab, moments: Moments) -> None:
     page.locator("#panel-alarms details[open] table").first.wait_for()
 
 
+@pytest.mark.parametrize("how", ["Escape", "button", "Tab"])
+def test_a_part_with_the_focus_says_that_it_is_paused_and_goes_on(
+    tab: Tab, moments: Moments, how: str
+) -> None:
+    page = tab.go("/")
+    page.locator("canvas").first.wait_for(state="attached")
+    panel, sign = page.locator("#panel-devices"), page.locator(".paused")
+    before = panel.locator("tbody").inner_text()
+    page.locator(".devices tbody a").last.focus()
+    assert sign.count() == 0  # nothing new came yet
+    for version in (600, 601):
+        moments.show(at_version(version))
+        page.locator("#part-headline", has_text=f"version {version} of 1,000").wait_for()
+    assert panel.locator("tbody").inner_text() == before
+    assert (sign.count(), panel.locator(".paused").inner_text()) == (1, "Paused Go on (Esc)")
+    assert flaws(page) == []
+    if how == "button":
+        sign.get_by_role("button").click()
+    else:
+        page.keyboard.press(how)
+    sign.wait_for(state="detached")
+    assert panel.locator("tbody").inner_text() != before  # what came meanwhile
+    inside = "document.querySelector('#part-devices') === document.activeElement"
+    assert page.evaluate(inside) == (how != "Tab")
+
+
+def test_a_part_with_selected_text_is_paused_too(tab: Tab, moments: Moments) -> None:
+    page = tab.go("/")
+    page.locator("canvas").first.wait_for(state="attached")
+    page.locator("#panel-outcomes caption").first.select_text()
+    moments.show(at_version(600))
+    page.locator("#panel-outcomes .paused").wait_for()
+    page.evaluate("getSelection().removeAllRanges()")
+    page.locator(".paused").wait_for(state="detached")
+
+
 def test_a_device_has_a_page_of_its_own(tab: Tab) -> None:
     page = tab.go("/")
     page.locator(".devices tbody a").first.click()
