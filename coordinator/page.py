@@ -23,6 +23,8 @@ class PageSettings(Section):
     enabled: bool | None = None  # None: if http.host is this machine alone
     hosts: tuple[str, ...] = ()  # names under which browsers reach it, besides http.host
     viewers: Annotated[int, Field(ge=1)] = 64  # at the same time, each with a connection
+    question_s: Annotated[float, Field(gt=0)] = 900.0  # for bisect and what if, which replay
+    question_bytes: Annotated[int, Field(ge=1 << 28)] = 2 << 30  # of memory, for the same
     operator_token: Annotated[
         Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)
     ] = None  # asked of those who act; None: nobody can

@@ -85,9 +85,10 @@ def direction(upload: Upload, sent: Model, x: Model) -> Floats:
 
 
 def stats(
-    chain: Sequence[Segment], ahead: int, read: Read = lambda _bytes: None
-) -> dict[int, Share]:
-    """Each device's share, by device number.
+    chain: Sequence[Segment], ahead: int, read: Read = lambda _bytes: None,
+    until: int | None = None,
+) -> dict[int, Share]:  # fmt: skip
+    """Each device's share, by device number. ``until``: in the versions up to this one.
 
     ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
     after the one that contains the update; it leaves out updates followed by fewer versions. At
@@ -112,6 +113,8 @@ def stats(
             arriving = []
             if len(courses) > ahead:
                 _compare(courses.popleft(), courses[-1].model, shares)
+        if move.is_made and until is not None and message.version >= until:
+            break
     return dict(sorted(shares.items()))
 
 

@@ -1,54 +1,83 @@
-"""The pages of a bisection and of another rule: a form, how far the work is, and what was found."""
+"""The pages of what takes a replay to answer: a form, how far the work is, and what was found."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedstream.page.charts import Chart, Curve, finite
+from fedstream.page.devices import devices_of
 from fedstream.page.jobs import PageJob
 from fedstream.page.pages import page
 from fedstream.page.questions import Bisection, Problems, keys_in
 from fedstream.page.run import RecordedRun
+from fedstream.page.work import MeasuredShares
 from fedstream.recordings.bisect import Search
+
+if TYPE_CHECKING:
+    from fedstream.recordings.replay import ReplayResult
 
 
 def bisection(
     run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
-    *, other: PageJob | None, token: str,
+    *, other: PageJob | None, **about: str,
 ) -> str:  # fmt: skip
-    """The page of a bisection. ``other``: what is being worked on instead."""
+    """The page of a bisection. ``other``: what is being worked on instead.
+
+    ``about``: the form's token, its address, and who may send it.
+    """
     said, crossing = "", None
     if job is not None and isinstance(job.answer, Search) and isinstance(job.question, Bisection):
         said = job.answer.in_words(job.question.metric, job.question.limit)
         crossing = job.answer.crossing
     return page(
         run, "bisect.html", "Bisect", "Bisect", fields=fields, problems=problems, job=job,
-        other_job=other, token=token, metrics=run.metrics, said=said, crossing=crossing,
+        other_job=other, **about, metrics=run.metrics, said=said, crossing=crossing,
         charts=[] if job is None else measured(job),
     )  # fmt: skip
 
 
 def other_rule(
     run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
-    *, other: PageJob | None, token: str,
+    *, other: PageJob | None, **about: str,
 ) -> str:  # fmt: skip
-    """The page of another rule. ``other``: what is being worked on instead."""
+    """The page of another rule. ``other``: what is being worked on instead.
+
+    ``about``: the form's token, its address, and who may send it.
+    """
     from fedstream.strategies import FUNCTIONS, RULES
 
     said: list[str] = []
     error, rows = None, []
-    if job is not None and job.answer is not None and not isinstance(job.answer, Search):
+    replayed = None if job is None else _replayed(job)
+    if job is not None and replayed is not None:
         from fedstream.recordings.replay import in_words
 
-        said, error = in_words(job.answer), job.answer.error
+        said, error = in_words(replayed), replayed.error
         rows = beside_each_other(job)
     recorded = keys_in(run.past.head.strategy)
     return page(
         run, "what_if.html", "What if", "What if", fields=fields, problems=problems, job=job,
-        other_job=other, token=token, recorded=recorded, rules=RULES.names(),
+        other_job=other, **about, recorded=recorded, rules=RULES.names(),
         functions=FUNCTIONS.names(), said=said, error=error, rows=rows,
         charts=[] if job is None else laid_over(job),
+    )  # fmt: skip
+
+
+def distances(
+    run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
+    *, other: PageJob | None, **about: str,
+) -> str:  # fmt: skip
+    """The page of all devices' distances and cosines. ``other``: what is worked on instead.
+
+    ``about``: the form's token, its address, and who may send it.
+    """
+    answer = None if job is None else job.answer
+    shares = answer.by_device if isinstance(answer, MeasuredShares) else None
+    return page(
+        run, "distances.html", "Distances", "Devices", fields=fields, problems=problems, job=job,
+        other_job=other, **about,
+        devices=[] if shares is None else devices_of(run.columns, shares),
     )  # fmt: skip
 
 
@@ -56,7 +85,7 @@ def stale(run: RecordedRun) -> str:
     """What a form without our token gets."""
     return page(
         run, "error.html", "Not started", "",
-        text="this form is not from here, or fedstream ui was started again since: load the page "
+        text="this form is not from here, or the server was started again since: load the page "
         "again, and send the form once more",
     )  # fmt: skip
 
@@ -74,10 +103,15 @@ def measured(job: PageJob) -> list[Chart]:
     return [Chart("bisect", f"{question.metric}, as measured", "version", [*map(float, x)], series)]
 
 
+def _replayed(job: PageJob) -> ReplayResult | None:
+    answer = job.answer
+    return None if answer is None or isinstance(answer, Search | MeasuredShares) else answer
+
+
 def laid_over(job: PageJob) -> list[Chart]:
     """Each metric by both rules, and how far the models are from each other."""
-    answer = job.answer
-    if answer is None or isinstance(answer, Search):
+    answer = _replayed(job)
+    if answer is None:
         return []
     points = [point for point in answer.points if point.changed is not None]
     names = dict.fromkeys(name for point in points for name in point.original)
@@ -103,8 +137,8 @@ def laid_over(job: PageJob) -> list[Chart]:
 
 def beside_each_other(job: PageJob) -> list[dict[str, Any]]:
     """The last measurement by both rules: (metric, original, changed, difference)."""
-    answer = job.answer
-    if answer is None or isinstance(answer, Search) or not answer.points:
+    answer = _replayed(job)
+    if answer is None or not answer.points:
         return []
     last = answer.points[-1]
     changed = last.changed or {}

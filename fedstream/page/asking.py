@@ -16,13 +16,15 @@ from urllib.parse import urlencode
 from aiohttp import web
 
 from fedstream.page import answers, questions
-from fedstream.page.guard import form_of
+from fedstream.page.directions import DISTANCES
+from fedstream.page.guard import Asker, form_of
 from fedstream.page.jobs import Occupied, PageJobs
 from fedstream.page.questions import Fields, Problems, Question
 from fedstream.page.run import RecordedRun
 
 Made: TypeAlias = tuple[int, str]  # a page and its status
-AskRun: TypeAlias = Callable[[Callable[[RecordedRun], Made]], Awaitable[Made]]
+AskRun: TypeAlias = Callable[..., Awaitable[Made]]
+"""Calls a function with the run as it stands now; with ``anew=False``, as it stood before."""
 
 _FORM = 1 << 16  # bytes
 
@@ -48,10 +50,13 @@ class QuestionForm:
         return f"{self.path}?{urlencode(fields)}"
 
 
+_DISTANCES = QuestionForm(
+    DISTANCES, questions.DISTANCES, lambda _run: {}, questions.distances, answers.distances
+)
 FORMS = (
     QuestionForm(
         "/bisect", questions.BISECTION, questions.first_bisection,
-        lambda fields, _run: questions.bisection(fields), answers.bisection,
+        questions.bisection, answers.bisection,
     ),
     QuestionForm(
         "/what-if", questions.OTHER_RULE, lambda _run: {}, questions.other_rule,
@@ -61,23 +66,37 @@ FORMS = (
 
 
 class Asking:
-    """The routes of both kinds. ``ask`` calls a function with the run as it stands now."""
+    """The routes of all kinds.
 
-    def __init__(self, jobs: PageJobs, ask: AskRun) -> None:
+    ``asker``: whether whoever sent a request may have us work; it decides what is shown, and the
+    server what is done.
+    """
+
+    def __init__(
+        self, jobs: PageJobs, ask: AskRun, asker: Callable[[web.Request], Asker], *, live: bool
+    ) -> None:
+        """``live``: beside the live page, where no link has anything measured."""
         self._jobs = jobs
         self._ask = ask
+        self._asker = asker
+        self._live = live
         self._token = token_urlsafe(24)
 
     def routes(self) -> list[web.RouteDef]:
         """What the server is to have."""
-        return [route for form in FORMS for route in (
+        forms = (*FORMS, _DISTANCES) if self._live else FORMS
+        return [route for form in forms for route in (
             web.get(form.path, self._looking(form)), web.post(form.path, self._asking(form)),
         )]  # fmt: skip
 
     def _looking(self, form: QuestionForm) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def look(request: web.Request) -> web.Response:
-            fields = form.fields(request.query)
-            return _html(await self._ask(lambda run: (200, self._shown(run, form, fields))))
+            fields, asker = form.fields(request.query), self._asker(request)
+            # Whoever follows the work asks often: that alone is no reason to read the journal.
+            anew = self._jobs.at(form.address(fields)) is None
+            return _html(
+                await self._ask(lambda run: (200, self._shown(run, form, fields, asker)), anew=anew)
+            )
 
         return look
 
@@ -98,6 +117,8 @@ class Asking:
 
     def _begun(self, run: RecordedRun, form: QuestionForm, fields: Fields) -> Made:
         """Start the work that a form asks for; raises HTTPSeeOther where it is shown."""
+        if run.is_live and "until" not in fields:  # it goes on: of what is the answer?
+            fields = {**fields, "until": str(run.newest)}
         question, problems = form.read(fields, run)
         if question is None:
             return 422, self._page(run, form, fields, problems)
@@ -107,19 +128,21 @@ class Asking:
             return 409, self._page(run, form, fields, {})
         raise web.HTTPSeeOther(form.address(fields))
 
-    def _shown(self, run: RecordedRun, form: QuestionForm, fields: Fields) -> str:
+    def _shown(self, run: RecordedRun, form: QuestionForm, fields: Fields, asker: Asker) -> str:
         if not fields:
-            return self._page(run, form, form.first(run), {})
+            return self._page(run, form, form.first(run), {}, asker)
         known = self._jobs.at(form.address(fields)) is not None
-        return self._page(run, form, fields, {} if known else form.read(fields, run)[1])
+        return self._page(run, form, fields, {} if known else form.read(fields, run)[1], asker)
 
     def _page(
-        self, run: RecordedRun, form: QuestionForm, fields: Fields, problems: Problems
-    ) -> str:
+        self, run: RecordedRun, form: QuestionForm, fields: Fields, problems: Problems,
+        asker: Asker = "may",
+    ) -> str:  # fmt: skip
         job, current = self._jobs.at(form.address(fields)), self._jobs.current
         return form.show(
             run, dict.fromkeys(form.names, "") | dict(fields), problems, job and job.as_it_is(),
-            other=None if current is job else current, token=self._token,
+            other=None if current is job else current, token=self._token, asker=asker,
+            address=form.address(fields),
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import numpy as np
 
 from fedstream.observe.curves import bars, medians
-from fedstream.page.columns import RowArray
+from fedstream.page.columns import NONE, RowArray
 from fedstream.page.run import RecordedRun
 from fedstream.page.thinning import thinned
 
@@ -147,12 +147,16 @@ def _curves(run: RecordedRun, window: Window) -> list[Chart]:
 
 def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Chart]:
     """How a device's updates change over the run."""
-    rows = run.columns.updates[run.columns.used & (run.columns.updates["device"] == device)]
-    shares = run.directions.shares
+    mine = run.columns.used & (run.columns.updates["device"] == device)
+    rows = run.columns.updates[mine]
+    shares, until = run.directions.shares, run.directions.until
     if shares is not None and device in shares:
-        apart = shares[device].distance.values
-        if len(apart) == len(rows):  # all were recorded with their weights
-            rows["norm"] = apart
+        apart, within = shares[device].distance.values, np.ones(len(rows), bool)
+        if until is not None:
+            contained = run.columns.contained[mine]
+            within = (contained != NONE) & (contained <= until)
+        if len(apart) == within.sum():  # all were recorded with their weights
+            rows["norm"][within] = apart
     rows = rows[window.within(rows["version"])]
     found = []
     for name, title, label in (

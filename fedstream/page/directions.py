@@ -1,10 +1,16 @@
-"""What all models say of each device's updates. It takes a replay, so it is measured when asked."""
+"""What all models say of each device's updates. It takes a replay, so it is measured when asked.
+
+`fedstream ui` does so in a thread, as soon as somebody follows a link. In a service it is a
+question like others, worked on in a process of its own; what was answered last is shown.
+"""
 
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING, Protocol
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.journal import counted_bytes, opened
@@ -12,11 +18,74 @@ from fedstream.journal.shares import Share, stats
 from fedstream.page.past import Unwanted
 from fedstream.page.portraits import AHEAD
 
+if TYPE_CHECKING:
+    from fedstream.page.work import MeasuredShares
+
 _WAIT_S = 0.5  # for a short run, whose answer can be on the page that asked
+DISTANCES = "/distances"  # where a service is asked for them
 
 
-class Directions:
+class Directions(Protocol):
+    """What was measured, or is being measured."""
+
+    @property
+    def shares(self) -> Mapping[int, Share] | None:
+        """By device, once all is measured."""
+
+    @property
+    def until(self) -> int | None:
+        """The last version that counts; None: all of them."""
+
+    @property
+    def problem(self) -> str:
+        """Why it could not be measured."""
+
+    @property
+    def part(self) -> float:
+        """Of the journal that was read."""
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether it has begun and not ended."""
+
+    def begin(self) -> None:
+        """Begin to measure, if following a link may do that."""
+
+    def end(self) -> None:
+        """Stop soon: nobody wants to know any more."""
+
+
+class AskedDirections:
+    """What was answered last to the question for them."""
+
+    problem, part, is_going_on = "", 0.0, False  # told where it is asked
+
+    def __init__(self, answered: Callable[[], MeasuredShares | None]) -> None:
+        self._answered = answered
+
+    @property
+    def shares(self) -> Mapping[int, Share] | None:
+        """By device, once all is measured."""
+        found = self._answered()
+        return None if found is None else found.by_device
+
+    @property
+    def until(self) -> int | None:
+        """The last version that counts; None: all of them."""
+        found = self._answered()
+        return None if found is None else found.until
+
+    def begin(self) -> None:
+        """A form begins it."""
+
+    def end(self) -> None:
+        """Whoever began it ends it."""
+
+
+class ThreadedDirections:
     """A measurement in a thread of its own, at most one for each look at a run."""
+
+    until = None
 
     def __init__(self, journal: Path) -> None:
         self.shares: dict[int, Share] | None = None  # by device, once all is measured

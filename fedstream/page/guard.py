@@ -7,11 +7,14 @@ its own name our address (DNS rebinding).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from typing import Literal, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 from aiohttp import web
 
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Asker: TypeAlias = Literal["may", "operator", "nobody"]
+"""May who sent a request have work done? Or only an operator, or nobody, as there are none?"""
 
 HEADERS = {
     "Content-Security-Policy": (

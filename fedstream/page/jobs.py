@@ -5,8 +5,10 @@ So the pages answer as fast as ever, and what is cancelled ends at once, whateve
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from time import monotonic
@@ -14,10 +16,19 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.page.questions import Question
-from fedstream.page.work import Failure, Headway, TaskAccess, WorkResult, work
+from fedstream.page.work import (
+    Failure,
+    Headway,
+    MeasuredShares,
+    TaskAccess,
+    WorkBounds,
+    WorkResult,
+    work,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerContext, SpawnContext
     from multiprocessing.process import BaseProcess
 
 _KEPT = 20  # answers
@@ -26,7 +37,18 @@ _PRELOADED = ["torch", "fedstream.page.work", "fedstream.recordings.measuring"]
 
 
 class Occupied(FedstreamError):
-    """Another question is being worked on."""
+    """Another question is being worked on, or none is taken any more."""
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where questions about a run are worked on, and what that may take."""
+
+    run: Path
+    access: TaskAccess
+    bounds: WorkBounds = WorkBounds()  # noqa: RUF009  (frozen)
+    log: str = "the terminal of fedstream ui"  # where to find what the work prints
+    preloads: bool = True  # keep a process that has imported torch, of some 220 MB
 
 
 class PageJob:
@@ -54,32 +76,47 @@ class PageJob:
         found.measured = dict(self.measured)
         return found
 
-    def begin(self, run: Path, access: TaskAccess) -> None:
+    def begin(self, where: Workplace) -> None:
         """Start the work."""
         from multiprocessing import get_context
 
         # Not a fork of this process: there are threads, and torch does not survive one. It is
-        # forked from another, which imports torch for the first question.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        # forked from another, which imports torch for the first question, or a new one.
+        context: ForkServerContext | SpawnContext = get_context("spawn")
+        if where.preloads:
+            context = get_context("forkserver")
+            context.set_forkserver_preload(_PRELOADED)
         ours, theirs = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=work, args=(theirs, self.question, run, access), daemon=True
-        )
+            target=work, daemon=True,
+            args=(theirs, self.question, where.run, where.access, where.bounds),
+        )  # fmt: skip
         self._process.start()
+        # At once, not where the work begins: importing what it needs takes long as well.
+        if self._process.pid is not None:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, where.bounds.niceness)
         theirs.close()
-        Thread(target=self._follow, args=(ours, self._process), daemon=True).start()
+        Thread(target=self._follow, args=(ours, self._process, where), daemon=True).start()
 
     def cancel(self) -> None:
         """End the work, unless it has ended."""
+        self._stop("cancelled")
+
+    def _stop(self, why: str) -> None:
         if self.is_going_on and self._process is not None:
-            self.problem = "cancelled"
+            self.problem = why
             self._process.kill()
 
-    def _follow(self, channel: Connection, process: BaseProcess) -> None:
+    def _follow(self, channel: Connection, process: BaseProcess, where: Workplace) -> None:
+        until = None if where.bounds.seconds is None else self._began + where.bounds.seconds
         with channel:
             try:
                 while True:
+                    if until is not None and not channel.poll(max(0.0, until - monotonic())):
+                        self._stop(
+                            f"it took longer than {where.bounds.seconds:g} s (page.question_s)"
+                        )
+                        until = None
                     match channel.recv():
                         case Headway() as news:
                             self.part = news.part
@@ -98,16 +135,16 @@ class PageJob:
         elif not self.problem:
             self.problem = (
                 f"the process that worked on it ended with exit code {process.exitcode}: what it "
-                "printed is in the terminal of fedstream ui"
+                f"printed is in {where.log}"
             )
 
 
 class PageJobs:
     """The questions about one run, and their answers."""
 
-    def __init__(self, run: Path, access: TaskAccess) -> None:
-        self._run = run
-        self._access = access
+    def __init__(self, where: Workplace) -> None:
+        self._where = where
+        self._is_over = False
         self._jobs: OrderedDict[str, PageJob] = OrderedDict()  # by address, the newest last
 
     @property
@@ -119,20 +156,29 @@ class PageJobs:
         """What became of a question."""
         return self._jobs.get(address)
 
+    @property
+    def shares(self) -> MeasuredShares | None:
+        """What was measured last of all devices' updates."""
+        answers = [job.answer for job in self._jobs.values()]
+        return next((one for one in reversed(answers) if isinstance(one, MeasuredShares)), None)
+
     def begin(self, question: Question, address: str) -> None:
         """Work on a question, also if it was answered before. Raises Occupied."""
         if self.current is not None:
             if self.current.address == address:
                 return
             raise Occupied("another question is being worked on")
+        if self._is_over:
+            raise Occupied("no question is taken any more: the server is stopping")
         job = self._jobs[address] = PageJob(question, address)
         self._jobs.move_to_end(address)
         while len(self._jobs) > _KEPT:
             self._jobs.popitem(last=False)
-        job.begin(self._run, self._access)
+        job.begin(self._where)
 
     def end(self) -> None:
-        """Cancel what is being worked on."""
+        """Cancel what is being worked on, and take no more."""
+        self._is_over = True
         current = self.current
         if current is not None:
             current.cancel()

@@ -15,6 +15,7 @@ from fedstream.journal import JournalError
 from fedstream.page import charts, templating
 from fedstream.page.columns import different, each
 from fedstream.page.devices import DEVICE_COLUMNS, DeviceRow, devices_of
+from fedstream.page.directions import DISTANCES
 from fedstream.page.portraits import LayerGap, Portrait, Push
 from fedstream.page.questions import rule_of, worsening
 from fedstream.page.run import RecordedRun
@@ -85,6 +86,7 @@ def devices(run: RecordedRun, sort: str, *, models: bool = False) -> str:
     return page(
         run, "devices.html", "Devices", "Devices", devices=rows, sort=sort,
         directions=run.directions,
+        again=DISTANCES if run.is_live else f"/devices?models=1&{urlencode({'sort': sort})}",
     )  # fmt: skip
 
 
@@ -105,10 +107,11 @@ def device(
     labels = {key: f"{name} ({unit})" if unit else name for key, name, unit in DEVICE_COLUMNS}
     about = [(labels[key], cell_of(getattr(row, key), key)) for key, _, _ in DEVICE_COLUMNS[1:]]
     asked = window.query(over_time=window.over_time).lstrip("?")
+    again = f"/devices/{wanted}?models=1" + (f"&{asked}" if asked else "")
     return page(
         run, "device.html", f"Device {wanted}", "Devices",
         device=row, labels=labels, facts=about, window=window, directions=run.directions,
-        again=f"/devices/{wanted}?models=1" + (f"&{asked}" if asked else ""),
+        again=DISTANCES if run.is_live else again,
         charts=charts.of_device(run, wanted, window),
     )  # fmt: skip
 

@@ -36,6 +36,7 @@ class Bisection:
     metric: str
     limit: Limit
     every: int | None = None  # measure every N-th version; None: about 50 in all
+    until: int | None = None  # the last version that counts; None: the newest
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,17 @@ class OtherRule:
     without: frozenset[int]
     begin: int | None  # apply it after this version
     every: int  # measure every N-th version
+    until: int | None = None  # the last version that counts; None: the newest
 
 
-Question: TypeAlias = Bisection | OtherRule
+@dataclass(frozen=True)
+class Distances:
+    """How far did each device's updates go, and did the model go there too?"""
+
+    until: int | None = None  # the last version that counts; None: the newest
+
+
+Question: TypeAlias = Bisection | OtherRule | Distances
 
 
 class _Reading:
@@ -80,20 +89,30 @@ class _Reading:
             self.problems[name] = f"{text[:40]!r} is not a number"
             return None
 
+    def until(self, run: RecordedRun) -> int | None:
+        """The last version that counts; None if it is left out, or wrong."""
+        found = self.whole("until", 0)
+        if found is not None and not run.oldest <= found <= run.newest:
+            self.problems["until"] = (
+                f"version {found} is not in the journal, which has {run.oldest} to {run.newest}"
+            )
+        return found
+
 
 # bisection
 
-BISECTION = ("metric", "side", "bound", "every")
+BISECTION = ("metric", "side", "bound", "until", "every")
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _DIGITS
 
 
-def bisection(fields: Fields) -> tuple[Bisection | None, Problems]:
+def bisection(fields: Fields, run: RecordedRun) -> tuple[Bisection | None, Problems]:
     """What a form asks; None if something is wrong with it."""
     reading = _Reading(fields)
     metric, every = reading.text("metric"), reading.whole("every", 1)
+    until = reading.until(run)
     if not metric:
         reading.problems["metric"] = "which metric? Give one of the task's, such as accuracy"
     bound, above = reading.real("bound"), reading.text("side") == "above"
@@ -105,7 +124,7 @@ def bisection(fields: Fields) -> tuple[Bisection | None, Problems]:
             reading.problems["bound"] = str(error)
     if reading.problems or limit is None:
         return None, reading.problems
-    return Bisection(metric, limit, every), {}
+    return Bisection(metric, limit, every, until), {}
 
 
 @dataclass(frozen=True)
@@ -156,9 +175,21 @@ def _between(one: float, other: float) -> str:
     return next((text for text in texts if low < float(text) < high), "")
 
 
+# distances
+
+DISTANCES = ("until",)
+
+
+def distances(fields: Fields, run: RecordedRun) -> tuple[Distances | None, Problems]:
+    """What a form asks; None if something is wrong with it."""
+    reading = _Reading(fields)
+    until = reading.until(run)
+    return (None if reading.problems else Distances(until)), reading.problems
+
+
 # another rule
 
-OTHER_RULE = ("strategy", "alpha", "staleness", "set", "without", "from", "every")
+OTHER_RULE = ("strategy", "alpha", "staleness", "set", "without", "from", "until", "every")
 _KEYS = {"staleness": "strategy.staleness.kind", "alpha": "strategy.alpha"}
 
 
@@ -188,7 +219,9 @@ def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Prob
         )
     else:
         without = frozenset(map(int, parts))
-    begin, every = reading.whole("from", 0), reading.whole("every", 1)
+    begin, every, until = reading.whole("from", 0), reading.whole("every", 1), reading.until(run)
+    if begin is not None and until is not None and begin > until:
+        reading.problems.setdefault("until", f"version {until} is before version {begin}")
     if not (strategy or given or without or reading.problems):
         reading.problems["strategy"] = "what is to be different? Change the rule, or name a device"
     if not reading.problems:
@@ -196,8 +229,9 @@ def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Prob
     if reading.problems:
         return None, reading.problems
     sets = tuple(item for _, item in given)
-    usual = max(1, (run.newest - (run.oldest if begin is None else begin)) // _MEASUREMENTS)
-    return OtherRule(strategy, sets, without, begin, every or usual), {}
+    last = run.newest if until is None else until
+    usual = max(1, (last - (run.oldest if begin is None else begin)) // _MEASUREMENTS)
+    return OtherRule(strategy, sets, without, begin, every or usual, until), {}
 
 
 def keys_in(recorded: Mapping[str, Any], prefix: str = "strategy.") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fedstream.journal.inspection import Parting, parting
 from fedstream.observe import report
 from fedstream.observe.recall import Measurement, measurements
 from fedstream.page.columns import NONE, Columns
-from fedstream.page.directions import Directions
+from fedstream.page.directions import Directions, ThreadedDirections
 from fedstream.page.index import columns_of, marks
 from fedstream.page.past import MEMORY, Past
 from fedstream.page.portraits import Portraits
@@ -37,32 +37,41 @@ class RecordedRun:
         metrics: Path | None = None,
         other: RecordedRun | None = None,
         is_live: bool = False,
+        told: Callable[[], Sequence[Measurement]] = tuple,
+        directions: Directions | None = None,
     ) -> None:
         """Open it; ``read`` is told of the bytes of the journal that are read.
 
         ``metrics``: another table of measurements than the run's own. ``other``: a run to compare
-        it with. ``is_live``: its pages stand beside the live page. Raises FedstreamError if there
-        is no run.
+        it with. ``is_live``: its pages stand beside the live page. ``told``: what was measured, if
+        there is no table of it yet. ``directions``: where they are measured, if not here. Raises
+        FedstreamError if there is no run.
         """
         self.path = path
         self.other = other
         self.is_live = is_live
         self._table = metrics or path / report.METRICS
+        self._told = told
         self.journal = journal_of(path)
         self._marks = marks(self.journal)
         if not self._marks:
             raise FedstreamError(_no_run(path))
         self.columns: Columns = columns_of(self.journal, read)
-        self.directions = Directions(self.journal)
+        self._directions = directions
+        self.directions: Directions = directions or ThreadedDirections(self.journal)
         self._past: Past | None = None
         self._portraits: Portraits | None = None
 
     def refresh(self) -> RecordedRun:
         """The run as it stands now: this one, unless its journal, or the other's, has grown."""
         other = self.other and self.other.refresh()
-        if marks(self.journal) == self._marks and other is self.other:
+        is_same = marks(self.journal) == self._marks and other is self.other
+        if is_same and not (self.is_live and self.measured[-1:] != self._measurements()[-1:]):
             return self
-        fresh = RecordedRun(self.path, metrics=self._table, other=other, is_live=self.is_live)
+        fresh = RecordedRun(
+            self.path, metrics=self._table, other=other, is_live=self.is_live, told=self._told,
+            directions=self._directions,
+        )  # fmt: skip
         if self._past is not None and fresh.columns.continues(self.columns):
             fresh._past = self._past.reopened()
             if self._portraits is not None:
@@ -122,7 +131,11 @@ class RecordedRun:
     @cached_property
     def measured(self) -> list[Measurement]:
         """What was measured, by ascending version. Raises FedstreamError for a foreign table."""
-        return sorted(measurements(self._table), key=lambda one: one.version)
+        return self._measurements()
+
+    def _measurements(self) -> list[Measurement]:
+        found = measurements(self._table) or self._told()
+        return sorted(found, key=lambda one: one.version)
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from fedstream.page import pages
 from fedstream.page.asking import Asking
 from fedstream.page.charts import Window
 from fedstream.page.files import no_icon, send_static
-from fedstream.page.guard import HEADERS, Answering, names_of, refusal
-from fedstream.page.jobs import PageJobs
+from fedstream.page.guard import HEADERS, Answering, Asker, names_of, refusal
+from fedstream.page.jobs import PageJobs, Workplace
 from fedstream.page.pages import NotThere, Selection
 from fedstream.page.past import Unwanted
 from fedstream.page.run import RecordedRun
@@ -35,11 +35,17 @@ _NOT_WANTED = 499  # the client left before the answer; nobody sees it
 class PageServer:
     """The pages of one run. Its models are used by one request at a time, in a thread."""
 
-    def __init__(self, run: RecordedRun, access: TaskAccess = TaskAccess()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        run: RecordedRun,
+        jobs: PageJobs | None = None,
+        asker: Callable[[web.Request], Asker] = lambda _: "may",
+    ) -> None:
+        """``jobs``: where questions are worked on; ``asker``: who may ask them."""
         self.run = run
         self.is_ending = False  # nobody waits for an answer any more
-        self.jobs = PageJobs(run.path, access)
-        self._asking = Asking(self.jobs, self._asked)
+        self.jobs = jobs or PageJobs(Workplace(run.path, TaskAccess()))
+        self._asking = Asking(self.jobs, self._asked, asker, live=run.is_live)
         self._using = asyncio.Lock()
         self._waiting = 0  # requests that wait for it
         # The version whose models were shown last, and the step to it; None: none was yet.
@@ -57,13 +63,13 @@ class PageServer:
             return response
 
         app = web.Application(middlewares=[guard])
-        app.add_routes([web.get("/", self._overview), *self.routes(), *self._asking.routes()])
+        app.add_routes([web.get("/", self._overview), *self.routes()])
         app.add_routes([web.get("/static/{name}", send_static), web.get("/favicon.ico", no_icon)])
         app.cleanup_ctx.append(self._looking_around)
         return app
 
     def routes(self) -> list[web.RouteDef]:
-        """What there is to see of the run; none starts any work."""
+        """What there is to see of the run, and to ask about it; only POST starts any work."""
         return [
             web.get("/overview", self._overview),
             web.get("/versions", self._go),
@@ -72,6 +78,7 @@ class PageServer:
             web.get("/beside", self._beside),
             web.get("/devices", self._devices),
             web.get("/devices/{number}", self._device),
+            *self._asking.routes(),
         ]
 
     async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
@@ -225,7 +232,7 @@ async def serve(
 ) -> None:
     """Serve a run's pages until a signal; ``ready`` is told the port. Raises FedstreamError."""
     settings = HttpSettings(host=host, port=port)
-    site = PageServer(run, access)
+    site = PageServer(run, PageJobs(Workplace(run.path, access)))
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     app = site.application(host)
     log = structlog.get_logger()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Model
-from fedstream.journal import journal_of, newest_version, opened
-from fedstream.local.parent import VARIABLE, end_with_parent
-from fedstream.page.questions import Bisection, OtherRule, Question
+from fedstream.journal import counted_bytes, journal_of, newest_version, opened
+from fedstream.journal.shares import Share, stats
+from fedstream.local.parent import VARIABLE, death_with_parent, end_with_parent
+from fedstream.page.portraits import AHEAD
+from fedstream.page.questions import Bisection, Distances, OtherRule, Question
 from fedstream.recordings.bisect import Search, search
 from fedstream.runtime.plugins import allowing
 
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
     from fedstream.settings.config import Settings
 
 _BETWEEN_S = 0.1  # at least, from one piece of news to the next that says nothing but how far
-_NICENESS = 5  # the pages come first
+# How torch, and the system's loader, say that there is no memory.
+_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "failed to map segment")
+_OURS = "FEDSTREAM_"  # what the names of our environment variables begin with
 
 
 @dataclass(frozen=True)
@@ -38,14 +44,26 @@ class TaskAccess:
     data_root: str | None = None
     trusted: bool = False
     changed: bool = False
+    own: Settings | None = None  # a service's, whose task is the run's; the others don't count then
 
     def settings(self, run: Path) -> Settings:
         """The run's settings, as far as measuring needs them. Raises FedstreamError."""
+        if self.own is not None:
+            return self.own
         from fedstream.settings.recording import settings_of
 
         return settings_of(
             run, self.config, trusted=self.trusted, task=self.task, data_root=self.data_root
         )
+
+
+@dataclass(frozen=True)
+class WorkBounds:
+    """What work may take."""
+
+    seconds: float | None = None  # None: as long as it needs
+    memory: int | None = None  # bytes; None: as much as it needs
+    niceness: int = 5  # the pages come first
 
 
 @dataclass(frozen=True)
@@ -63,20 +81,69 @@ class Failure:
     text: str
 
 
-WorkResult: TypeAlias = "Search | ReplayResult"
+@dataclass(frozen=True)
+class MeasuredShares:
+    """What all models say of each device's updates, by device."""
+
+    by_device: Mapping[int, Share]
+    until: int  # the last version that counted
 
 
-def work(channel: Connection, question: Question, run: Path, access: TaskAccess) -> None:
-    """WorkResult a question about a run; all news of it go into ``channel``, the answer last."""
+WorkResult: TypeAlias = "Search | ReplayResult | MeasuredShares"
+
+
+def work(
+    channel: Connection, question: Question, run: Path, access: TaskAccess, bounds: WorkBounds
+) -> None:
+    """Answer a question about a run; all news of it go into ``channel``, the answer last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
-    os.environ[VARIABLE] = str(os.getppid())
-    end_with_parent()
-    os.nice(_NICENESS)
+    _end_with_server(access)
+    if bounds.memory is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        least = bounds.memory if most == resource.RLIM_INFINITY else min(bounds.memory, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (least, most))
     with suppress(BrokenPipeError):  # nobody wants to know any more
-        try:
-            channel.send(answer(question, run, access, channel.send))
-        except FedstreamError as error:
-            channel.send(Failure(str(error)))
+        channel.send(_tried(channel, question, run, access, bounds))
+
+
+def _end_with_server(access: TaskAccess) -> None:
+    """Have this process end with the one that began it, even if that is killed."""
+    if access.own is not None:  # a service's passwords are no business of the task's
+        for name in [name for name in os.environ if name.startswith(_OURS)]:
+            del os.environ[name]
+    os.environ[VARIABLE] = str(os.getppid())  # the server, or what ends with it
+    end_with_parent()
+    # The system means the thread that began it: one of a pool, which lasts as long as the server.
+    if (die := death_with_parent()) is not None:
+        die()
+    server = parent_process()
+    if server is not None and not server.is_alive():  # it ended before that
+        os._exit(0)
+
+
+def _tried(
+    channel: Connection, question: Question, run: Path, access: TaskAccess, bounds: WorkBounds
+) -> WorkResult | Failure:
+    try:
+        return answer(question, run, access, channel.send)
+    except (FedstreamError, MemoryError, ImportError) as error:
+        if bounds.memory is not None and _lacks_memory(error):
+            return Failure(f"it took more than {bounds.memory >> 20:,} MiB (page.question_bytes)")
+        if isinstance(error, ModuleNotFoundError):
+            return Failure(
+                f"this takes the package {error.name}, which is not installed here: ask where the "
+                "run can be measured, with fedstream ui"
+            )
+        return Failure(str(error) or type(error).__name__)
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether this comes of memory that could not be had; torch says so in words alone."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__
+    return False
 
 
 def answer(
@@ -86,6 +153,8 @@ def answer(
     with allowing(recorded=access.trusted, changed=access.changed):
         if isinstance(question, Bisection):
             return _bisected(question, run, access, tell)
+        if isinstance(question, Distances):
+            return _shared(question, run, tell)
         return _replayed(question, run, access, tell)
 
 
@@ -96,7 +165,8 @@ def _bisected(
 
     with opened(run) as chain:
         first = chain[0].standing.version
-        versions = max(1, newest_version(chain) - first)
+        last = newest_version(chain) if asked.until is None else asked.until
+        versions = max(1, last - first)
         judged, reached = judge(access.settings(chain[0].path.parent), asked.metric), 0.0
 
         def measure(version: int, model: Model) -> float:
@@ -106,7 +176,22 @@ def _bisected(
             tell(Headway(reached, (version, value)))
             return value
 
-        return search(chain, measure, asked.limit.is_good, asked.every)
+        return search(chain, measure, asked.limit.is_good, asked.every, last)
+
+
+def _shared(asked: Distances, run: Path, tell: Callable[[Headway], object]) -> MeasuredShares:
+    with opened(run) as chain:
+        last = newest_version(chain) if asked.until is None else asked.until
+        total, passed, told = counted_bytes(chain), 0, monotonic()
+
+        def read(length: int) -> None:
+            nonlocal passed, told
+            passed += length
+            if monotonic() - told >= _BETWEEN_S:
+                told = monotonic()
+                tell(Headway(passed / total))
+
+        return MeasuredShares(stats(chain, AHEAD, read, last), last)
 
 
 def _replayed(
@@ -118,10 +203,11 @@ def _replayed(
 
     with Replayer(
         journal_of(run), strategy=rule_by(asked.sets, asked.strategy), without=asked.without,
-        from_version=asked.begin, beside=True,
+        from_version=asked.begin, until=asked.until, beside=True,
     ) as replayer:  # fmt: skip
         measure = measuring(access.settings(run))
-        versions, told = max(1, replayer.newest - replayer.begin), monotonic()
+        last = replayer.newest if asked.until is None else asked.until
+        versions, told = max(1, last - replayer.begin), monotonic()
 
         def step(version: int) -> None:
             nonlocal told

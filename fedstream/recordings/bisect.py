@@ -94,8 +94,11 @@ def search(
     measure: MeasureOne,
     is_good: Callable[[float], bool],
     every: int | None = None,
+    until: int | None = None,
 ) -> Search:
     """Find a version whose metric is bad while the version before it is good.
+
+    ``until``: the last version that counts; None: the newest as this begins.
 
     The search goes forward. It measures the first version, every N-th (``every``; by default chosen
     for about 50 measurements) and the newest, until one is bad after an earlier one was good. Then
@@ -103,11 +106,13 @@ def search(
     found is real and the first in its interval; an earlier dip that recovers between two measured
     versions goes unseen unless ``every`` is 1. Raises JournalError.
     """
-    last = newest_version(chain)
+    last = newest_version(chain) if until is None else until
     found = Search(every or max(1, (last - chain[0].standing.version) // _MEASUREMENTS))
     good: int | None = None  # the last good version
     for move in history(chain):
         version = move.message.version
+        if version > last:  # of a run that goes on
+            break
         due = isinstance(move.message, Standing) or version == last or version % found.every == 0
         if not (move.is_made and due):
             continue

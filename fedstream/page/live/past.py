@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.page.guard import Answering
+from fedstream.page.guard import Answering, Asker
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 
 if TYPE_CHECKING:
+    from fedstream.observe.recall import Measurement
     from fedstream.page.server import PageServer
 
 _PATHS = (
     "/overview", "/versions", "/versions/{number}", "/updates", "/devices", "/devices/{number}",
 )  # fmt: skip
+_QUESTIONS = ("/bisect", "/what-if", "/distances")
+_NICENESS = 19  # whatever else there is to do comes first
 
 
 class Pasts:
     """The recorded run's pages, opened when somebody asks for one."""
 
-    paths = _PATHS
+    paths = (*_PATHS, *_QUESTIONS)
+    questions = _QUESTIONS  # to which a form can be sent
 
-    def __init__(self, settings: Settings) -> None:
-        self._journal = Path(settings.journal.dir)
+    def __init__(
+        self,
+        settings: Settings,
+        asker: Callable[[web.Request], Asker],
+        told: Callable[[], Sequence[Measurement]],
+    ) -> None:
+        """``asker``: who may have questions worked on; ``told``: what was measured so far."""
+        self._settings = settings
+        self._asker = asker
+        self._told = told
+        self.journal = Path(settings.journal.dir)
         self._opening = asyncio.Lock()
         self._server: PageServer | None = None
+        self._is_closed = False
 
     async def are_there(self) -> bool:
         """Whether there is a journal."""
@@ -37,16 +52,17 @@ class Pasts:
 
     def _is_there(self) -> bool:
         try:
-            return any(one.suffix == ".journal" for one in self._journal.iterdir())
+            return any(one.suffix == ".journal" for one in self.journal.iterdir())
         except OSError:
             return False
 
     def answering(self, path: str) -> Answering:
-        """The handler of one of the pages."""
+        """The handler of one of the pages, or of a form that is sent there."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             server = await self._opened()
-            route = next(one for one in server.routes() if one.path == path)
+            method = "POST" if request.method == "POST" else "GET"
+            route = next(one for one in server.routes() if (one.path, one.method) == (path, method))
             return await server.answered(request, route.handler)
 
         return answer
@@ -59,20 +75,39 @@ class Pasts:
         return self._server
 
     def _open(self) -> PageServer:
+        if self._is_closed:
+            raise FedstreamError("this coordinator is stopping")
         if not self._is_there():
             raise FedstreamError(
-                f"the journal is not readable from here ({self._journal}): look at it where it is, "
+                f"the journal is not readable from here ({self.journal}): look at it where it is, "
                 "with fedstream ui"
             )
+        from fedstream.page.directions import AskedDirections
+        from fedstream.page.jobs import PageJobs, Workplace
         from fedstream.page.run import RecordedRun
         from fedstream.page.server import PageServer
+        from fedstream.page.work import TaskAccess, WorkBounds
 
-        folder = self._journal.parent
-        is_run = (folder / CONFIG).is_file()
-        return PageServer(RecordedRun(folder if is_run else self._journal, is_live=True))
+        folder, settings = self.journal.parent, self._settings
+        path = folder if (folder / CONFIG).is_file() else self.journal
+        # The run is the coordinator's own: what its journal names was configured here as well.
+        own = Settings(task=settings.task, evaluator=settings.evaluator)
+        jobs = PageJobs(
+            Workplace(
+                path, TaskAccess(trusted=True, own=own),
+                WorkBounds(settings.page.question_s, settings.page.question_bytes, _NICENESS),
+                log="the coordinator's log", preloads=False,
+            )
+        )  # fmt: skip
+        run = RecordedRun(
+            path, is_live=True, told=self._told, directions=AskedDirections(lambda: jobs.shares)
+        )
+        return PageServer(run, jobs, self._asker)
 
     def close(self) -> None:
-        """Close its files."""
+        """Close its files, and end what is being worked on."""
+        self._is_closed = True
         if self._server is not None:
             self._server.is_ending = True
+            self._server.jobs.end()
             self._server.run.close()

@@ -62,15 +62,15 @@ def row(told: Told) -> list[object]:
     return [told.time, spaced(told.outcome), visible(" · ".join(filter(None, words)))]
 
 
-def page(picture: LivePicture, *, has_past: bool, is_operator: bool, has_operators: bool,
-         may_leave: bool) -> str:  # fmt: skip
-    """The whole page. ``may_leave``: the viewer has logged in."""
+def page(picture: LivePicture, *, has_past: bool, journal: str, is_operator: bool,
+         has_operators: bool, may_leave: bool) -> str:  # fmt: skip
+    """The whole page. ``journal``: where it would be; ``may_leave``: the viewer has logged in."""
     scene = picture.scene
     return rendered(
         "live.html", **_frame(scene, "Live", has_past=has_past, has_operators=has_operators),
         headline=picture.parts[HEADLINE], position=scene.position, lines=_lines(scene),
         panels=[(panel, picture.parts[panel.name]) for panel in PANELS],
-        is_operator=is_operator, may_leave=may_leave,
+        is_operator=is_operator, may_leave=may_leave, journal=journal,
     )  # fmt: skip
 
 

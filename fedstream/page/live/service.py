@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -19,7 +19,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
 from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.page.files import no_icon, send_static
-from fedstream.page.guard import HEADERS, Answering, form_of, is_ours, names_of, refusal
+from fedstream.page.guard import HEADERS, Answering, Asker, form_of, is_ours, names_of, refusal
 from fedstream.page.live.acting import Acting
 from fedstream.page.live.broadcast import Broadcast, DrawnGlance
 from fedstream.page.live.collector import Collector, Glance
@@ -29,9 +29,13 @@ from fedstream.page.live.sessions import LASTS_S, Sessions, Who
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 
+if TYPE_CHECKING:
+    from fedstream.observe.recall import Measurement
+
 _FORM = 4096  # bytes
 _DIGITS = 18  # more than any device's number has
 _WITHIN_S = 5.0  # for the first look
+_SOON_S = 1.0  # for one that can be done without
 _RETRY_S = 2
 _SHORT_S, _LONG_S = 0.01, 0.2  # that a look may read in the journal
 _STREAM = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
@@ -60,7 +64,7 @@ class LiveService:
         self._names = names_of(http.host, *page.hosts) if http.token is None or page.hosts else None
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
-        self._past = Pasts(settings)
+        self._past = Pasts(settings, self._asker, self._measured)
         self._acting = Acting(settings, client, keys)
         self._making: Any = None  # what makes HTML, loaded when the first viewer comes
         self._following: Any = None  # what reads the journal, likewise
@@ -88,6 +92,7 @@ class LiveService:
             web.get("/static/{name}", self._open(send_static)),
             web.get("/favicon.ico", self._open(no_icon)),
             *(web.get(path, self._guarded(self._recorded(path))) for path in self._past.paths),
+            *(web.post(path, self._asking(path)) for path in self._past.questions),
         ]
 
     # who may
@@ -117,14 +122,40 @@ class LiveService:
             if self._may(request, who):
                 return await handler(request)
             if who == "operator" and not self._sessions.has_operators:
-                return await self._failed(
-                    403, "Nobody may act",
-                    "no operator's token is configured: set page.operator_token "
-                    "(FEDSTREAM_PAGE__OPERATOR_TOKEN), or use the command line",
-                )  # fmt: skip
+                return await self._nobody_may("act")
             return await self._login(request.rel_url.raw_path_qs, who)
 
         return self._open(answer)
+
+    def _asker(self, request: web.Request) -> Asker:
+        """Whether whoever sent this may have questions worked on, which takes much time.
+
+        On this machine, whoever looks may; where others can look too, operators.
+        """
+        if self._sessions.is_open or self._who(request) == "operator":
+            return "may"
+        return "operator" if self._sessions.has_operators else "nobody"
+
+    def _asking(self, path: str) -> Answering:
+        """Take the form of a question from those who may ask it."""
+        ask = self._past.answering(path)
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            asker = self._asker(request)
+            if asker == "may":
+                return await ask(request)
+            if asker == "operator":
+                return await self._login(path, "operator")
+            return await self._nobody_may("work on this")
+
+        return self._guarded(answer)
+
+    async def _nobody_may(self, what: str) -> web.Response:
+        return await self._failed(
+            403, f"Nobody may {what}",
+            "no operator's token is configured: set page.operator_token "
+            "(FEDSTREAM_PAGE__OPERATOR_TOKEN), or use the command line",
+        )  # fmt: skip
 
     def _may(self, request: web.Request, who: Who) -> bool:
         now = self._who(request)
@@ -207,7 +238,7 @@ class LiveService:
         cookie = self._who(request)
         return _html(
             make.page(
-                picture, has_past=await self._past.are_there(),
+                picture, has_past=await self._past.are_there(), journal=str(self._past.journal),
                 is_operator=cookie == "operator", has_operators=self._sessions.has_operators,
                 may_leave=cookie is not None,
             )
@@ -219,6 +250,10 @@ class LiveService:
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if not path.startswith("/devices") or await self._past.are_there():
+                # Who follows the work on a question asks often, and needs no new look for that.
+                if self._broadcast.picture is None or path not in self._past.questions:
+                    with suppress(FedstreamError, TimeoutError):  # it only adds what was measured
+                        await self._broadcast.newest(_SOON_S)
                 return await recorded(request)
             make, picture = await self._made(), await self._broadcast.newest(_WITHIN_S)
             about = {"has_operators": self._sessions.has_operators}
@@ -230,6 +265,22 @@ class LiveService:
             return _html(make.device(picture, int(number), **about))
 
         return answer
+
+    def _measured(self) -> list[Measurement]:
+        """What the evaluator has measured, as far as it was seen."""
+        from fedstream.observe.recall import Measurement
+
+        picture = self._broadcast.picture
+        if picture is None:
+            return []
+        scene = picture.scene
+        return [
+            Measurement(
+                one.version, max(0.0, one.time - scene.tally.run.created), one.version,
+                dict(one.metrics),
+            )
+            for one in scene.measured
+        ]  # fmt: skip
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         if request.method == "HEAD":  # the page asks whether it may connect again
@@ -249,7 +300,8 @@ class LiveService:
     # logins
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
-        return await self._login(_local(request.query.get("to", "/")), "viewer")
+        who: Who = "operator" if request.query.get("as") == "operator" else "viewer"
+        return await self._login(_local(request.query.get("to", "/")), who)
 
     async def _login(self, to: str, who: Who, problem: str = "") -> web.Response:
         make = await self._made()
@@ -262,7 +314,7 @@ class LiveService:
         said = await form_of(request, _FORM)
         to = _local(said.get("to", "/"))
         begun = self._sessions.begun(said.get("token", ""), time.time())
-        who: Who = "operator" if to.startswith("/operate") else "viewer"
+        who: Who = "operator" if said.get("as") == "operator" else "viewer"
         if begun is None or (who == "operator" and begun[0] != "operator"):
             self._say("login refused", request, to=to[:80])
             return await self._login(to, who, "This is not the token.")

@@ -15,7 +15,7 @@ async function follow(work) {
     } catch (error) {
       const told = document.createElement("p");
       told.className = "warning";
-      told.textContent = `No answer: is fedstream ui still running? (${error.message})`;
+      told.textContent = `No answer from the server: is it still running? (${error.message})`;
       work.replaceChildren(told);
       return;
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,11 +15,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fedstream.page import answers
 from fedstream.page.guard import HEADERS
-from fedstream.page.jobs import PageJob
+from fedstream.page.jobs import PageJob, PageJobs, Workplace
 from fedstream.page.questions import OtherRule, keys_in
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import PageServer
-from fedstream.page.work import TaskAccess
+from fedstream.page.work import TaskAccess, WorkBounds
 from fedstream.recordings.bisect import Search
 from tests.fedstream.page.browsing import waiting_task
 from tests.fedstream.page.conftest import Page
@@ -65,9 +66,15 @@ class Site:
         return str(await wait_until(over, TEST_GUARD_S, "an answer"))
 
 
+def dying(run: Path, folder: Path) -> PageJobs:
+    """A task that ends the process that loads it."""
+    (folder / "dies.py").write_text("import os\nos._exit(7)\n")
+    return PageJobs(Workplace(run, TaskAccess(task=f"{folder}/dies.py:task")))
+
+
 @pytest.fixture
-async def site(poisoned: Path, request: pytest.FixtureRequest) -> AsyncIterator[Site]:
-    server = PageServer(RecordedRun(poisoned), getattr(request, "param", TaskAccess()))
+async def site(poisoned: Path) -> AsyncIterator[Site]:
+    server = PageServer(RecordedRun(poisoned))
     async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
         yield Site(client, server)
     server.jobs.end()
@@ -132,7 +139,7 @@ async def test_one_question_at_a_time_and_it_can_be_cancelled(
 ) -> None:
     """The other pages answer meanwhile."""
     access = TaskAccess(task=waiting_task(tmp_path))
-    server = PageServer(RecordedRun(poisoned), access)
+    server = PageServer(RecordedRun(poisoned), PageJobs(Workplace(poisoned, access)))
     async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
@@ -180,8 +187,7 @@ async def test_a_task_that_only_the_recording_names_is_not_loaded(
 
 
 async def test_a_process_that_dies_is_told(poisoned: Path, tmp_path: Path) -> None:
-    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
-    server = PageServer(RecordedRun(poisoned), TaskAccess(task=f"{tmp_path}/dies.py:task"))
+    server = PageServer(RecordedRun(poisoned), dying(poisoned, tmp_path))
     async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
@@ -192,8 +198,7 @@ async def test_of_many_answers_the_newest_are_kept(
     poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.page.jobs._KEPT", 1)
-    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
-    server = PageServer(RecordedRun(poisoned), TaskAccess(task=f"{tmp_path}/dies.py:task"))
+    server = PageServer(RecordedRun(poisoned), dying(poisoned, tmp_path))
     async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
         site = Site(client, server)
         _, first = await site.post("/bisect", BELOW)
@@ -202,3 +207,61 @@ async def test_of_many_answers_the_newest_are_kept(
         await site.answered(second)
         assert "ended with" not in await site.get(first)
         assert "ended with" in await site.get(second)
+
+
+async def test_only_the_versions_that_are_asked_about_count(site: Site) -> None:
+    _, address = await site.post("/bisect", BELOW | {"until": "20"})
+    assert address.endswith("&until=20")
+    assert "accuracy never went below 0.9 in the 21 versions" in await site.answered(address)
+    _, address = await site.post("/what-if", {"without": "2", "until": "20"})
+    text = await site.answered(address)
+    assert re.search(r"used \d+ of 20 updates", text)
+    status, text = await site.post("/what-if", {"without": "2", "until": "31"})
+    assert status == 422
+    assert re.search('id="until-problem" role="alert">version 31 is not in the journal', text)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        (WorkBounds(seconds=0.5), "it took longer than 0.5 s (page.question_s)"),
+        (WorkBounds(memory=1 << 26), "it took more than 64 MiB (page.question_bytes)"),
+    ],
+    ids=["seconds", "memory"],
+)
+async def test_work_that_takes_too_much_is_ended(
+    poisoned: Path, tmp_path: Path, bounds: WorkBounds, told: str
+) -> None:
+    (tmp_path / "greedy.py").write_text(
+        "from time import sleep\nheld = bytearray(1 << 27)\nsleep(600)\n"
+    )
+    access = TaskAccess(task=f"{tmp_path}/greedy.py:task")
+    where = Workplace(poisoned, access, bounds, preloads=False)
+    server = PageServer(RecordedRun(poisoned), PageJobs(where))
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        site = Site(client, server)
+        _, address = await site.post("/bisect", BELOW)
+        assert told in await site.answered(address)
+        assert server.jobs.current is None
+
+
+async def test_a_package_that_is_missing_is_named(poisoned: Path, tmp_path: Path) -> None:
+    """As where only services are installed that do not train."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')\n")
+    sys.path.insert(0, str(tmp_path))  # a spawned process has it too
+    try:
+        jobs = PageJobs(Workplace(poisoned, TaskAccess(), preloads=False))
+        server = PageServer(RecordedRun(poisoned), jobs)
+        async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+            site = Site(client, server)
+            _, address = await site.post("/bisect", BELOW)
+            assert "this takes the package torch" in await site.answered(address)
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+async def test_a_server_that_is_stopping_begins_nothing(site: Site) -> None:
+    site.server.jobs.end()
+    status, _ = await site.post("/bisect", BELOW)
+    assert status == 409
+    assert site.server.jobs.current is None

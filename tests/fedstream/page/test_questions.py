@@ -26,11 +26,11 @@ def run(recorded: Path) -> RecordedRun:
     return RecordedRun(recorded)
 
 
-def test_a_bisection_as_the_form_has_it() -> None:
+def test_a_bisection_as_the_form_has_it(run: RecordedRun) -> None:
     asked = {"metric": "loss", "side": "above", "bound": " 1.5 ", "every": "3"}
-    assert bisection(asked) == (Bisection("loss", Limit(1.5, above=True), 3), {})
-    asked = {"metric": "accuracy", "bound": "0.5"}
-    assert bisection(asked) == (Bisection("accuracy", Limit(0.5)), {})
+    assert bisection(asked, run) == (Bisection("loss", Limit(1.5, above=True), 3), {})
+    asked = {"metric": "accuracy", "bound": "0.5", "until": "40"}
+    assert bisection(asked, run) == (Bisection("accuracy", Limit(0.5), until=40), {})
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,13 @@ def test_a_bisection_as_the_form_has_it() -> None:
         ({"metric": " "}, "metric", "which metric?"),
         ({"every": "0"}, "every", "'0' is not a whole number from 1 on"),
         ({"every": "1e3"}, "every", "is not a whole number"),
+        ({"until": "61"}, "until", "version 61 is not in the journal, which has 0 to 60"),
     ],
 )
-def test_what_is_wrong_is_told_of_its_field(changed: dict[str, str], field: str, text: str) -> None:
-    question, problems = bisection({"metric": "accuracy", "bound": "0.5"} | changed)
+def test_what_is_wrong_is_told_of_its_field(
+    run: RecordedRun, changed: dict[str, str], field: str, text: str
+) -> None:
+    question, problems = bisection({"metric": "accuracy", "bound": "0.5"} | changed, run)
     assert question is None
     assert problems.keys() == {field}
     assert text in problems[field]
@@ -66,13 +69,12 @@ def test_a_bisection_begins_half_way_from_the_best_to_what_came_after(
         found = first_bisection(RecordedRun(run.path, metrics=table))
         worse = worsening(RecordedRun(run.path, metrics=table))
         assert worse is not None
-        for is_live in (False, True):  # beside the live page, there is no such page
-            text = overview(RecordedRun(run.path, metrics=table, is_live=is_live))
-            assert ("/bisect" in text.partition("</nav>")[2]) == (grave and not is_live)
+        text = overview(RecordedRun(run.path, metrics=table))
+        assert ("/bisect" in text.partition("</nav>")[2]) == grave
         assert worse.is_grave is grave
         wanted = (metric.removeprefix("test_"), side, bound)
         assert (found["metric"], found["side"], found["bound"]) == wanted
-        assert bisection(found)[0] is not None
+        assert bisection(found, run)[0] is not None
 
 
 def test_another_rule_as_the_form_has_it(run: RecordedRun) -> None:
@@ -96,6 +98,8 @@ def test_another_rule_as_the_form_has_it(run: RecordedRun) -> None:
         ({"without": "9" * 5000}, "without", "is not the number of a device"),
         ({"without": "99"}, "without", "device 99 never took part"),
         ({"without": "3", "from": "61"}, "from", "version 61 does not exist yet"),
+        ({"without": "3", "until": "61"}, "until", "version 61 is not in the journal"),
+        ({"without": "3", "from": "9", "until": "8"}, "until", "version 8 is before version 9"),
         ({"without": "3", "from": "-1"}, "from", "is not a whole number from 0 on"),
         ({"without": "3", "every": "0"}, "every", "is not a whole number from 1 on"),
         ({"alpha": "7"}, "alpha", "strategy.alpha = 7: must be"),

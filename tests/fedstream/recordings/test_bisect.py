@@ -104,6 +104,17 @@ def test_bisect_measures_the_named_versions(
     assert digests == {number: scribe.digests[number] for number in measured}
 
 
+def test_bisect_looks_at_no_later_version_than_it_is_told(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    for _ in range(10):
+        scribe.update()
+    scribe.close()
+    with opened(tmp_path) as chain:
+        found = search(chain, lambda version, _: -version, lambda value: value > -9, 4, 6)
+    assert found.crossing is None
+    assert found.measured.keys() == {0, 4, 6}
+
+
 def test_bisect_names_every_update_of_a_round(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path, FedAvgSettings(clients_per_round=2))
     for device in range(6):

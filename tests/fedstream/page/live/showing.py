@@ -40,7 +40,7 @@ class Moments:
 
     async def _page(self, _request: web.Request) -> web.Response:
         text = rendering.page(
-            self._picture(), has_past=False, is_operator=False, has_operators=False,
+            self._picture(), has_past=False, journal="", is_operator=False, has_operators=False,
             may_leave=False,
         )  # fmt: skip
         return web.Response(text=text, content_type="text/html", headers=HEADERS)
