@@ -12,6 +12,8 @@ _ALL_S = 600.0  # between two searches of everything
 _LOOK_S = 10.0  # between two looks at how much there is: that takes 0.05 µs for each object
 _GROWN = 1.25  # of the objects that the last full search left: then everything is searched again,
 _MORE = 50_000  # if there are so many beyond
+# New objects before a search among them: by then, most are gone that belong to one request.
+_YOUNG = 10_000
 
 
 @contextmanager
@@ -49,9 +51,12 @@ def short_pauses(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
             if is_full:
                 searched, held, is_full = clock(), gc.get_freeze_count(), False
 
+    thresholds = gc.get_threshold()
+    gc.set_threshold(_YOUNG, *thresholds[1:])
     gc.callbacks.append(follow)
     try:
         yield
     finally:
         gc.callbacks.remove(follow)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()

@@ -44,6 +44,7 @@ class Held:
     stream: str
     tau: int | None = None  # the version that it was offered with last; None: not by us
     is_new: bool = False  # its device has not come for it yet: no work would be lost
+    is_untouched: bool = False  # nobody was sent it before, and no upload of it has begun
 
     @property
     def attempt(self) -> str:

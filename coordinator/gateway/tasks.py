@@ -127,7 +127,7 @@ class Tasks:
             await self._bury(entry, group.stream, str(error))
             return
         self._context.trace("taken", task=task.task, device=task.device)
-        self._desk.hold(Held(task, entry, group.stream, is_new=is_new), now)
+        self._desk.hold(Held(task, entry, group.stream, is_new=is_new, is_untouched=is_new), now)
 
     async def renew(self) -> None:
         """Renew all leases together; tasks whose lease is lost are over for their devices."""

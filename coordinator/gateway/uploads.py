@@ -21,6 +21,7 @@ from aiohttp import hdrs, web
 from fedstream.broker.blobs import CHUNK, chunks_of
 from fedstream.broker.errors import BlobMissing
 from fedstream.broker.messages import Upload
+from fedstream.broker.parts import Written
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway import upload_answers, upload_requests
 from fedstream.coordinator.gateway.desk import NotHeld
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fedstream.wire import Format
 
 _NOTE_S = 60.0  # then the note of an update is gone that came in one request
+_NOTHING = Written(note=None, chunks=None)
 _NAMES = re.compile(f"{TASK_ID}/{ATTEMPT_ID}")
 
 
@@ -64,6 +66,7 @@ class _Mine:
     turn: Turn
     blob: PartialBlob
     in_hand: bool  # the task was, when the request came; else only its upload's note is known
+    is_first: bool = False  # of all requests to it, at whichever replica: nothing can be there yet
 
 
 class Uploads:
@@ -125,9 +128,12 @@ class Uploads:
         if isinstance(source, UploadEnd):
             return source.answer(request.method)
         in_hand = task in self._desk
+        is_first = in_hand and self._desk.held(task, device).is_untouched
+        if is_first:
+            self._desk.held(task, device).is_untouched = False
         try:
             async with self._turns.taken(f"{task}.{attempt}") as turn:
-                mine = _Mine(task, attempt, source, turn, blob, in_hand)
+                mine = _Mine(task, attempt, source, turn, blob, in_hand, is_first)
                 return await self._methods[request.method](request, mine)
         except TakenOver:
             raise upload_answers.taken_over() from None
@@ -172,7 +178,7 @@ class Uploads:
         self._fits(asked.length, asked.report)
         note = UploadNote(source=mine.source, length=asked.length, report=asked.report)
         part = asked.part
-        written = await mine.blob.written()
+        written = _NOTHING if mine.is_first else await mine.blob.written()
         was = UploadNote.parsed(written.note)
         if was is not None and was.complete:
             with suppress(BlobMissing):

@@ -16,6 +16,7 @@ class Ring:
         self.me = self
 
 now = 0.0
+before = gc.get_threshold()
 with short_pauses(lambda: now):
     kept, gone = Ring(), weakref.ref(Ring())
     gc.collect()
@@ -42,6 +43,7 @@ with short_pauses(lambda: now):
     assert later() is None           # or there is much more, which is looked at every ten seconds
 gc.collect()
 assert not gc.get_freeze_count()
+assert gc.get_threshold() == before
 """
 
 

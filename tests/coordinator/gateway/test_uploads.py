@@ -10,6 +10,7 @@ import pytest
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client
+from fedstream.broker.parts import PartialBlob, Written
 from fedstream.wire import format_of
 from tests.coordinator.gateway.places import SITE
 from tests.coordinator.gateway.uploading import (
@@ -239,3 +240,30 @@ async def test_what_is_not_finished_expires(make: Any, scene: Scene, client: Cli
         assert len(names) == 2
         for name in names:
             assert 0 < await client.call("PTTL", name) <= 600_000
+
+
+async def test_first_request_to_an_upload_asks_redis_for_nothing(
+    make: Any, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can have begun it; whoever comes later may have forgotten that they did."""
+    await make(64)
+    looks: list[str] = []
+    written = PartialBlob.written
+
+    async def counted(blob: PartialBlob) -> Written:
+        looks.append(blob._key)
+        return await written(blob)
+
+    monkeypatch.setattr(PartialBlob, "written", counted)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        async with scene.deciding():
+            assert (await phone.posts(at, phone.data)).status == 200
+        assert looks == []
+        assert (await phone.posts(at, phone.data)).status == 200
+        assert len(looks) == 1
+        other = await scene.phone(at, device=4)
+    async with scene.replica() as at, scene.deciding():
+        looks.clear()
+        assert (await other.posts(at, other.data)).status == 200
+        assert len(looks) == 1, "the task was in hand before"
