@@ -60,7 +60,7 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def test_readme(reader: Open, mnist: Path) -> None:
-    fewer = {"--versions 1200": "--versions 60"}  # of MNIST: 1,200 take half a minute
+    fewer = {"--versions 1200": "--versions 60", "--versions 40": "--versions 4"}
     with reader("README.md", instead=fewer) as page:
         (page.folder / "DATA_ROOT").symlink_to(mnist)
         page.follow()
@@ -150,7 +150,15 @@ POISONED, SINCE, VERSIONS = 3, 100, 300  # docs/replay.md: a device, its first p
 
 
 def test_replay(reader: Open, any_redis: RedisSettings) -> None:
-    with reader("docs/replay.md", instead={"URL": any_redis.url}) as page:
+    fewer = {
+        "300 --set updater.norm_factor=0 --out runs/short": (
+            "60 --set updater.norm_factor=0 --out runs/short"
+        ),
+        "300 --set scheduler.steps.n=50 --out runs/guarded": (
+            "150 --set scheduler.steps.n=50 --out runs/guarded"
+        ),
+    }
+    with reader("docs/replay.md", instead={"URL": any_redis.url, **fewer}) as page:
         page.save("poisoned.py")
         page.follow(until="fedstream journal verify copy", fails={"fedstream journal diff": 1})
         run = page.folder / "runs" / "poisoned"
@@ -205,7 +213,7 @@ def without_the_device_the_model_stays_good(page: Reader) -> None:
 
 
 def test_simulation(reader: Open, mnist: Path) -> None:
-    with reader("docs/simulation.md") as page:
+    with reader("docs/simulation.md", instead={"--versions 100": "--versions 20"}) as page:
         (page.folder / "DATA_ROOT").symlink_to(mnist)
         page.follow()
         page.python()
@@ -336,7 +344,7 @@ def test_compare(reader: Open) -> None:
 
 
 def test_browser(reader: Open) -> None:
-    with reader("docs/how-to/browser.md") as page:
+    with reader("docs/how-to/browser.md", instead={"--versions 300": "--versions 150"}) as page:
         [program] = (one.text for one in blocks("docs/replay.md") if "class Poisoned" in one.text)
         (page.folder / "poisoned.py").write_text(program)
         page.follow("fedstream ui")

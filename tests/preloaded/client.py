@@ -40,10 +40,13 @@ def ended(address: str, arguments: list[str], files: tuple[int, ...]) -> int:
 
 
 def main() -> None:
-    """`fedstream ARGUMENT...`, `python ... -m fedstream ARGUMENT...`; other Python as it is."""
+    """`fedstream ARGUMENT...`, `python ... -m fedstream ARGUMENT...` and `python SCRIPT.py
+    ARGUMENT...`; other Python as it is."""
     _, address, python, name, *arguments = sys.argv
     files: tuple[int, ...] = (0, 1, 2)
-    if name == "python":
+    if name == "python" and arguments and arguments[0].endswith(".py"):
+        arguments.insert(0, "python")
+    elif name == "python":
         module = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
         if module not in ("fedstream", "fedstream.api", FORK_SERVER):
             posix.execv(python, [python, *arguments])

@@ -7,11 +7,13 @@ import gc
 import importlib
 import marshal
 import os
+import runpy
 import select
 import signal
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 PRELOADED = (
     "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin",
@@ -118,6 +120,13 @@ def become(
         sys.argv = ["fork_server", "3"]
 
 
+def run_script(script: str) -> None:
+    """Runs a program of the reader's."""
+    del sys.argv[:2]  # "fedstream", "python"
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
 def main() -> None:
     """Imports, serves, and in a forked process runs the command line."""
     address, python = sys.argv[1:]
@@ -139,8 +148,15 @@ def main() -> None:
         sys.executable = python  # `fedstream run` starts its services with it
         code: object = 0
         try:
-            commands = {"fedstream.api": from_python, "fedstream.local.fork_server": fork_server}
-            commands.get(wanted[0][1], command)() if wanted[0][:1] == ["-m"] else command()
+            match wanted[0]:
+                case ["python", script, *_]:
+                    run_script(script)
+                case ["-m", "fedstream.api", *_]:
+                    from_python()
+                case ["-m", "fedstream.local.fork_server", *_]:
+                    fork_server()
+                case _:
+                    command()
         except SystemExit as end:
             code = end.code
         atexit._run_exitfuncs()
