@@ -58,11 +58,12 @@ def alike(messages: Sequence[bytes]) -> Iterator[Alike]:
     """
     lengths = np.fromiter(map(len, messages), np.int64, len(messages))
     poor = 0
-    for length in np.unique(lengths).tolist():
+    for length in sorted({*lengths.tolist()}):
         left = np.flatnonzero(lengths == length)
         wide = length + -length % _WORD
-        joined = b"".join(messages[place].ljust(wide, b"\0") for place in left.tolist())
-        table = np.frombuffer(joined, np.uint8).reshape(len(left), wide)
+        joined = b"".join([messages[place] for place in left.tolist()])
+        table = np.zeros((len(left), wide), np.uint8)
+        table[:, :length] = np.frombuffer(joined, np.uint8).reshape(len(left), length)
         while len(left) > _FEW and poor < _POOR:
             shape = _shape_of(messages[left[0]], wide)
             if shape is None:

@@ -29,6 +29,7 @@ _FILE = struct.Struct("<8sI4xQ")  # magic, format, salt; alone on its page
 _MAGIC = b"fedstrm\n"
 _FRAME = struct.Struct("<IIQQQ32s")
 _CHECKSUM = hashlib.sha256().digest_size
+_WHOLE = struct.Struct(f"{_FRAME.format}{_CHECKSUM}s")  # a frame with the record's checksum
 _MARK = 0x6C6E726A  # "jrnl"
 
 FILE_BYTES = _FILE.size
@@ -109,6 +110,22 @@ def frame_parts(data: bytes | memoryview) -> tuple[int, int, int, int, bytes, by
     return length, payload, synced, offset, follows, bytes(data[_FRAME.size : FRAME_BYTES])
 
 
+def whole_parts(salt: bytes, data: bytes) -> tuple[bytes, int, int, bytes, bytes] | None:
+    """Message, payload's bytes, offset, what it follows, and checksum: of a whole record at once.
+
+    None if frame and message are not there as they were written. ``salt``: 8 bytes, as hashed.
+    """
+    if len(data) < FRAME_BYTES:
+        return None
+    mark, length, payload, _, offset, follows, checksum = _WHOLE.unpack_from(data)
+    message = data[FRAME_BYTES : FRAME_BYTES + length]
+    if mark != _MARK or len(message) < length or length > MOST:
+        return None
+    if hashlib.sha256(salt + data[: _FRAME.size] + message).digest() != checksum:
+        return None
+    return message, payload, offset, follows, checksum
+
+
 def is_whole(salt: int, data: bytes, checksum: bytes) -> bool:
     """Whether frame and message are as they were written. ``data``: exactly these two."""
     return _checksum(salt, data[: _FRAME.size], data[FRAME_BYTES:]) == checksum
@@ -120,4 +137,9 @@ def filled(length: int) -> int:
 
 
 def _checksum(salt: int, frame: bytes, message: bytes) -> bytes:
-    return hashlib.sha256(salt.to_bytes(8, "little") + frame + message).digest()
+    return hashlib.sha256(salt_bytes(salt) + frame + message).digest()
+
+
+def salt_bytes(salt: int) -> bytes:
+    """A salt as it is hashed."""
+    return salt.to_bytes(8, "little")

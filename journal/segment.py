@@ -35,6 +35,8 @@ from fedstream.journal.frames import (
     frame_of,
     frame_parts,
     is_whole,
+    salt_bytes,
+    whole_parts,
 )
 from fedstream.journal.records import (
     KINDS,
@@ -267,23 +269,21 @@ class Segment:
         not whole, also at a torn tail: :meth:`records` tells what is wrong there.
         """
         at, chain = self.beginning.at, self.beginning.chain
-        file, salt, end = self._file, self._salt, self.size if cut is None else cut.at
+        file, end = self._file, self.size if cut is None else cut.at
+        salt = salt_bytes(self._salt)
         with self._told(at):
             while at < end:
                 data = os.pread(file, _MESSAGE, at)
-                frame = frame_parts(data)
-                if frame is None:
+                parts = whole_parts(salt, data)
+                if parts is None and (frame := frame_of(data)) is not None:  # a longer one, perhaps
+                    parts = whole_parts(salt, os.pread(file, FRAME_BYTES + frame.length, at))
+                if parts is None:
                     break
-                length, payload, _, offset, follows, checksum = frame
-                if FRAME_BYTES + length > len(data):
-                    data = os.pread(file, FRAME_BYTES + length, at)
-                data = data[: FRAME_BYTES + length]
-                after = at + filled(FRAME_BYTES + length) + filled(payload)
+                message, payload, offset, follows, checksum = parts
+                after = at + filled(FRAME_BYTES + len(message)) + filled(payload)
                 if offset != at or follows != chain or after > end:
                     break
-                if not is_whole(salt, data, checksum):
-                    break
-                yield at, data[FRAME_BYTES:], after
+                yield at, message, after
                 at, chain = after, checksum
         if at < end:
             raise JournalDamaged(f"damaged record: {Place(self.path, at).where}")
