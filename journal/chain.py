@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedstream.broker.layout import vector_of
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError
 from fedstream.journal.records import SUFFIX, EntryRecord
 from fedstream.journal.segment import Cut, Record, Segment
-from fedstream.strategies import DeviceVectors
 
 FOLDER = "journal"  # in a run's output folder
 
@@ -160,44 +158,3 @@ def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
         f"{segment.standing_record.place.where}: the segment begins with version "
         f"{said.version} ({said.digest}), the one before ends with version {ended[0]} ({ended[1]})"
     )
-
-
-def device_vectors(segment: Segment, devices: int) -> DeviceVectors | None:
-    """What the strategy remembers of each device, from the segment that it was last written to.
-
-    None if it remembers nothing. Raises JournalError.
-    """
-    here, elsewhere = segment.standing.here, segment.elsewhere
-    if not (here or elsewhere):
-        return None
-    vectors = DeviceVectors(devices, segment.layout.parameters)
-    wanted: dict[str, set[int]] = {}
-    for device, name in elsewhere.items():
-        wanted.setdefault(name, set()).add(device)
-    _load(segment, set(here), vectors)
-    for name, missing in wanted.items():
-        path = segment.path.with_name(name)
-        if not path.exists():
-            raise JournalError(
-                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
-                f"{len(missing)} devices, such as device {min(missing)}: restore it"
-            )
-        with Segment(path) as other:
-            _load(other, missing, vectors)
-    vectors.changed.clear()
-    return vectors
-
-
-def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
-    for record, message in segment.vectors():
-        if message.device not in devices:
-            continue
-        vector = vector_of(vectors.write(message.device))
-        segment.load(record, vector)
-        if vector.digest() != message.digest:
-            raise JournalDamaged(
-                f"{record.place.where}: the device's vector does not match its digest"
-            )
-        devices.discard(message.device)
-    if devices:
-        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 from fedstream.broker.layout import Model
 from fedstream.journal.chain import check_joint, cuts, entries, newest_version, since
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
-from fedstream.journal.rebuild import Rebuild, is_used
-from fedstream.journal.records import EntryRecord, Standing, Taken
+from fedstream.journal.rebuild import Rebuild
+from fedstream.journal.records import EntryRecord, Standing, Taken, is_used
 from fedstream.journal.segment import Cut, Record, Segment
 from fedstream.journal.updates import decoded, received
 

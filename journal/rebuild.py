@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
 from fedstream.broker import reasons
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
-from fedstream.broker.messages import Contribution, Message, Upload, first_wrong
+from fedstream.broker.messages import Contribution, Upload, first_wrong
 from fedstream.broker.records import End, Quarantines, counted
-from fedstream.journal.chain import device_vectors
+from fedstream.journal.device_vectors import device_vectors
 from fedstream.journal.errors import Diverged, JournalDamaged, NotRecorded, RuleChanged
 from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress, Step, close_round, take
@@ -26,6 +25,7 @@ from fedstream.journal.records import (
     SegmentHead,
     Standing,
     Taken,
+    is_used,
 )
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
 from fedstream.journal.updates import decoded, received
@@ -245,11 +245,6 @@ def check_sources(segment: Segment, rule: Strategy) -> None:
 
 def _made(version: int, digest: str | None) -> str:
     return f"version {version}, {f'digest {digest}' if digest else 'none made'}"
-
-
-def is_used(message: Message) -> TypeGuard[Taken]:
-    """Whether a record is of an update that went into a model."""
-    return isinstance(message, Taken) and message.outcome in ("applied", "buffered")
 
 
 def unfit(rule: Strategy, upload: Upload) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard
 
 from pydantic import Field
 
@@ -171,3 +171,8 @@ KINDS: tuple[type[Message], ...] = (
 def name_of(epoch: int, number: int) -> str:
     """A segment's file name; these names sort by age."""
     return f"{epoch:08d}-{number:06d}{SUFFIX}"
+
+
+def is_used(message: Message) -> TypeGuard[Taken]:
+    """Whether a record is of an update that went into a model."""
+    return isinstance(message, Taken) and message.outcome in ("applied", "buffered")

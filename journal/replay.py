@@ -30,8 +30,8 @@ from fedstream.journal.chain import check_joint, cuts, segments
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
-from fedstream.journal.rebuild import Rebuild, format_in, is_used, recorded, rule_of
-from fedstream.journal.records import EntryRecord, RoundClosed, Taken
+from fedstream.journal.rebuild import Rebuild, format_in, recorded, rule_of
+from fedstream.journal.records import EntryRecord, RoundClosed, Taken, is_used
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
 from fedstream.journal.updates import decoded, received, update_of
 from fedstream.journal.what_if import Unused, WhatIf

@@ -12,8 +12,7 @@ import numpy as np
 from fedstream.broker.layout import Floats, Model
 from fedstream.broker.messages import Upload
 from fedstream.journal.inspection import Move, Read, history
-from fedstream.journal.rebuild import is_used
-from fedstream.journal.records import Standing, Taken
+from fedstream.journal.records import Standing, Taken, is_used
 from fedstream.journal.segment import Segment
 from fedstream.strategies.mixing import norm
 

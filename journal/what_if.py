@@ -14,8 +14,8 @@ import numpy as np
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Message, Sends
 from fedstream.journal.progress import Progress, Step, close_round, take
-from fedstream.journal.rebuild import is_used, recorded, unfit
-from fedstream.journal.records import RoundClosed, Taken
+from fedstream.journal.rebuild import recorded, unfit
+from fedstream.journal.records import RoundClosed, Taken, is_used
 from fedstream.journal.segment import Record
 from fedstream.strategies import Strategy
 

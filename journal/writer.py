@@ -14,6 +14,7 @@ from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import Fenced
 from fedstream.broker.layout import PAGE, Payload, vector_of
@@ -21,7 +22,9 @@ from fedstream.broker.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, MOST, file_page, filled, packed
 from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of
-from fedstream.strategies.vectors import DeviceVectors
+
+if TYPE_CHECKING:
+    from fedstream.strategies.vectors import DeviceVectors
 
 FOLDER_MODE = 0o700  # the journal has every update: it is private
 FILE_MODE = 0o600

@@ -33,7 +33,8 @@ from fedstream.broker.messages import OUTCOMES, Assignment, CloseRound, Trigger,
 from fedstream.broker.records import View
 from fedstream.broker.streams import Entry, Group
 from fedstream.journal import JournalError, Record, RoundClosed, Segment, Taken, cuts, segments
-from fedstream.journal.rebuild import is_used, recorded
+from fedstream.journal.rebuild import recorded
+from fedstream.journal.records import is_used
 from fedstream.journal.updates import received
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.health import Health

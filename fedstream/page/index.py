@@ -15,7 +15,7 @@ and the rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened
-from fedstream.journal.inspection import Read
 from fedstream.journal.writer import FILE_MODE
 from fedstream.page.columns import (
     MADE,
@@ -53,7 +52,7 @@ class _Kept:
     reasons: Reasons
 
 
-def columns_of(journal: Path, read: Read = lambda _bytes: None) -> Columns:
+def columns_of(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> Columns:
     """The columns of a journal's folder, or of one segment. Raises JournalError.
 
     ``read`` is told of bytes that were read from the journal.

@@ -31,7 +31,8 @@ from fedstream.journal import (
     opened,
 )
 from fedstream.journal.inspection import Move, moves
-from fedstream.journal.rebuild import Rebuild, is_used
+from fedstream.journal.rebuild import Rebuild
+from fedstream.journal.records import is_used
 from fedstream.journal.updates import update_of
 
 MEMORY = 256 << 20  # bytes of models that are kept

@@ -11,7 +11,7 @@ from itertools import pairwise
 from fedstream.broker.layout import OF_INTEGERS, Floats, Layout
 from fedstream.journal import Standing, Taken
 from fedstream.journal.inspection import Move
-from fedstream.journal.rebuild import is_used
+from fedstream.journal.records import is_used
 from fedstream.journal.shares import cosine, direction, sampled
 from fedstream.page.past import Past
 from fedstream.strategies.mixing import distance, norm

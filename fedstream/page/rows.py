@@ -25,7 +25,7 @@ from fedstream.journal import (
     entries,
 )
 from fedstream.journal.alike import Alike, Path, alike
-from fedstream.journal.rebuild import is_used
+from fedstream.journal.records import is_used
 from fedstream.page.columns import MADE, NONE, UPDATE, Reasons, RowArray, SegmentRows
 
 _BATCH = 8192  # messages that are read together: some 6 MB

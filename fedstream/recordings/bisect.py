@@ -10,7 +10,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
 from fedstream.journal import NotRecorded, Segment, Standing, Taken, newest_version, since
 from fedstream.journal.inspection import Move, history
-from fedstream.journal.rebuild import is_used
+from fedstream.journal.records import is_used
 from fedstream.journal.shares import direction
 from fedstream.strategies.mixing import norm
 

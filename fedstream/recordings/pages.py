@@ -31,7 +31,7 @@ from fedstream.journal import (
     entries,
 )
 from fedstream.journal.inspection import Move, Verdict, moves
-from fedstream.journal.rebuild import is_used
+from fedstream.journal.records import is_used
 from fedstream.journal.shares import Share, Spread, direction
 from fedstream.recordings.bisect import Cause
 from fedstream.runtime.visible import visible

@@ -21,7 +21,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends
 from fedstream.journal import JournalError, journal_of
-from fedstream.journal.rebuild import is_used
+from fedstream.journal.records import is_used
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.observe import report
 from fedstream.recordings.measuring import measuring

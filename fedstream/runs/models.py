@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from fedstream.broker.layout import Layout, Model
 from fedstream.journal import NotRecorded, Taken, opened
 from fedstream.journal.inspection import model_at
-from fedstream.journal.rebuild import is_used, recorded
+from fedstream.journal.rebuild import recorded
+from fedstream.journal.records import is_used
 from fedstream.journal.updates import update_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from fedstream.journal import (
     entries,
     opened,
 )
-from fedstream.journal.rebuild import is_used
-from fedstream.journal.records import Standing
+from fedstream.journal.records import Standing, is_used
 
 
 class UpdateRow(NamedTuple):

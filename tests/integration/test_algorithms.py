@@ -19,7 +19,8 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.journal import Segment, Taken, cuts, entries, opened
 from fedstream.journal.inspection import model_at
-from fedstream.journal.rebuild import is_used, recovered
+from fedstream.journal.rebuild import recovered
+from fedstream.journal.records import is_used
 from fedstream.journal.replay import Replayer
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import Arrival, SimulationResult, simulate

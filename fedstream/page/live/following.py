@@ -17,7 +17,8 @@ from time import thread_time
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Floats
 from fedstream.journal import SUFFIX, Cut, Record, Segment, SegmentEnd
-from fedstream.journal.rebuild import Rebuild, is_used, rule_of
+from fedstream.journal.rebuild import Rebuild, rule_of
+from fedstream.journal.records import is_used
 from fedstream.journal.shares import cosine, direction, sampled
 from fedstream.journal.updates import update_of
 from fedstream.page.live.recent import ROWS, Ring

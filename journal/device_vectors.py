@@ -1,0 +1,49 @@
+"""What the strategy remembers of each device, read from the segments that have it."""
+
+from __future__ import annotations
+
+from fedstream.broker.layout import vector_of
+from fedstream.journal.errors import JournalDamaged, JournalError
+from fedstream.journal.segment import Segment
+from fedstream.strategies import DeviceVectors
+
+
+def device_vectors(segment: Segment, devices: int) -> DeviceVectors | None:
+    """What the strategy remembers of each device, from the segment that it was last written to.
+
+    None if it remembers nothing. Raises JournalError.
+    """
+    here, elsewhere = segment.standing.here, segment.elsewhere
+    if not (here or elsewhere):
+        return None
+    vectors = DeviceVectors(devices, segment.layout.parameters)
+    wanted: dict[str, set[int]] = {}
+    for device, name in elsewhere.items():
+        wanted.setdefault(name, set()).add(device)
+    _load(segment, set(here), vectors)
+    for name, missing in wanted.items():
+        path = segment.path.with_name(name)
+        if not path.exists():
+            raise JournalError(
+                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
+                f"{len(missing)} devices, such as device {min(missing)}: restore it"
+            )
+        with Segment(path) as other:
+            _load(other, missing, vectors)
+    vectors.changed.clear()
+    return vectors
+
+
+def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
+    for record, message in segment.vectors():
+        if message.device not in devices:
+            continue
+        vector = vector_of(vectors.write(message.device))
+        segment.load(record, vector)
+        if vector.digest() != message.digest:
+            raise JournalDamaged(
+                f"{record.place.where}: the device's vector does not match its digest"
+            )
+        devices.discard(message.device)
+    if devices:
+        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
