@@ -431,7 +431,7 @@ async def listening(
     await runner.setup()
 
     entrance, idle = _Entrance(crowd, log, refused), Idle(http.idle_s)
-    quick = app[QUICK]
+    quick = app.get(QUICK, {})  # pages have none
     buffer = memoryview(bytearray(READ if tls is not None else 0))
 
     def connection() -> _Connection:
