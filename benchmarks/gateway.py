@@ -7,6 +7,7 @@ machine. Devices download each whole model and upload an update of 61,706 float3
 without training. A tenth of the devices is between two check-ins at any time, so of the tasks in
 flight some wait for their devices: it takes more of them to keep the machine busy. Needs about as
 many open files as devices, in two processes (`ulimit -Hn`); nine minutes with ten thousand.
+`python -m benchmarks.plan` then makes `fedstream plan` assume what was measured.
 """
 
 from __future__ import annotations

@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import flat, gateway
-from benchmarks.results import conditions, keep
+from benchmarks import flat, gateway, plan
+from benchmarks.results import RESULTS, conditions, keep
+from fedstream.planning import StepCosts, TaskCost
 
 # A crowd that is told to stop while it forks; its members end by themselves, but later.
 STOPPED = """
@@ -122,3 +124,23 @@ def test_results_are_kept_as_figures_and_as_a_page(tmp_path: Path) -> None:
 
 def test_conditions_are_said_in_a_line() -> None:
     assert conditions({"cores": 2, "system": "Linux"}) == "cores 2, system Linux"
+
+
+def test_plans_assume_what_was_measured() -> None:
+    """Else `python -m benchmarks.plan` is due."""
+    results = json.loads((RESULTS / "gateway.json").read_text())
+    costs = plan.costs_of(results)
+    source, page = plan.SOURCE.read_text(), plan.PAGE.read_text()
+    assert (plan.with_defaults(source, costs), plan.with_table(page, costs)) == (source, page)
+    assert costs == StepCosts()
+
+
+def test_costs_that_are_written_are_the_defaults() -> None:
+    costs = plan.rounded(
+        replace(StepCosts(), arrival_ms=1.23456, gateway=TaskCost(2.34567, 3.0), models_kept=1234)
+    )
+    assert (costs.arrival_ms, costs.gateway, costs.models_kept) == (1.23, TaskCost(2.35, 3.0), 1234)
+    written = plan.with_defaults(plan.SOURCE.read_text(), costs)
+    assert "arrival_ms: float = 1.23  # gateway" in written
+    assert "gateway: TaskCost = TaskCost(2.35, 3.0)\n" in written
+    assert "models_kept: int = 1234  # in Redis" in written

@@ -115,27 +115,30 @@ def _read(file: Path) -> dict[str, object]:
     return found
 
 
+def rows(found: Forecast) -> dict[str, str]:
+    """A forecast as people read it: values by what they are of."""
+    return {
+        "devices present": _many(found.present),
+        "check-ins": f"{_many(found.check_ins)}/s",
+        "tasks": f"{_many(found.tasks)}/s",
+        "heartbeats": f"{_many(found.heartbeats)}/s",
+        "new connections": f"{_many(found.arrivals)}/s",
+        "tokens": f"{_many(found.tokens)}/s",
+        "downloads that are changes": f"{found.changes:.1%}",
+        "models, down": f"{_many(found.down_gb)} GB a day",
+        "updates, up": f"{_many(found.up_gb)} GB a day",
+        "in the busiest hour, down": f"{_many(found.down_mbit)} Mbit/s",
+        "in the busiest hour, up": f"{_many(found.up_mbit)} Mbit/s",
+        "Redis's commands": f"{_many(found.redis_commands)}/s",
+        "Redis's memory": f"{_many(found.redis_gb)} GB",
+        **{f"cores, {role}": _many(one) for role, one in found.cores.items()},
+        "gateways": f"{found.replicas:,}",
+        "a gateway's memory": f"{found.replica_gb:.2f} GB",
+    }
+
+
 def _show(found: Forecast) -> None:
-    _table(
-        {
-            "devices present": _many(found.present),
-            "check-ins": f"{_many(found.check_ins)}/s",
-            "tasks": f"{_many(found.tasks)}/s",
-            "heartbeats": f"{_many(found.heartbeats)}/s",
-            "new connections": f"{_many(found.arrivals)}/s",
-            "tokens": f"{_many(found.tokens)}/s",
-            "downloads that are changes": f"{found.changes:.1%}",
-            "models, down": f"{_many(found.down_gb)} GB a day",
-            "updates, up": f"{_many(found.up_gb)} GB a day",
-            "in the busiest hour, down": f"{_many(found.down_mbit)} Mbit/s",
-            "in the busiest hour, up": f"{_many(found.up_mbit)} Mbit/s",
-            "Redis's commands": f"{_many(found.redis_commands)}/s",
-            "Redis's memory": f"{_many(found.redis_gb)} GB",
-            **{f"cores, {role}": _many(one) for role, one in found.cores.items()},
-            "gateways": f"{found.replicas:,}",
-            "a gateway's memory": f"{found.replica_gb:.2f} GB",
-        }
-    )
+    _table(rows(found))
     line()
     most = _many(found.most_tasks_a_day)
     if found.runs == 1:
