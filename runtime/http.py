@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+NOWHERE = "nowhere"  # name of the page, if there is one, for browsers that ask for no known route
 _CLOSE_S = 2.0  # for requests still being answered when the service has ended
 _LINGER_S = 2.0  # for the unread rest of a request's body
 _HEADERS = 64  # of a request, each of at most 8 KiB
@@ -330,7 +331,10 @@ class _Connection(web.RequestHandler):
 
 
 def _as_json(refused: Counter | None) -> Middleware:
-    """Make what turns aiohttp's plain-text errors, such as an unknown route, into JSON."""
+    """Make what turns aiohttp's plain-text errors, such as an unknown route, into JSON.
+
+    A browser gets the page :data:`NOWHERE` for an unknown route, if there is one.
+    """
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -351,6 +355,10 @@ def _as_json(refused: Counter | None) -> Middleware:
                     text, reason = error.reason, None
             if refused is not None and reason is not None:
                 refused.labels(reason).inc()
+            page = request.app.router.named_resources().get(NOWHERE)
+            is_browser = "text/html" in request.headers.get("Accept", "")
+            if isinstance(error, web.HTTPNotFound) and page is not None and is_browser:
+                return await next(iter(page)).handler(request)
             response = problem(error.status, text, reason=reason)
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]

@@ -19,6 +19,7 @@ from fedstream.settings.config import Settings
 
 if TYPE_CHECKING:
     from fedstream.broker.messages import Trigger
+    from fedstream.broker.records import Run
     from fedstream.operate.dead import DeadLetters
 
 WHY_STOPPED = "stopped by an operator"
@@ -47,12 +48,13 @@ class Acting:
         finally:
             await client.close()
 
-    async def letters(self) -> DeadLetters:
-        """The dead letters. Raises FedstreamError."""
+    async def seen(self) -> tuple[DeadLetters, Run]:
+        """The dead letters, and how the run stands. Raises FedstreamError."""
         from fedstream.operate import dead
 
         async with self._connected() as client:
-            return await dead.read(client, self._keys)
+            letters = await dead.read(client, self._keys)
+            return letters, await OperatorLedger(client, self._keys, "page").run()
 
     async def retry(self, letter: str) -> Trigger:
         """Retry a dead letter, given by its id. Raises FedstreamError if it can't be."""

@@ -104,11 +104,16 @@ def login(run: str, to: str, *, is_operator: bool, problem: str) -> str:
     )
 
 
-def operate(run: str, found: DeadLetters | None, form: str, *, told: str, problem: str) -> str:
-    """What an operator may do. ``form``: what forms must contain; ``told``: what was just done."""
+def operate(run: str, found: DeadLetters | None, form: str, *, told: str, problem: str,
+            ended: str) -> str:  # fmt: skip
+    """What an operator may do. ``form``: what forms must contain; ``told``: what was just done.
+
+    ``ended``: how the run did; '' if it goes on.
+    """
     return rendered(
-        "operate.html", **_bare(run, "Operate"), found=found, form=form, told=told, problem=problem
-    )
+        "operate.html", **_bare(run, "Operate"), found=found, form=form, told=told,
+        problem=problem, ended=ended,
+    )  # fmt: skip
 
 
 def waiting(run: str, text: str) -> str:

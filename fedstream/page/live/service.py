@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,7 +26,8 @@ from fedstream.page.live.broadcast import Broadcast, DrawnGlance
 from fedstream.page.live.collector import Collector, Glance
 from fedstream.page.live.past import Pasts
 from fedstream.page.live.scene import Scene, SeenPushes
-from fedstream.page.live.sessions import LASTS_S, Sessions, Who
+from fedstream.page.live.sessions import LASTS_S, Guesses, Sessions, Who
+from fedstream.runtime.http import NOWHERE
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 
@@ -63,6 +65,7 @@ class LiveService:
         # With a token, a name that somebody else gave our address has no cookie for us.
         self._names = names_of(http.host, *page.hosts) if http.token is None or page.hosts else None
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
+        self._guesses = Guesses()
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
         self._past = Pasts(settings, self._asker, self._measured)
         self._acting = Acting(settings, client, keys)
@@ -91,9 +94,13 @@ class LiveService:
             web.post("/operate/stop", self._guarded(self._stop, "operator")),
             web.get("/static/{name}", self._open(send_static)),
             web.get("/favicon.ico", self._open(no_icon)),
+            web.get(f"/{NOWHERE}", self._open(self._nowhere), name=NOWHERE),
             *(web.get(path, self._guarded(self._recorded(path))) for path in self._past.paths),
             *(web.post(path, self._asking(path)) for path in self._past.questions),
         ]
+
+    async def _nowhere(self, _request: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound
 
     # who may
 
@@ -311,11 +318,14 @@ class LiveService:
         return response
 
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
-        said = await form_of(request, _FORM)
+        said, address = await form_of(request, _FORM), request.remote or ""
+        if (wait_s := self._guesses.wait_s(address, time.monotonic())) > 0:
+            return await self._too_often(wait_s)
         to = _local(said.get("to", "/"))
         begun = self._sessions.begun(said.get("token", ""), time.time())
         who: Who = "operator" if said.get("as") == "operator" else "viewer"
         if begun is None or (who == "operator" and begun[0] != "operator"):
+            self._guesses.note(address, time.monotonic())
             self._say("login refused", request, to=to[:80])
             return await self._login(to, who, "This is not the token.")
         if to.startswith("/operate/"):  # a form that was sent after its time: begin with the page
@@ -326,6 +336,15 @@ class LiveService:
             self._sessions.cookie, begun[1], max_age=LASTS_S[begun[0]], httponly=True,
             samesite="Strict", secure=is_secure, path="/",
         )  # fmt: skip
+        return response
+
+    async def _too_often(self, wait_s: float) -> web.Response:
+        seconds = ceil(wait_s)
+        response = await self._failed(
+            429, "Too many wrong tokens",
+            f"from this address, another one is taken in {seconds} s, right or wrong",
+        )  # fmt: skip
+        response.headers["Retry-After"] = str(seconds)
         return response
 
     async def _log_out(self, _request: web.Request) -> web.StreamResponse:
@@ -374,16 +393,18 @@ class LiveService:
     ) -> web.Response:
         """The operators' page, after an act."""
         make, told, problem, found = await self._made(), "", "", None
+        ended = ""
         try:
             told = "" if act is None else await act()
         except FedstreamError as error:
             problem = self._acting.explained(error)
         try:
-            found = await self._acting.letters()
+            found, run = await self._acting.seen()
+            ended = "" if run.state == "running" else ": ".join(filter(None, (run.state, run.why)))
         except FedstreamError as error:
             problem = problem or self._acting.explained(error)
         form = self._sessions.form_of(self._cookie(request))
-        return _html(make.operate(self._run, found, form, told=told, problem=problem))
+        return _html(make.operate(self._run, found, form, told=told, problem=problem, ended=ended))
 
     def _say(self, what: str, request: web.Request, **about: object) -> None:
         if self._context is not None:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import structlog
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Event, GiveUp
+from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.messages import Assignment, Event, GiveUp
 from fedstream.page.live import broadcast
 from fedstream.page.live.service import LiveService
 from fedstream.runtime.config import load
@@ -118,6 +118,16 @@ class Stage:
         rows = await self.hand.client.call("XRANGE", self._keys.events, "-", "+")
         events = [Event.decode(fields[1]) for _, fields in rows]
         return [one.device for one in events if one.device is not None]
+
+    async def bury(self) -> None:
+        """A task crashes its trainers."""
+        await self.hand.open()
+        await self.hand.dispatch()
+        ((entry, task),) = await self.hand.take()
+        await self.hand.ledger.bury(
+            self._keys.tasks, TRAINERS, entry, "crashed its trainers",
+            task=Assignment.model_validate(task.__dict__), deliveries=3, found=None, site="pool",
+        )  # fmt: skip
 
     async def told(self) -> list[str]:
         """The ids of all events."""

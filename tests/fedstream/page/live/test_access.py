@@ -15,7 +15,7 @@ from fedstream.broker.messages import Assignment
 from fedstream.coordinator.page import PageSettings, has_page
 from fedstream.page.guard import HEADERS
 from fedstream.page.live.service import _local
-from fedstream.page.live.sessions import Sessions
+from fedstream.page.live.sessions import Guesses, Sessions
 from fedstream.runtime.http import HttpSettings
 from tests.broker.guarded import KEYS, guarded, needs_7
 from tests.fedstream.page.conftest import Page
@@ -101,6 +101,45 @@ async def test_login_and_logout(page: Served) -> None:
     assert (await http.get("/")).status == 401
 
 
+async def test_who_guesses_tokens_has_to_wait(page: Served) -> None:
+    """And so has the right one from there, or it could be told from the answer."""
+    for _ in range(10):
+        assert await logged_in(page.http, "not the token, but long") == 401
+    for token in ("not the token, but long", TOKEN):
+        answer = await page.http.post("/login", data={"token": token}, allow_redirects=False)
+        assert answer.status == 429
+        assert 0 < int(answer.headers["Retry-After"]) <= 6
+        assert "another one is taken in" in await answer.text()
+
+
+def test_guesses_are_forgotten_one_by_one() -> None:
+    guesses = Guesses(at_once=3, every_s=10.0, addresses=2)
+    for now, wait_s in ((0.0, 0.0), (1.0, 0.0), (2.0, 0.0)):
+        assert guesses.wait_s("a", now) == wait_s
+        guesses.note("a", now)
+    assert guesses.wait_s("a", 2.0) == 8.0
+    assert guesses.wait_s("a", 10.0) == 0.0
+    assert guesses.wait_s("b", 2.0) == 0.0
+    guesses.note("a", 10.0)
+    assert guesses.wait_s("a", 10.0) == 10.0
+    assert guesses.wait_s("a", 1000.0) == 0.0
+    for other in "bc":
+        guesses.note(other, 10.0)
+    assert guesses.wait_s("a", 10.0) == 0.0  # no longer among the newest
+
+
+async def test_an_unknown_address_is_a_page_for_a_browser(page: Served) -> None:
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    for path in ("/not/there", "/v1/nowhere", "/nowhere"):
+        answer = await page.http.get(path, headers=browser)
+        assert (answer.status, answer.content_type) == (404, "text/html")
+        assert f"no page {path}" in await answer.text()
+        assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    answer = await page.http.get("/not/there", headers={"Accept": "*/*"})
+    assert answer.status == 404
+    assert (await answer.json())["reason"] == "no such route"
+
+
 async def test_cookie_is_sent_over_tls_alone_behind_a_proxy_that_speaks_it(page: Served) -> None:
     for forwarded, is_secure in (("https", True), ("http", False)):
         answer = await page.http.post(
@@ -145,8 +184,10 @@ async def test_forms_of_other_pages_are_refused(page: Served, hand: Hand) -> Non
     assert "ends with its newest version" in await answer.text()
     run = await hand.ledger.run()
     assert (run.state, run.why) == ("finished", "stopped by an operator")
-    again = await http.post("/operate/stop", data=stop)
-    assert "not going on" in await again.text()
+    again = await (await http.post("/operate/stop", data=stop)).text()
+    assert "not going on" in again
+    assert "It goes on no more: finished: stopped by an operator." in again
+    assert "/operate/stop" not in again
 
 
 @pytest.mark.parametrize(

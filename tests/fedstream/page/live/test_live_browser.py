@@ -190,12 +190,34 @@ def test_login_and_what_an_operator_does(browser: Any, stage: Callable[..., Stag
     page.get_by_label("Yes, end the run").check()
     page.get_by_role("button", name="Stop the run").click()
     page.get_by_text("The run ends with its newest version.").wait_for()
+    page.get_by_text("It goes on no more: finished: stopped by an operator.").wait_for()
+    assert page.get_by_role("button", name="Stop the run").count() == 0
+    assert flaws(page) == []
     page.get_by_role("link", name="Live").click()
     page.locator("#part-state", has_text="finished: stopped by an operator").wait_for()
     page.get_by_role("button", name="Log out").click()
     page.get_by_role("heading", name="Log in").wait_for()
     # The browser says so of each answer of 401.
     assert all("401" in one for one in tab.wrong)
+    tab.context.close()
+
+
+def test_an_operator_retries_a_dead_letter(browser: Any, stage: Callable[..., Stage]) -> None:
+    here = stage(f"page.operator_token={OPERATOR}")
+    here.do(here.create())
+    here.do(here.bury())
+    tab = Tab(browser, here.address)
+    page = tab.go("/operate")
+    page.get_by_label("Operator's token").fill(OPERATOR)
+    page.keyboard.press("Enter")
+    page.get_by_role("cell", name="crashed its trainers").wait_for()
+    assert flaws(page) == []
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("is being retried as task").wait_for()
+    page.get_by_text("There are none.").wait_for()
+    assert len(here.do(here.hand.ledger.look()).open) == 1
+    page.get_by_role("link", name="Live").click()
+    says(page, "^Live$")
     tab.context.close()
 
 
