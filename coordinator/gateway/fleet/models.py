@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from fedstream.broker.layout import Layout, Tensor
 
 
+RECORDS: Final = 64  # of a reply, at most
 _WIDENED = {"bfloat16": "float32"}  # numpy has none
 _NUMBERS = ("double", "sint64", "uint64")
-_REPLY = 64  # records of a reply
 _WIDEST = 16  # bytes of one of numpy's numbers
 _HEADER = 16 << 10  # most bytes before an array's numbers; numpy reads no more than 10,000
 _ERROR = re.compile(r"<class '(?:[\w.]*\.)?(\w{1,80})'>")
@@ -125,8 +125,8 @@ def reply_of(received: Received, message: str, layout: Layout, who: str) -> Flow
     if len(contents) != 1:
         raise DataError(f"{who} replied without content")
     records = received.named(contents[0], "RecordDict")
-    if len(records) > _REPLY:
-        raise DataError(f"{who} returned {len(records)} records: expected at most {_REPLY}")
+    if len(records) > RECORDS:
+        raise DataError(f"{who} returned {len(records)} records: expected at most {RECORDS}")
     arrays: dict[str, str] = {}
     numbers: dict[str, float] = {}
     for name, id_ in records.items():

@@ -338,6 +338,10 @@ class FleetRoutes:
         if message.HasField("error"):
             await self._refuse(device, work, message.error.reason)
             return protobuf.message("PushMessagesResponse")
+        if len(reply.wanted) > works.most_objects(work.given.model):
+            why = f"<class 'DataError'>: the reply has {len(reply.wanted)} objects"
+            await self._refuse(device, work, why)
+            return protobuf.message("PushMessagesResponse")
         self._works.expect(work, reply)
         return protobuf.message(
             "PushMessagesResponse", objects_to_push=sorted(reply.wanted), session_id=reply.session

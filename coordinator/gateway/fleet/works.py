@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
+from fedstream.coordinator.gateway.fleet.models import RECORDS
+from fedstream.coordinator.gateway.fleet.objects import CHUNK, FlowerObject, Received
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fedstream.broker.records import Head
 
 _EXTRA = 1 << 20  # bytes of a reply beside its arrays
+_ID = 64  # characters of an object's name
 
 
 class GivenVersion:
@@ -142,13 +144,15 @@ class NodeWorks:
 
 
 def reply(said: Any) -> Incoming:
-    """A reply whose message has come. Raises Refusal if it has no or too many objects."""
+    """A reply whose message has come. Raises Refusal if it is not one message with its objects."""
     if len(said.messages_list) != 1 or len(said.message_object_trees) != 1:
         raise Refusal(400, "malformed", "expected one message, and the tree of its objects")
     wanted: set[str] = set()
     to_see = [said.message_object_trees[0]]
     while to_see:
         tree = to_see.pop()
+        if len(tree.object_id) != _ID:
+            raise Refusal(400, "malformed", "an object's id is its SHA-256")
         wanted.add(tree.object_id)
         to_see.extend(tree.children)
     seconds = said.clientapp_runtime_list[0] if said.clientapp_runtime_list else 0.0
@@ -163,6 +167,12 @@ def _no_room() -> Refusal:
         503, "busy", "supernodes have as much in memory as gateway.model_bytes allows",
         retry_after_s=RETRY_S,
     )  # fmt: skip
+
+
+def most_objects(model: Model) -> int:
+    """Objects that a reply may have: message and records, and of each array itself and chunks."""
+    arrays = len(model.layout.tensors)
+    return 2 + RECORDS + 2 * arrays + most(model) // CHUNK
 
 
 def most(model: Model) -> int:

@@ -148,6 +148,26 @@ async def test_error_gives_the_task_up(redis: RedisSettings, hand: Hand, tmp_pat
         await ends(hand, "given_up", "raised ValueError")
 
 
+async def test_reply_of_more_objects_than_a_model_has_gives_the_task_up(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    """Their names alone would fill the memory."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, _ = await asked(hand, node)
+        about = {"reply_to_message_id": message.metadata.message_id}
+        children = [{"object_id": f"{n:064d}"} for n in range(1000)]
+        reply: dict[str, Any] = {"messages_list": [{"metadata": about}]}
+        long = [{"object_id": "0" * 64, "children": [{"object_id": "0" * 65}]}]
+        push = "/v1/fleet/push-messages", "PushMessagesRequest"
+        here = {"node_id": node.id}
+        assert await node.status(*push, node=here, message_object_trees=long, **reply) == 400
+        many = [{"object_id": "f" * 64, "children": children}]
+        said = await node.ask(*push, "PushMessagesResponse", message_object_trees=many, **reply)
+        assert not said.objects_to_push
+        await ends(hand, "given_up", "raised DataError")
+
+
 async def test_object_that_is_not_what_it_says_is_not_stored(
     redis: RedisSettings, hand: Hand, tmp_path: Path
 ) -> None:
