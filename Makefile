@@ -3,8 +3,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-# Nothing is installed but what requirements/ lists, and of it no other files than those of its hashes.
-INSTALL := pip install --quiet --disable-pip-version-check --require-hashes --no-deps
+# Nothing is installed but what requirements/ lists, and of it no other files than those of its hashes. Little of it is ever
+# imported, so nothing is compiled ahead.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile --require-hashes --no-deps
 
 # Tests start hundreds of Python processes: none is to compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -100,10 +101,13 @@ $(1)/bin/$(INSTALL) $(patsubst %,--requirement requirements/%.txt,$(2))
 endef
 TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 
+# What takes longest to compile, so that processes that start side by side don't all do it.
+LARGE := fedstream.cli.app, matplotlib.figure, sklearn.datasets, torch._dynamo, torch.onnx
 .venv/installed: pyproject.toml $(TORCH) requirements/runtime.txt requirements/dev.txt
 	$(call locked,.venv,runtime dev)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	$(BIN)/pip check
+	$(BIN)/python -c "import $(LARGE)"
 	touch $@
 
 # What a user has, and no more; without pip, which nobody needs to run.
@@ -113,10 +117,8 @@ TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 	.venv-runtime/bin/pip uninstall --quiet --yes pip
 	touch $@
 
-# Flower wants older releases of what .venv has. Little of it is ever imported, so nothing is compiled ahead.
-# Beside it lies Flower alone in other releases, whose supernodes are tested too.
+# Flower wants older releases of what .venv has. Beside it lies Flower alone in other releases, whose supernodes are tested too.
 SUPERNODES := $(patsubst requirements/supernode-%.txt,%,$(wildcard requirements/supernode-*.txt))
-.venv-flower/installed: INSTALL += --no-compile
 .venv-flower/installed: pyproject.toml $(TORCH) requirements/flower.txt $(SUPERNODES:%=requirements/supernode-%.txt)
 	$(call locked,.venv-flower,flower)
 	for release in $(SUPERNODES); do \
