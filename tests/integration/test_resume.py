@@ -20,7 +20,6 @@ from tests.integration.command import (
     BLOBS,
     FILES,
     GUARD_S,
-    SCRIPT,
     TEST_GUARD_S,
     Command,
     adds_up,
@@ -131,9 +130,13 @@ def test_ctrl_c_still_writes_the_outputs(mistaken: Ended, poisoned: Ended) -> No
     assert poisoned.said.count("Traceback") == 0  # the mistake was mended
 
 
-def test_interrupted_run_can_be_resumed(poisoned: Ended, server: RedisServer) -> None:
+def test_interrupted_run_can_be_resumed(
+    poisoned: Ended, server: RedisServer, quick_programs: Path
+) -> None:
     before = poisoned.summary
-    said = fedstream(poisoned.folder, "run", "--redis", server.url, "--out", "elsewhere")
+    said = fedstream(
+        quick_programs, poisoned.folder, "run", "--redis", server.url, "--out", "elsewhere"
+    )
     assert said.returncode == 1
     assert "--resume" in said.stderr
     assert said.stderr.count("\n") == 1
@@ -153,7 +156,9 @@ def test_interrupted_run_can_be_resumed(poisoned: Ended, server: RedisServer) ->
     assert versions == list(range(command.summary["versions"] + 1))
 
 
-def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(tmp_path: Path) -> None:
+def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(
+    tmp_path: Path, quick_programs: Path
+) -> None:
     """At first everything is killed, then the run is interrupted, then it comes to its end."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
     command = Command(
@@ -198,11 +203,13 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(tmp_path: Path)
     tasks = [row["task"] for row in again.rows[1:]]
     assert len(set(tasks)) == 60
     assert [row for row in again.rows[1:20] if row["accuracy"]]  # known from the table
-    replayed = fedstream(elsewhere, "replay", command.out, "--evaluate-every", "60", TRUST)
+    replay = ("replay", command.out, "--evaluate-every", "60", TRUST)
+    replayed = fedstream(quick_programs, elsewhere, *replay)
     assert replayed.returncode == 0, replayed.stderr
     assert "60 of 60 versions identical" in replayed.stdout
     assert "accuracy" in replayed.stdout
-    finished = fedstream(elsewhere, "run", "--resume", "--out", command.out, TRUST)
+    resume = ("run", "--resume", "--out", command.out, TRUST)
+    finished = fedstream(quick_programs, elsewhere, *resume)
     assert finished.returncode == 1
     assert finished.stderr == (
         f"fedstream: --resume: the run in {command.out} is finished (version 60 reached): to "
@@ -210,7 +217,9 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(tmp_path: Path)
     )
 
 
-def test_joined_trainer_exits_when_the_run_is_finished(tmp_path: Path) -> None:
+def test_joined_trainer_exits_when_the_run_is_finished(
+    tmp_path: Path, quick_programs: Path
+) -> None:
     """And devices take part as their groups say: here only device 2 ever comes."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 3))
     command = Command(
@@ -224,8 +233,8 @@ def test_joined_trainer_exits_when_the_run_is_finished(tmp_path: Path) -> None:
         config = command.out / "run.toml"
         assert stat.S_IMODE(config.stat().st_mode) == 0o600  # it has the password of its Redis
         guest = subprocess.Popen(
-            [SCRIPT, "trainer", "--config", config, "--name", "guest"], cwd=tmp_path,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            [quick_programs / "fedstream", "trainer", "--config", config, "--name", "guest"],
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         wait_until(lambda: (view := command.view()) and view.trainers == 2, "both trainers")
         command.go()
@@ -244,8 +253,7 @@ def test_joined_trainer_exits_when_the_run_is_finished(tmp_path: Path) -> None:
     assert [row["device"] for row in command.rows[1:]] == ["2"] * 20  # version 0 is nobody's
 
 
-def fedstream(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def fedstream(programs: Path, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """A command to its end."""
-    return subprocess.run(
-        [SCRIPT, *map(str, arguments)], capture_output=True, text=True, cwd=folder, check=False
-    )
+    command = [str(programs / "fedstream"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
