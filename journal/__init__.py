@@ -31,6 +31,7 @@ upwards:
     claims, writer       who may write, and writing a segment
     recorder             when the updater's records are written, synced and deleted
     norms, progress      what an entry of the queue makes of a run, as pure functions
+    device_vectors       what a strategy remembers of each device
     rebuild, replay      models made again: to recover, and in order, by any rule
     what_if, bases       another rule on the same updates; the models they were trained from
     inspection, shares   show, verify and compare journals; what each device contributed
