@@ -26,7 +26,7 @@ DEVICE_COLUMNS = (
     ("most_stale", "most stale", "versions"),
     ("weight", "weight", "mean"),
     ("loss", "loss", "mean"),
-    ("sent", "norm", "mean, as sent"),
+    ("sent", "norm", "sent, mean"),
     ("norm", "distance", "mean"),
     ("largest", "distance", "most"),
     ("cosine", "cosine", "mean"),

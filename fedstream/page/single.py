@@ -49,7 +49,11 @@ def single(run: RecordedRun) -> str:
     styles = [_own(static(name).decode()) for name in ("uPlot.min.css", "page.css")]
     scripts = [_own(static("uPlot.iife.min.js").decode()), _own(_joined(*_MODULES))]
     numbers = run.columns.numbers
-    over_time = charts.of_run(run, charts.Window(over_time=True))
+    over_time = {
+        one.name: replace(one, name=f"{one.name}-time")
+        for one in charts.of_run(run, charts.Window(over_time=True))
+        if one.leads
+    }
     chosen = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), VERSIONS)).astype(int))
     views = [
         pages.view(run, int(one), None, models=True, is_waiting=lambda: True)
@@ -59,7 +63,7 @@ def single(run: RecordedRun) -> str:
         run, "single.html", "Report", "",
         policy=_policy(styles, scripts), styles=styles, scripts=scripts, total=len(numbers),
         facts=pages.facts(run), charts=charts.of_run(run), outcomes=pages.outcomes(run),
-        over_time=[replace(one, name=f"{one.name}-time") for one in over_time if one.leads],
+        over_time=over_time,
         devices=pages.sorted_devices(devices_of(run.columns, _shares(run)), "device"), views=views,
     )  # fmt: skip
 

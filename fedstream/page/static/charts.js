@@ -13,7 +13,7 @@ function series(one, index) {
   }
   if (one.how === "points") return { ...about, paths: () => null, points: { show: true, size: 5, fill: stroke } };
   const dash = index ? [8, 4] : undefined; // told apart without colours, too
-  return { ...about, dash, spanGaps: true };
+  return { ...about, dash, spanGaps: true, points: { fill: colour("back") } };
 }
 
 function axis(about) {

@@ -306,7 +306,7 @@ async def _text(client: Client, path: str) -> str:
     "path",
     [
         "/versions/61", "/versions/-1", "/versions/x", "/versions/1?to=99", "/devices/99",
-        "/updates?device=x", "/updates?outcome=eaten", "/static/../pages.py", "/static/x", "/etc",
+        "/updates?page=x", "/updates?outcome=eaten", "/static/../pages.py", "/static/x", "/etc",
         "/versions/9999999999999999999999",
     ],
 )  # fmt: skip
