@@ -10,8 +10,8 @@ import asyncio
 import time
 
 _AMPLE = 4  # tasks for each trainer
-# Of the open tasks, that is what comes in a wait. Three waits lie on a task's way, so most of the
-# tasks are always with the trainers.
+# Of the open tasks, that is what comes in a wait. Two waits lie on a task's way, or three if it was
+# asked for by a trigger, so most of the tasks are always with the trainers.
 _SHARE = 1 / 8
 _MOST_S = 0.02
 _RECENT = 32  # tasks whose pace counts

@@ -1,8 +1,9 @@
 """The scheduler: triggers training tasks, and thereby controls staleness and the updater's load.
 
 It holds no essential state: on each event it reads what changed, `plan` decides, and one script
-opens the tasks. Opening, waiting and looking again take a single round trip, since with small
-updates round trips are the main cost of a task. One scheduler leads, by lease.
+opens the tasks and hands them to their trainers. Opening, waiting and looking again take a single
+round trip, since with small updates round trips are the main cost of a task. One scheduler leads,
+by lease.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The coordinator: the front door, the gatekeeper of the queue, and the security boundary.
 
-It turns triggers into tasks, admits answers to the queue by their metadata, strikes off silent
-trainers, and moves tasks that crash their trainers to `dead`. All state is in Redis and every
-change is one script, so any number of replicas share the work. :mod:`fedstream.coordinator.intake`
-reads what arrives, :mod:`fedstream.coordinator.entries` decides on it, and
-:mod:`fedstream.coordinator.sweep` cleans up.
+It admits answers to the queue by their metadata, hands out the tasks that devices and operators ask
+for, strikes off silent trainers, and moves tasks that crash their trainers to `dead`. All state is
+in Redis and every change is one script, so any number of replicas share the work.
+:mod:`fedstream.coordinator.intake` reads what arrives, :mod:`fedstream.coordinator.entries` decides
+on it, and :mod:`fedstream.coordinator.sweep` cleans up.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.commands import Command
 from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.lease import Lease
@@ -212,10 +213,23 @@ class Hand:
         return model
 
     async def open(self, n: int = 1, **changes: Any) -> list[Trigger]:
-        """The scheduler opens so many tasks."""
+        """The scheduler opens so many tasks, and hands them out."""
         triggers = [self.trigger(**changes) for _ in range(n)]
         issued = int(await self.client.call("HGET", self.keys.counts, "issued") or 0)
         assert await self.ledger.trigger(self.scheduler.token, 10_000, issued, triggers) == n
+        return triggers
+
+    async def request(self, n: int = 1, **changes: Any) -> list[Trigger]:
+        """So many tasks are opened that a coordinator is to hand out, as an operator's retry is."""
+        triggers = [self.trigger(**changes) for _ in range(n)]
+        commands: list[Command] = [("HINCRBY", self.keys.counts, "issued", n)]
+        for one in triggers:
+            commands += [
+                ("HSET", self.keys.open, one.task, one.encode()),
+                ("XADD", self.keys.changes, "*", "t", one.task),
+                ("XADD", self.keys.triggers, "*", "m", one.encode()),
+            ]
+        await self.client.pipeline([("MULTI",), *commands, ("EXEC",)])
         return triggers
 
     async def dispatch(self) -> list[str]:

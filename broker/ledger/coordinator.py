@@ -78,7 +78,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     # tasks
 
     def dispatch(self, entry: Entry, trigger: Trigger) -> Pending[str]:
-        """Turn a scheduler's trigger into a task for the device's owner, or else the pool.
+        """Turn a trigger for an open task into a task for the device's owner, or else the pool.
 
         Returns 'sent', 'ended' (the task already has) or 'repeated'.
         """

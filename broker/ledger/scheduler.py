@@ -1,4 +1,4 @@
-"""What the scheduler does in Redis: it opens tasks, and asks for others to be given up.
+"""What the scheduler does in Redis: it hands out tasks, and asks for others to be given up.
 
 It looks at every version, so it doesn't read every open task and every owned device: scripts that
 change them name them in the log ``changes``, and a look tells how those stand that were named since
@@ -32,9 +32,9 @@ from fedstream.broker.scripts import Script, load_all
 TRIGGER = Script("trigger")
 
 RIGHTS = Rights(
-    both=("leader:scheduler", "tokens", "open", "counts", "changes"),
-    reads=LOOKED_AT,
-    writes=("triggers",),
+    both=("leader:scheduler", "tokens", "open", "counts", "changes", "control:*"),
+    reads=(*LOOKED_AT, "device:*"),
+    writes=("triggers", "tasks", "tasks:*"),
     commands=("xread", "xadd", "info"),
     scripts=(*lease.SCRIPTS, LOOK, TRIGGER),
 )
@@ -105,7 +105,7 @@ class SchedulerLedger(Overview, MemoryUse):
     def trigger(
         self, token: str, limit: int, draw: int, triggers: Iterable[Trigger]
     ) -> Pending[int]:
-        """Open tasks while fewer than ``limit`` are open: how many were opened.
+        """Open tasks and hand them out while fewer than ``limit`` are open: how many were opened.
 
         ``draw`` is the number of tasks issued when these were drawn; if others were issued since,
         none is opened. Raises Fenced.
@@ -116,8 +116,8 @@ class SchedulerLedger(Overview, MemoryUse):
                 raise Fenced(f"another scheduler leads now (mine is token {token})")
             return reply if isinstance(reply, int) else 0
 
-        pairs = [part for t in triggers for part in (t.task, t.encode())]
-        return self._pending(TRIGGER, opened, token, limit, draw, *pairs)
+        parts = [p for t in triggers for p in (t.task, t.device, t.encode(), t.assignment())]
+        return self._pending(TRIGGER, opened, token, limit, draw, *parts)
 
     async def ask(self, wish: CloseRound | Withdraw) -> None:
         """Ask the coordinator to end a round or to give up tasks."""

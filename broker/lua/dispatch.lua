@@ -1,9 +1,9 @@
 -- keys: stream open tasks owners counts rates ended changes
 -- undeclared: run head
--- Turns a trigger into a task. The scheduler's triggers are already in `open`. One from a site's
--- inbox (`a.site`) is added here, if devices decide by themselves in this run, the device is the
--- site's and has no open task, and neither the site's rate nor the limit is exceeded. An owned
--- device is served by its owner.
+-- Turns a trigger into a task. Those of a retry, or of a scheduler of an earlier release, are already
+-- in `open`. One from a site's inbox (`a.site`) is added here, if devices decide by themselves in this
+-- run, the device is the site's and has no open task, and neither the site's rate nor the limit is
+-- exceeded. An owned device is served by its owner.
 local a = cmsgpack.unpack(ARGV[1])
 local function is_busy(device)
   for _, trigger in ipairs(redis.call('HVALS', key.open)) do

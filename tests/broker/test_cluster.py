@@ -177,11 +177,14 @@ async def test_moving_owners_stream_leaves_triggers_and_register_unchanged(
     for named in (keys.rates, keys.admitted):  # what is declared is there
         await client.call("HSET", named, "somebody", "1")
     await client.call("ZADD", keys.ended, 0, "sometime")
-    await hand.open(device=3)
+    await hand.request(device=3)
     slot = Slot(nodes, keys)
     slot.begin()  # the stream is not there yet: from now on it is the other node's
     with pytest.raises(Unavailable):
         await hand.dispatch()
+    with pytest.raises(Unavailable):
+        await hand.open(device=3)
+    assert await client.call("HGET", keys.counts, "issued") == b"1"
     with pytest.raises(Unavailable):
         await hand.ledger.leave(b"ann")
     assert await client.call("XLEN", keys.triggers) == 1

@@ -39,11 +39,9 @@ async def test_site_keeps_a_copy_while_it_serves_the_device(
 
     await hand.announce("edge", 3, site="north")
     await hand.open(device=3)
-    await hand.dispatch()
     assert await copies() == {"control:north/3"}
     await hand.ledger.leave(b"north/edge")  # its task is given up
     await hand.open(device=3)
-    await hand.dispatch()
     assert await copies() == {"control:pool/3"}
     [(_, given)] = await hand.take()
     await hand.announce("edge", 3, site="north")
@@ -53,7 +51,6 @@ async def test_site_keeps_a_copy_while_it_serves_the_device(
     for device in (3, 4):
         await client.call("HSET", keys.device(device), "digest", "d", "0", "x")
         await hand.open(device=device)
-    await hand.dispatch()
     [_, other] = sorted((await hand.ledger.look()).open, key=lambda trigger: trigger.device)
     await hand.admit(GiveUp(task=other.task, attempt="1", device=4, trainer="t", reason="raised"))
     assert await copies() == {"control:north/3", "control:pool/4"}  # for the next tasks

@@ -243,7 +243,6 @@ async def test_a_gateway_learns_what_became_of_its_tasks(
     await hand.create()
     upload = await hand.admitted()
     given_up, waiting = await hand.open(2)
-    await hand.dispatch()
     tired = GiveUp(
         task=given_up.task, attempt="g1", device=given_up.device, trainer="t", reason="dropped out"
     )
@@ -311,7 +310,6 @@ async def test_a_gateways_user_may_do_all_that_its_ledger_does(
 
         assert await admin.announce("gateway-0", 3, site=site) == ["heard"]
         [trigger] = await admin.open(device=3)
-        await admin.dispatch()
         stream = KEYS.tasks_of(f"{site}/gateway-0")
         await client.call("XGROUP", "CREATE", stream, TRAINERS, "0", "MKSTREAM")
         reply = await client.call(

@@ -53,10 +53,10 @@ class Walk:
 
     def steps(self) -> list[Callable[[], Awaitable[object]]]:
         return [
-            self.trigger, self.trigger, self.own_trigger, self.dispatch, self.dispatch,
-            self.take, self.take, self.answer, self.answer, self.answer, self.admit, self.admit,
-            self.admit, self.commit, self.commit, self.commit, self.close_round, self.bury,
-            self.withdraw,
+            self.trigger, self.trigger, self.own_trigger, self.request,
+            self.dispatch, self.dispatch, self.take, self.take, self.answer, self.answer,
+            self.answer, self.admit, self.admit, self.admit, self.commit, self.commit,
+            self.commit, self.close_round, self.bury, self.withdraw,
             self.join, self.leave, self.repeat_admit, self.repeat_commit, self.say_again,
             self.retry,
         ]  # fmt: skip
@@ -66,6 +66,9 @@ class Walk:
         triggers = [self.hand.trigger() for _ in range(self.rng.randint(1, 3))]
         draw = view.issued - self.rng.choice((0, 0, 0, 1))
         await self.hand.ledger.trigger(self.hand.scheduler.token, 8, draw, triggers)
+
+    async def request(self) -> None:
+        await self.hand.request()
 
     async def own_trigger(self) -> None:
         trigger = self.hand.trigger(origin="ann", device=self.hand.devices)

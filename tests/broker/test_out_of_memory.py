@@ -43,7 +43,7 @@ async def trigger(hand: Hand) -> Step:
 
 async def dispatch(hand: Hand) -> Step:
     await hand.create()
-    await hand.open()
+    await hand.request()
     return await dispatching(hand)
 
 
@@ -75,7 +75,7 @@ async def close_round(hand: Hand) -> Step:
     await hand.create()
     tasks = await hand.open(2)
     closing = CloseRound(version=0, tasks=tuple(t.task for t in tasks), why="time is up")
-    await hand.dispatch()
+    await hand.triggers.ensure()
     await hand.ledger.ask(closing)
     [entry] = await hand.triggers.read()
     return lambda: hand.ledger.close_round(entry, closing)
@@ -84,7 +84,7 @@ async def close_round(hand: Hand) -> Step:
 async def withdraw(hand: Hand) -> Step:
     await hand.create()
     tasks = await hand.open(2)
-    await hand.dispatch()
+    await hand.triggers.ensure()
     wish = Withdraw(tasks=tuple(t.task for t in tasks), why="timed out")
     await hand.ledger.ask(wish)
     [entry] = await hand.triggers.read()
@@ -94,7 +94,6 @@ async def withdraw(hand: Hand) -> Step:
 async def answer(hand: Hand) -> Step:
     await hand.create()
     await hand.open()
-    await hand.dispatch()
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task)
     return lambda: hand.outbox.answer(hand.keys.tasks, entry, upload)
@@ -166,7 +165,6 @@ async def hand_out(hand: Hand) -> Step:
 async def bury(hand: Hand) -> Step:
     await hand.create()
     await hand.open()
-    await hand.dispatch()
     [(entry, task)] = await hand.take()
     return lambda: hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "poison", task=task)
 
@@ -200,7 +198,7 @@ async def relay(hand: Hand) -> Step:
 async def find_lost(hand: Hand) -> Step:
     await hand.create()
     [trigger] = await hand.open()
-    await hand.client.call("DEL", hand.keys.triggers)
+    await hand.client.call("DEL", hand.keys.tasks)
     return lambda: hand.ledger.find_lost({trigger.task: "0-0"})
 
 
@@ -216,14 +214,12 @@ async def leave(hand: Hand) -> Step:
     await hand.create()
     await hand.announce("ann", 1)
     await hand.open(device=1)
-    await hand.dispatch()
     return lambda: hand.ledger.leave(b"ann")
 
 
 async def settle(hand: Hand) -> Step:
     await hand.create()
     await hand.open(device=1)
-    await hand.dispatch()
     await hand.announce("ann", 2)
     return lambda: hand.ledger.settle_unserved(0)
 
@@ -335,7 +331,6 @@ def test_every_script_is_tested() -> None:
 async def test_freeing_memory_works_when_redis_is_full(hand: Hand, client: Client) -> None:
     await hand.create()
     await hand.open(2)
-    await hand.dispatch()
     (entry, _), _ = await hand.take()
     await hand.commit(1)
     await client.call("XADD", hand.keys.dead, "1-1", "m", "old")
@@ -351,7 +346,7 @@ async def test_freeing_memory_works_when_redis_is_full(hand: Hand, client: Clien
         await hand.scheduler.release()
         assert await hand.scheduler.acquire()
         keys = hand.keys
-        await client.call("RENAME", keys.triggers, keys.alive)
+        await client.call("RENAME", keys.changes, keys.alive)
         mended = await mend(client, keys, inboxes=(), owners=(), most=9)
         assert mended == [(keys.alive, "it held a stream, not a zset")]
         assert await hand.ledger.age_letters(30) == 1

@@ -155,8 +155,9 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
     "scheduler": [
         ("HSET", KEYS.model("1.1"), "0", "x"), ("HGET", KEYS.model("1.1"), "0"),
         ("XADD", KEYS.queue, "*", "m", "x"), ("XADD", KEYS.models, "*", "m", "x"),
-        ("XADD", KEYS.tasks, "*", "m", "x"), ("HSET", KEYS.head, "a", 1),
+        ("XREAD", "STREAMS", KEYS.tasks, "0"), ("HSET", KEYS.head, "a", 1),
         ("SET", KEYS.leader("updater"), "me"), ("HSET", KEYS.run, "state", "finished"),
+        ("HSET", KEYS.device(1), "0", "x"), ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
     ],
     "coordinator": [
         ("HSET", KEYS.model("1.1"), "0", "x"), ("HSET", KEYS.head, "a", 1),

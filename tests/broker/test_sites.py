@@ -65,7 +65,6 @@ async def hand(there: Guarded) -> AsyncIterator[Hand]:
 async def given(hand: Hand, site: str, device: int) -> tuple[Entry, Assignment]:
     """A site's trainer has taken the task of its device."""
     await hand.open(device=device)
-    assert await hand.dispatch() == ["sent"]
     group = Group(hand.client, KEYS.tasks_of(f"{site}/edge"), TRAINERS, "edge")
     await group.ensure()
     [entry] = await group.read(block_ms=0)
@@ -334,8 +333,8 @@ async def test_site_cannot_answer_another_sites_task(there: Guarded, hand: Hand)
 
 
 async def test_unassigned_task_may_be_answered_by_the_pool(hand: Hand) -> None:
-    """Redis went back to before it was: the pool's word is enough, another site's is not."""
-    [trigger] = await hand.open(device=4)
+    """It still waits for a coordinator: the pool's word is enough, another site's is not."""
+    [trigger] = await hand.request(device=4)
     early = uploaded(trigger, "south")
     stray = [("stray", "another site's task")]
     assert await hand.admit(early, site="south", trusted=False) == stray
@@ -361,7 +360,6 @@ async def test_error_event_names_the_tasks_site(hand: Hand) -> None:
     whose = {4: "south", 3: "north", 5: "pool"}
     for device in whose:
         await hand.open(device=device)
-    await hand.dispatch()
     for task in (await hand.ledger.look()).open:
         site = whose[task.device]
         answer = await hand.trained(task, site=site)
@@ -381,7 +379,6 @@ async def test_error_event_names_the_tasks_site(hand: Hand) -> None:
 async def makes(hand: Hand, version: int) -> None:
     """The pool makes a version."""
     [trigger] = await hand.open(device=0)
-    await hand.dispatch()
     upload = await hand.trained(trigger)
     assert await hand.admit(upload) == [("admitted", "")]
     assert await hand.commit(version, upload) == "done"
@@ -409,12 +406,11 @@ async def test_untrusted_devices_staleness_counts_from_the_task(hand: Hand) -> N
     assert Upload.decode(queued.encode()) == queued
 
 
-async def test_dispatch_preserves_the_largest_numbers(
+async def test_handing_out_preserves_the_largest_numbers(
     hand: Hand,
 ) -> None:
     """Lua would round them."""
     [trigger] = await hand.open(device=4, seed=2**63 - 1, deadline=1e9 + 0.1, why="x" * 70_000)
-    assert await hand.dispatch() == ["sent"]
     [opened] = (await hand.ledger.look()).open
     assert opened == trigger
     data = await hand.client.call("HGET", KEYS.open, trigger.task)

@@ -44,7 +44,7 @@ async def works(run: Hand) -> None:
     """A task goes its way, from its trigger into the queue."""
     done = len(await run.queue())
     await run.tasks.ensure()
-    await run.open()
+    await run.request()
 
     async def taken() -> Any:
         return await run.take()
@@ -158,7 +158,7 @@ async def test_devices_of_vanished_owners_are_free_again(
 ) -> None:
     await client.call("HSET", keys.owners, "3", "ghost", "99999", "ghost", "junk", b"\xff")
     assert (await run.ledger.look()).owned == (3,)  # the run has ten
-    await run.open(device=3)
+    await run.request(device=3)
     await run.dispatch()
     assert await client.call("XLEN", keys.tasks_of("ghost")) == 1
     async with running(make(redis, keys), context()):
@@ -214,7 +214,7 @@ async def test_copies_a_site_no_longer_needs_are_deleted(
 ) -> None:
     await client.call("HSET", keys.device(3), "digest", "d", "0", "x")
     await run.announce("edge", 3, site="north")
-    await run.open(device=3)
+    await run.request(device=3)
     await run.dispatch()
     assert await client.call("EXISTS", keys.control("north", 3))
     async with running(make(redis, keys), context()):
@@ -256,7 +256,7 @@ async def test_open_task_without_an_entry_is_given_up(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys, how: str
 ) -> None:
     """By a member of the pool that deletes what it should do, or acknowledges it and leaves it."""
-    lost, kept = await run.open(2)
+    lost, kept = await run.request(2)
     if how == "trigger":
         await client.call("DEL", keys.triggers)
         gone = {lost.task, kept.task}
@@ -295,7 +295,7 @@ async def searched(hand: Hand, seen: dict[str, str]) -> tuple[int, dict[str, str
 
 async def test_task_with_an_answer_in_transit_is_not_lost(run: Hand, keys: Keys) -> None:
     """Not before everything was read that was said by then, however long that takes."""
-    await run.open(device=1)
+    await run.request(device=1)
     await run.dispatch()
     [(entry, task)] = await run.take()
     assert await searched(run, {}) == (0, {})
@@ -318,7 +318,7 @@ async def test_task_with_an_answer_in_transit_is_not_lost(run: Hand, keys: Keys)
 async def test_search_for_lost_tasks_looks_at_all_of_them_in_parts(
     run: Hand, client: Client, keys: Keys
 ) -> None:
-    tasks = {trigger.task for trigger in await run.open(3000)}
+    tasks = {trigger.task for trigger in await run.request(3000)}
     await client.call("DEL", keys.triggers)
     seen: dict[str, str] = {}
     for given_up in (0, len(tasks)):
@@ -336,7 +336,7 @@ async def test_parts_of_a_search_follow_one_another_at_every_sweep(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a lost task among 10,000 would stay open for minutes."""
-    await run.open(3000)
+    await run.request(3000)
     find, leases = CoordinatorLedger.find_lost, CoordinatorLedger.leases
     at, sweeps = list[bytes](), list[int]()
 
@@ -378,7 +378,7 @@ async def test_owners_that_are_not_registered_are_found_in_parts(
 async def test_missing_task_waits_only_for_earlier_inbox_entries(
     run: Hand, client: Client, keys: Keys
 ) -> None:
-    await run.open(device=1)
+    await run.request(device=1)
     await run.dispatch()
     [(entry, task)] = await run.take()
     await run.outbox.say(run.trigger(origin="before"))

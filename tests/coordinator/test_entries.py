@@ -263,7 +263,7 @@ async def test_unserved_site_is_ignored(run: Hand, redis: RedisSettings, keys: K
 async def test_trusted_site_reports_its_own_staleness(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
-    await run.open(device=3)
+    await run.request(device=3)
     assert await run.dispatch() == ["sent"]
     [row] = await run.client.call("XRANGE", keys.tasks_of("north/edge"), "-", "+")
     assert await run.commit(1) == "done"
@@ -282,7 +282,7 @@ async def test_untrusted_site_cannot_end_others_tasks_or_claim_freshness(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     await run.announce("ann")  # else nobody serves the pool, and its tasks are given up
-    own, others = await run.open(device=3), await run.open(device=5)
+    own, others = await run.request(device=3), await run.request(device=5)
     assert await run.dispatch() == ["sent", "sent"]
     assert await run.commit(1) == "done"
     upload = await run.trained(own[0], site=NORTH)

@@ -87,7 +87,7 @@ async def test_status_describes_the_run(http: Http, hand: Hand) -> None:
         "run": hand.keys.name, "state": "running", "why": None, "version": 1, "versions": 5,
         "given_up": {"dropped out": 1}, "strays": {"unknown task": 1}, "refused": {},
         "trainers": 1, "parameters": 4,
-        "kept_versions": 2, "triggers": 1, "queue": 0, "retained": 0, "published_as": "f32",
+        "kept_versions": 2, "triggers": 0, "queue": 0, "retained": 0, "published_as": "f32",
         "encoded": {"updates": 0, "bytes": 0, "smaller_by": None},
     }  # fmt: skip
     assert {key: status[key] for key in expected} == expected

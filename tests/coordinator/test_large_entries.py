@@ -84,7 +84,7 @@ def most_memory(pid: int) -> int:
 
 async def answers(run: Hand, site: str, *devices: int) -> list[bytes]:
     """Honest answers of a site's devices, each to a task of its own."""
-    triggers = [(await run.open(device=device))[0] for device in devices]
+    triggers = [(await run.request(device=device))[0] for device in devices]
     assert await run.dispatch() == ["sent"] * len(devices)
     return [(await run.trained(one, site=site)).encode() for one in triggers]
 

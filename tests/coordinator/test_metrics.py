@@ -103,7 +103,7 @@ async def training(hand: Hand, lease_ms: int = LEASE_MS) -> int:
 async def test_task_is_training_while_its_lease_holds(hand: Hand) -> None:
     await hand.create()
     assert await training(hand) == 0  # not even a stream
-    await hand.open(3)
+    await hand.request(3)
     await hand.dispatch()
     taken = await hand.take()
     assert await training(hand) == 3
@@ -116,7 +116,7 @@ async def test_task_is_training_while_its_lease_holds(hand: Hand) -> None:
 async def test_owners_tasks_count_too(hand: Hand) -> None:
     await hand.create()
     await hand.announce("ann", 3)
-    await hand.open(device=3)
+    await hand.request(device=3)
     await hand.dispatch()
     stream = Group(hand.client, hand.keys.tasks_of("ann"), TRAINERS, "ann")
     await stream.ensure()
@@ -128,7 +128,7 @@ async def test_owners_tasks_count_too(hand: Hand) -> None:
 
 async def test_last_values_are_kept_while_redis_is_away(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
-    await hand.open(2)
+    await hand.request(2)
     watched = context()
     async with Proxy(redis) as proxy:
         coordinator = Coordinator(

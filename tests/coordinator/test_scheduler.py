@@ -18,7 +18,7 @@ from fedstream.broker.errors import ConfigError, Fenced, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.scheduler import SchedulerLedger
-from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
+from fedstream.broker.messages import Assignment, CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
 from fedstream.broker.records import Changes, Commit, End, Head, Run, Tally
 from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
@@ -404,7 +404,6 @@ async def test_rounds_follow_versions_and_close_old_tasks(make: Any, run: Hand) 
     async with running(make(Rounds(k=3)), context()):
         first = await are_open(run, 3)
         assert {trigger.version for trigger in first} == {0}
-        await run.dispatch()
         answered, *late = first
         upload = await run.trained(answered)
         assert await run.admit(upload) == [("admitted", "")]
@@ -442,7 +441,6 @@ async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> N
 async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, clock: Clock) -> None:
     async with running(make(Rounds(k=3, timeout_s=600.0)), context()):
         first = await are_open(run, 3)
-        await run.dispatch()
         upload = await run.trained(first[0])
         assert await run.admit(upload) == [("admitted", "")]
         clock.ahead_s = 601.0
@@ -475,7 +473,6 @@ async def test_timed_out_round_without_arrivals_restarts(
 ) -> None:
     async with running(make(Rounds(k=2, timeout_s=600.0)), context()):
         await are_open(run, 2)
-        await run.dispatch()
         clock.ahead_s = 601.0
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["withdrawn"]
@@ -494,7 +491,6 @@ async def test_round_with_too_few_answers_keeps_them_and_asks_others(
     watched = context()
     async with running(make(Rounds(k=3, min_answers=2, timeout_s=600.0)), watched):
         first, *late = await are_open(run, 3)
-        await run.dispatch()
         upload = await run.trained(first)
         assert await run.admit(upload) == [("admitted", "")]
         held = Commit(
@@ -525,7 +521,6 @@ async def test_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock: 
     """Its trainer hangs and renews the lease for ever."""
     async with running(make(InFlight(n=2), task_timeout_s=900.0), context()):
         hung, other = await are_open(run, 2)
-        await run.dispatch()
         assert await run.admit(await run.trained(other)) == [("admitted", "")]
         clock.ahead_s = 899.0
         await run.announce("ann")  # an event, which it looks at
@@ -564,8 +559,8 @@ async def test_scheduler_wakes_when_a_task_times_out(make: Any, run: Hand) -> No
 
 async def test_standby_continues_the_leaders_draws(make: Any, run: Hand, client: Client) -> None:
     async def chosen() -> list[tuple[int, int]]:
-        rows = await client.call("XRANGE", run.keys.triggers, "-", "+")
-        return [(t.device, t.seed) for t in (Trigger.decode(row[1][1]) for row in rows)]
+        rows = await client.call("XRANGE", run.keys.tasks, "-", "+")
+        return [(t.device, t.seed) for t in (Assignment.decode(row[1][1]) for row in rows)]
 
     async with running(make(InFlight(n=6)), context()):
         await are_open(run, 6)
@@ -578,7 +573,7 @@ async def test_standby_continues_the_leaders_draws(make: Any, run: Hand, client:
         await client.call("DEL", run.keys.leader("scheduler"))  # as often as the first renews it
         return False
 
-    await client.call("DEL", run.keys.triggers, run.keys.open, run.keys.counts)
+    await client.call("DEL", run.keys.tasks, run.keys.open, run.keys.counts)
     async with running(make(InFlight(n=3)), context(), may_fail=True):  # once it is replaced
         await are_open(run, 3)
         standby = make(InFlight(n=6), name="scheduler-1", lease_s=0.2)
@@ -669,7 +664,6 @@ async def test_device_that_answered_does_not_replace_one_that_gave_up(
     await client.call("HSET", run.keys.run, "devices", 3)
     async with running(make(Rounds(k=2)), context()):
         first, second = await are_open(run, 2)
-        await run.dispatch()
         upload = await run.trained(first)
         assert await run.admit(upload) == [("admitted", "")]
         buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")

@@ -96,7 +96,7 @@ async def dead(hand: Hand, n: int) -> list[Dead]:
 async def test_trigger_becomes_a_task_and_its_answer_is_queued(make: Any, run: Hand) -> None:
     watched = context()
     async with running(make(), watched):
-        triggers = await run.open(2)
+        triggers = await run.request(2)
         (first, one), (second, two) = await tasks(run, 2)
         assert [one, two] == [Assignment.decode(trigger.assignment()) for trigger in triggers]
         upload = await run.trained(one)
@@ -121,7 +121,7 @@ async def test_trigger_becomes_a_task_and_its_answer_is_queued(make: Any, run: H
 async def test_trainers_reasons_do_not_become_labels(make: Any, run: Hand) -> None:
     watched = context()
     async with running(make(), watched):
-        await run.open(5)
+        await run.request(5)
         for n, (entry, task) in enumerate(await tasks(run, 5)):
             mood = GiveUp(
                 task=task.task, attempt="1", device=task.device, trainer="t", reason=f"mood {n}"
@@ -141,7 +141,7 @@ async def test_coordinator_may_start_before_the_run(make: Any, hand: Hand) -> No
         await wait_until(lambda: groups(hand))
         assert not coordinator.done()
         await hand.create()
-        await hand.open()
+        await hand.request()
         await tasks(hand, 1)
 
 
@@ -156,7 +156,7 @@ async def test_replicas_share_the_work_without_duplicates(make: Any, run: Hand) 
         running(make(name="coordinator-0"), context()),
         running(make(name="coordinator-1"), context()),
     ):
-        await run.open(40)
+        await run.request(40)
         found = await tasks(run, 40)
         assert len({task.task for _, task in found}) == 40
         for entry, task in found:
@@ -168,7 +168,7 @@ async def test_replicas_share_the_work_without_duplicates(make: Any, run: Hand) 
 
 async def test_size_limit_is_configurable(make: Any, run: Hand) -> None:
     async with running(make(max_update_bytes=run.layout.nbytes - 1), context()):
-        await run.open()
+        await run.request()
         [(entry, task)] = await tasks(run, 1)
         await run.outbox.answer(run.keys.tasks, entry, await run.trained(task))
         await wait_until(lambda: is_open(run, 0))
@@ -192,7 +192,7 @@ async def strays(hand: Hand, n: int) -> bool:
 
 async def given_to(hand: Hand, name: str) -> tuple[Trigger, Upload]:
     """A trigger and an upload are delivered to a coordinator that crashes before it is done."""
-    [known, new] = await hand.open(2)
+    [known, new] = await hand.request(2)
     await hand.dispatch()
     upload = await hand.trained(known)
     await hand.client.call("XADD", hand.keys.triggers, "*", "m", new.encode())
@@ -242,7 +242,7 @@ async def test_redis_outage_does_not_count_as_a_crash(
     make: Any, run: Hand, redis: RedisSettings
 ) -> None:
     admit = Script("admit")._sha.encode()
-    [trigger] = await run.open()
+    [trigger] = await run.request()
     watched = context()
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), watched):
         proxy.refuse = lambda data: admit in data
@@ -261,7 +261,7 @@ async def test_lost_connections_neither_lose_nor_repeat_work(
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
         for n in range(1, 13):
             proxy.cut_reply_to = lambda data: b"EVALSHA" in data or b"XREADGROUP" in data
-            [trigger] = await run.open()
+            [trigger] = await run.request()
             [(entry, task)] = await tasks(run, 1)
             assert task.task == trigger.task
             upload = await run.trained(task)
@@ -275,20 +275,20 @@ async def test_lost_connections_neither_lose_nor_repeat_work(
 
 async def test_recovers_after_redis_was_emptied(make: Any, run: Hand, client: Client) -> None:
     async with running(make(), context()):
-        await run.open()
+        await run.request()
         await tasks(run, 1)
         await client.call("FLUSHALL")
         await run.scheduler.acquire()
         await run.updater.acquire()
         await run.ledger.create(run.updater.token, run.run(), await run.publish(0))
-        await run.open()
+        await run.request()
         await tasks(run, 1)
 
 
 async def test_recovers_when_redis_loses_the_scripts(make: Any, run: Hand, client: Client) -> None:
     async with running(make(), context()):
         for _ in range(2):
-            await run.open()
+            await run.request()
             await tasks(run, 1)
             await client.call("SCRIPT", "FLUSH")
 
@@ -306,7 +306,7 @@ async def test_entries_read_together_are_decided_in_one_exchange(
 
     async with Proxy(redis) as proxy:
         proxy.refuse = count
-        await run.open(20)
+        await run.request(20)
         async with running(make(redis=proxy.settings), context()):
             await tasks(run, 20)
             assert 1 <= writes <= 2  # more than one only where the proxy saw it in parts
@@ -317,11 +317,11 @@ async def test_entries_read_while_stopping_are_processed(
 ) -> None:
     watched = context()
     async with running(make(), watched) as coordinator:
-        await run.open()
+        await run.request()
         await tasks(run, 1)
         await wait_until(lambda: waits(client))
         watched.stop.set()
-        await run.open()
+        await run.request()
         await coordinator
     pending = await client.call("XPENDING", run.keys.triggers, COORDINATORS)
     assert pending[0] == 0
@@ -337,7 +337,7 @@ async def waits(client: Client) -> bool:
 async def test_repeatedly_crashing_entry_affects_no_other(
     make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triggers = await run.open(3)
+    triggers = await run.request(3)
     given = Group(client, run.keys.triggers, COORDINATORS, "coordinator-0")
     await given.ensure()
     assert len(await given.read(count=3)) == 3
@@ -418,14 +418,14 @@ async def test_junk_becomes_dead_letters_and_blocks_nothing(
             (stream, b"junk"), (stream, b"")
         ]  # fmt: skip
         assert all("not m" in letter.reason for letter in letters)
-        await run.open()
+        await run.request()
         [(entry, task)] = await tasks(run, 1)
         await run.outbox.answer(run.keys.tasks, entry, await run.trained(task))
         await queued(run, 1)
 
 
 async def test_task_that_crashes_its_trainers_becomes_a_dead_letter(make: Any, run: Hand) -> None:
-    await run.open(2)
+    await run.request(2)
     await run.dispatch()
     [(poison, task), (good, _)] = await run.take()
     trainer = Group(run.client, run.keys.tasks, TRAINERS, "t")
@@ -454,7 +454,7 @@ async def test_owners_poison_task_becomes_a_dead_letter(make: Any, run: Hand) ->
 async def poisoned(run: Hand, name: str, device: int) -> None:
     """The device's owner was given its task three times."""
     await run.announce(name, device)
-    await run.open(device=device)
+    await run.request(device=device)
     await run.dispatch()
     owner = Group(run.client, run.keys.tasks_of(name), TRAINERS, name)
     await owner.ensure()
@@ -527,7 +527,7 @@ async def test_silent_trainer_is_removed_with_its_consumer(
     for name in ("ann", "bob", "cat"):
         await run.announce(name)
         await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, name)
-    await run.open()
+    await run.request()
     await run.dispatch()
     await Group(client, run.keys.tasks, TRAINERS, "cat").read()
     await silent(run, "ann")
@@ -620,8 +620,8 @@ async def test_tasks_of_a_silent_owner_are_given_up(make: Any, run: Hand) -> Non
     await run.announce("ann")  # serves the pool: nothing there is given up
     await silent(run, "ann", -3600)
     async with running(make(trainer_silence_s=30.0), context()):
-        await run.open(device=3)
-        await run.open(device=5)
+        await run.request(device=3)
+        await run.request(device=5)
         await tasks(run, 1)
         await wait_until(lambda: routed(run, 1))
         await silent(run, "owner")
@@ -644,7 +644,7 @@ async def routed(hand: Hand, n: int) -> bool:
 
 async def test_admitted_update_does_not_expire(make: Any, run: Hand, client: Client) -> None:
     async with running(make(), context()):
-        await run.open()
+        await run.request()
         [(entry, task)] = await tasks(run, 1)
         upload = await run.trained(task, write=False)
         key = run.keys.update(upload.blob)

@@ -47,7 +47,6 @@ async def test_device_sends_what_a_trainer_sends(
     for count in (1, 2):  # what a format loses of the first update goes into the second
         async with running(trainer, context()):
             [asked] = await hand.open(device=7, steps=H, epochs=None, seed=5)
-            await hand.dispatch()
             upload = (await answers(hand, count))[-1]
         trainers = await hand.client.call("HGET", hand.keys.update(upload.blob), 0)
         offer = gateway.offer(x_tau, task=asked.task, steps=H, format=name, sends=sends)

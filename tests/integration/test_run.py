@@ -31,7 +31,6 @@ from tests.integration.command import (
 README = Path(__file__).parents[2] / "README.md"
 STEPS = [
     ("scheduler", "triggered"),
-    ("coordinator", "dispatched"),
     ("trainer", "taken"),
     ("trainer", "uploaded"),
     ("coordinator", "admitted"),

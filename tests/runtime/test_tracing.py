@@ -39,7 +39,7 @@ from tests.support import Hand, context, running, wait_until
 ROLES = ("coordinator", "scheduler", "updater", "trainer")
 SPANS = {
     "fedstream-scheduler": {"trigger"},
-    "fedstream-coordinator": {"dispatch", "admit"},
+    "fedstream-coordinator": {"admit"},
     "fedstream-trainer": {"fetch", "train", "upload"},
     "fedstream-updater": {"mix", "publish", "task"},
 }
@@ -128,10 +128,8 @@ async def test_four_services_report_one_trace_for_each_task(
             assert span.parent_span_id == (b"" if name == "task" else root.span_id)
             assert began - 0.01 < times["task"] <= times[name] <= until[name] < time.time()
             # What a service does with the reply may end after the next service has gone on.
-            assert (
-                name in ("trigger", "dispatch", "upload", "admit") or until[name] <= until["task"]
-            )
-        order = ("trigger", "dispatch", "fetch", "train", "upload", "admit", "publish")
+            assert name in ("trigger", "upload", "admit") or until[name] <= until["task"]
+        order = ("trigger", "fetch", "train", "upload", "admit", "publish")
         assert [times[name] for name in order] == sorted(times[name] for name in order)
 
 

@@ -114,7 +114,6 @@ def control(hand: Hand, value: float) -> Floats:
 async def asked(hand: Hand, device: int = 1) -> str:
     """The scheduler wants H steps of a device, always from the same seed: the task."""
     [trigger] = await hand.open(device=device, steps=H, epochs=None)
-    await hand.dispatch()
     return trigger.task
 
 

@@ -17,7 +17,6 @@ async def test_device_that_drops_out_gives_up_its_task(hand: Hand, make: Make) -
     await hand.create()
     async with running(make(devices=DeviceSettings(dropout=1.0)), context()):
         await hand.open()
-        await hand.dispatch()
         [answer] = await answers(hand)
     assert isinstance(answer, GiveUp)
     assert answer.reason == "dropped out"
@@ -33,7 +32,6 @@ async def test_stopped_trainer_hands_back_a_dropped_out_devices_task(
     trainer = make(devices=gone)
     async with running(trainer, live) as service:
         await hand.open()
-        await hand.dispatch()
         started = {"part": "download"}
         await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **started))
         live.stop.set()
@@ -47,7 +45,6 @@ async def test_simulated_device_takes_its_latency(hand: Hand, make: Make) -> Non
     slow = DeviceSettings(latency=FixedLatency(mean_s=0.3))
     async with running(make(devices=slow), context()):
         await hand.open()
-        await hand.dispatch()
         [upload] = await answers(hand)
     assert isinstance(upload, Upload)
     assert upload.seconds >= 0.3
@@ -63,7 +60,6 @@ async def test_stopped_trainer_answers_without_waiting_for_the_latency(
     trainer = make(devices=slow)
     async with running(trainer, live) as service:
         [trigger] = await hand.open()
-        await hand.dispatch()
         trained = {"part": "training"}
         await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
         assert len(await hand.answered()) == 0  # it waits
@@ -85,7 +81,6 @@ async def test_trainer_that_loses_its_lease_during_the_latency_sends_nothing(
     other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
     async with running(make(devices=slow, lease=LeaseSettings(seconds=0.2)), live):
         await hand.open()
-        await hand.dispatch()
         trained = {"part": "training"}
         await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
         assert len((await other.claim(idle_ms=0, most=9))[0]) == 1
@@ -98,7 +93,6 @@ async def test_task_of_a_finished_round_is_not_trained(hand: Hand, make: Make, t
     async with running(make(), context()):
         await hand.open(version=7)
         await hand.open(deadline=1.0)
-        await hand.dispatch()
         said = await answers(hand, 2)
     assert [a.reason for a in said if isinstance(a, GiveUp)] == ["round over", "deadline passed"]
     assert task.seen == []
@@ -112,7 +106,6 @@ async def test_task_is_abandoned_at_its_deadline(
     task.gate.clear()
     async with running(make("t1"), context()):
         await hand.open(version=0, deadline=clock.time() + 600.0)
-        await hand.dispatch()
         await wait_until(lambda: task.seen)
         clock.ahead_s = 601.0
         [first] = await answers(hand)
@@ -120,7 +113,6 @@ async def test_task_is_abandoned_at_its_deadline(
     live, slow = context(), DeviceSettings(latency=FixedLatency(mean_s=6000.0))
     async with running(make("t2", devices=slow), live):
         await hand.open(version=0, deadline=clock.time() + 600.0)
-        await hand.dispatch()
         trained = {"part": "training"}
         await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
         clock.ahead_s = 1202.0

@@ -170,7 +170,6 @@ async def test_upload_contains_its_devices_learning_rate(
     async with running(make(solver=Sgd(lr=0.2), solvers=groups), context()):
         for device in wanted:
             await hand.open(device=device)
-        await hand.dispatch()
 
         async def all_said() -> list[Upload | GiveUp] | None:
             said = await hand.answered()

@@ -198,7 +198,6 @@ async def test_trainer_sends_compressed_updates(hand: Hand, make: Make) -> None:
     async with running(make(task=task, solver=Sgd(), solvers=groups), context()):
         for device in (0, 1):
             await hand.open(device=device)
-        await hand.dispatch()
 
         async def all_said() -> list[Upload | GiveUp] | None:
             said = await hand.answered()

@@ -22,14 +22,12 @@ async def test_answer_survives_a_lost_connection_without_retraining(
         async with running(trainer, context()):
             await hand.open()
             task.gate.clear()
-            await hand.dispatch()
             await wait_until(lambda: task.seen)
             proxy.cut_reply_to = lambda data: b"raised" not in data and b"base" in data
             task.gate.set()
             await wait_until(lambda: proxy.cut_replies)
             [upload] = await answers(hand)
             await hand.open()
-            await hand.dispatch()
             assert len(await answers(hand, 2)) == 2  # nothing was said twice
     assert isinstance(upload, Upload)
     assert len(task.seen) == 2
@@ -55,13 +53,11 @@ async def test_resent_answer_does_not_rewrite_its_update(
         async with running(make(redis=proxy.settings), context()):
             await hand.open()
             task.gate.clear()
-            await hand.dispatch()
             await wait_until(lambda: task.seen)
             proxy.cut_reply_to = lambda data: b"raised" not in data and b"base" in data
             task.gate.set()
             await wait_until(lambda: admitted)
             await hand.open()  # the first answer has been said again when it is at the second
-            await hand.dispatch()
             await wait_until(lambda: len(task.seen) == 2)
     assert admitted == [("admitted", "")]
     [(_, upload)] = await hand.queue()

@@ -17,7 +17,6 @@ async def test_raising_task_is_given_up_with_its_traceback(hand: Hand, make: Mak
     async with running(make(), context()):
         await hand.open(device=9)
         await hand.open(device=1)
-        await hand.dispatch()
         given_up, upload = await answers(hand, 2)
     assert isinstance(given_up, GiveUp)
     assert given_up.reason == "raised ValueError"
@@ -35,7 +34,6 @@ async def test_training_without_a_result_is_a_task_error(
     monkeypatch.setattr(task, "train", lambda *_: None)
     async with running(make(), context()):
         await hand.open()
-        await hand.dispatch()
         [answer] = await answers(hand)
     assert isinstance(answer, GiveUp)
     [error] = await hand.words(Event)
@@ -50,7 +48,6 @@ async def test_task_without_exactly_one_length_is_given_up(
     async with running(make(), context()):
         await hand.open(**length)
         await hand.open()
-        await hand.dispatch()
         given_up, upload = await answers(hand, 2)
     assert isinstance(given_up, GiveUp)
     assert given_up.reason == "raised ConfigError"
@@ -65,7 +62,6 @@ async def test_trainer_pauses_after_each_raising_task(hand: Hand, make: Make) ->
     async with running(make(rests=rests), context()):
         for count, device in enumerate((9, 10, 1, 11), 1):
             await hand.open(device=device)
-            await hand.dispatch()
             await answers(hand, count)
     assert rests.told == ["raised", "raised", "trained", "raised"]
 
@@ -79,7 +75,6 @@ async def test_pausing_trainer_stops_without_taking_a_task(
     async with running(make(rests=Rests(3600.0)), live) as service:
         await hand.open(device=9)
         await hand.open(device=1)
-        await hand.dispatch()
         await wait_until(lambda: 3600.0 in pauses.asked_s)
         live.stop.set()
         await asyncio.wait_for(asyncio.shield(service), 60)

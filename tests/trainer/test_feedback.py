@@ -35,7 +35,6 @@ async def sent(hand: Hand, upload: Upload) -> list[float]:
 async def asks(hand: Hand, device: int, count: int) -> Upload:
     """A task for a device: its answer, which is the run's ``count``-th."""
     await hand.open(device=device)
-    await hand.dispatch()
     upload = (await answers(hand, count))[-1]
     assert isinstance(upload, Upload)
     return upload
@@ -112,7 +111,6 @@ def feedback(hand: Hand, life: Context, **settings: object) -> Feedback:
 async def answered(hand: Hand, kept: Feedback, unsent: Floats, *, again: bool = False) -> list[str]:
     """A device's update is answered with what it left unsent: what was said each time."""
     await hand.open(device=3)
-    await hand.dispatch()
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task)
     said = []

@@ -59,7 +59,6 @@ async def test_hanging_training_is_reported_and_ends_the_trainer(
     live = context()
     async with running(trainer, live) as service:
         [trigger] = await hand.open()
-        await hand.dispatch()
         await asyncio.to_thread(task.begun.wait)
         assert not live.stop.is_set()
         await hand.ledger.ask(Withdraw(tasks=(trigger.task,), why="timed out"))

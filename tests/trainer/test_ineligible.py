@@ -103,7 +103,6 @@ async def test_absent_device_holds_a_trainer_only_until_its_deadline(
     length: dict[str, Any] = {"steps": H, "epochs": None, "version": 0}
     async with running(make("t1", devices=BY_TURNS), context()):
         [trigger] = await hand.open(**length, deadline=clock.time() + 600.0)
-        await hand.dispatch()
         await wait_until(task.held)
         course.eligible = False  # midway
         task.gate.set()
@@ -112,7 +111,6 @@ async def test_absent_device_holds_a_trainer_only_until_its_deadline(
         await wait_until(lambda: said(hand, 1))
         before = course.asked
         await hand.open(**length, deadline=clock.time() + 600.0)  # or before it
-        await hand.dispatch()
         await wait_until(lambda: course.asked > before)
         clock.ahead_s = 1202.0
         await wait_until(lambda: said(hand, 2))

@@ -35,7 +35,6 @@ async def test_lease_is_renewed_during_training(
 
     async with running(make(lease=LeaseSettings(seconds=40)), context()):
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: task.seen)
         await wait_until(goes_on)
         task.gate.set()
@@ -58,7 +57,6 @@ async def test_error_in_lease_renewal_is_not_swallowed(
     trainer = make(lease=LeaseSettings(seconds=0.2))
     async with running(trainer, context(), may_fail=True) as service:
         await hand.open()
-        await hand.dispatch()
         await asyncio.wait({service}, timeout=10)
         with pytest.raises(BaseExceptionGroup) as ended:
             await service
@@ -74,7 +72,6 @@ async def test_trainer_that_lost_its_lease_stops_silently(
     other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
     async with running(make(lease=LeaseSettings(seconds=0.2)), live):
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: task.seen)
         taken, _ = await other.claim(idle_ms=0, most=9)
         assert len(taken) == 1
@@ -92,7 +89,6 @@ async def test_stopped_trainer_hands_back_its_task_at_once(
     other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
     async with running(make(), live) as service:
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: task.seen)
         live.stop.set()
         await asyncio.wait_for(asyncio.shield(service), 60)
@@ -107,7 +103,6 @@ async def test_restarted_trainer_resumes_its_task(hand: Hand, make: Make, task: 
     task.gate.clear()
     async with running(make(), context()):
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: task.seen)  # and here it is cut off
     task.gate.set()
     async with running(make(), context()):
@@ -122,11 +117,9 @@ async def test_starting_trainer_takes_no_leased_task(hand: Hand, make: Make, tas
     task.gate.clear()
     async with running(make("t1"), context()):
         await hand.open(device=1)
-        await hand.dispatch()
         await wait_until(lambda: task.seen)
         async with running(make("t2"), context()):
             await hand.open(device=2)
-            await hand.dispatch()
             await wait_until(lambda: len(task.seen) == 2)
             task.gate.set()
             said = await answers(hand, 2)
@@ -138,11 +131,9 @@ async def test_trainer_takes_over_a_dead_trainers_task(hand: Hand, make: Make) -
     dead = Group(hand.client, hand.keys.tasks, TRAINERS, "dead")
     await dead.ensure()
     await hand.open(device=1)
-    await hand.dispatch()
     [entry] = await dead.read()
     async with running(make(lease=LeaseSettings(seconds=4)), context()):
         await hand.open(device=2)
-        await hand.dispatch()
         assert [one.device for one in await answers(hand)] == [2]
         long_ago = ("IDLE", 60_000, "JUSTID")
         await hand.client.call("XCLAIM", dead.stream, TRAINERS, "dead", 0, entry.id, *long_ago)
@@ -155,7 +146,6 @@ async def test_redis_outage_does_not_make_a_task_poison(hand: Hand, make: Make, 
     live = context()
     async with running(make(lease=LeaseSettings(seconds=60, attempts=2)), live):
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: counted(live, "fedstream_retries_total", loop="tasks") > 3)
         assert await hand.commit(1) == "done"
         [upload] = await answers(hand)

@@ -25,15 +25,12 @@ async def test_model_is_read_once_per_version(hand: Hand, make: Make, task: Adds
     first = await hand.create()
     async with running(make(), context()):
         await hand.open()
-        await hand.dispatch()
         await answers(hand)
         await hand.client.call("DEL", hand.keys.model(first.blob))  # who reads again, fails
         await hand.open(2)
-        await hand.dispatch()
         assert {answer.device for answer in await answers(hand, 3)} == {1, 2, 3}
         assert await hand.commit(1) == "done"
         await hand.open()
-        await hand.dispatch()
         last = (await answers(hand, 4))[-1]
     assert isinstance(last, Upload)
     assert last.tau == 1
@@ -44,13 +41,11 @@ async def test_version_with_the_same_bits_is_another_version(hand: Hand, make: M
     await hand.create()
     async with running(make(), context()):
         await hand.open()
-        await hand.dispatch()
         await answers(hand)
         model = await hand.publish(1, 0.0)
         commit = Commit(versions=[model], held=(), mean_staleness=0.0)
         assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
         await hand.open()
-        await hand.dispatch()
         last = (await answers(hand, 2))[-1]
     assert isinstance(last, Upload)
     assert last.tau == 1
@@ -79,7 +74,6 @@ async def test_device_trains_from_the_copy_that_it_was_given(
     version = await published(hand, 1, name, *values)
     async with running(make(), context()):
         await hand.open()
-        await hand.dispatch()
         [upload] = await answers(hand)
     assert isinstance(upload, Upload)
     assert (upload.tau, upload.base) == (1, version.given)
@@ -111,7 +105,6 @@ async def test_unknown_format_is_waited_for(
     assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
     async with running(make(), context()) as trainer:
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: len(tried) > 1)
         assert not trainer.done()
         assert set(tried) == {"fp4"}
@@ -139,13 +132,11 @@ async def test_partially_read_model_is_never_trained_on(
     await hand.create()
     async with running(make(task=task), context()):
         await hand.open()
-        await hand.dispatch()
         await answers(hand)
         half = await hand.publish(1, 5.0)
         assert await hand.client.call("HDEL", hand.keys.model(half.blob), 1)
         assert await hand.commit(1, write=False, versions=[half]) == "done"
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: missing)
         again = await hand.publish(2, 0.0)
         assert await hand.commit(2, write=False, versions=[again]) == "done"

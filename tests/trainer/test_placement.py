@@ -104,7 +104,6 @@ async def test_result_of_a_device_comes_back_as_the_runs_vector(
     await hand.create()  # version 0 is all zeros
     async with running(trainer(place, redis, hand.keys), context()):
         [trigger] = await hand.open(seed=7)
-        await hand.dispatch()
 
         async def answered() -> Any:
             return await hand.words(Upload)

@@ -26,7 +26,6 @@ async def test_task_becomes_an_update_of_the_newest_version(
     await hand.create()
     async with running(make(), context()):
         [trigger] = await hand.open()
-        await hand.dispatch()
         [upload] = await answers(hand)
     assert isinstance(upload, Upload)
     assert (upload.task, upload.device, upload.trainer) == (trigger.task, trigger.device, "t1")
@@ -66,7 +65,6 @@ async def test_task_takes_two_exchanges_with_redis(hand: Hand, make: Make) -> No
     async with running(trainer, context()):
         for number in (1, 2):
             await hand.open()
-            await hand.dispatch()
             await answers(hand, number)
             await hand.commit(number)
     takes = ["XREADGROUP", "HGETALL"]
@@ -82,7 +80,6 @@ async def test_trainer_announces_its_number_of_answers(hand: Hand, make: Make) -
     async with running(make(), context()):
         await wait_until(lambda: hand.words(Presence))
         await hand.open()
-        await hand.dispatch()
 
         async def one_more() -> bool:
             return (await hand.words(Presence))[-1].answers == 1
@@ -103,7 +100,6 @@ async def test_owner_serves_only_its_own_devices(hand: Hand, make: Make) -> None
         await wait_until(owned)
         await hand.open(device=3)
         await hand.open(device=4)
-        assert await hand.dispatch() == ["sent", "sent"]
         [upload] = await answers(hand)
         assert upload.device == 3
         assert await hand.client.call("XLEN", hand.keys.tasks) == 1  # device 4 waits for the pool
@@ -113,7 +109,6 @@ async def test_owner_takes_up_tasks_dispatched_before_it_joined(hand: Hand, make
     await hand.create()
     await hand.open(device=3)
     await hand.open(device=4)
-    assert await hand.dispatch() == ["sent", "sent"]
     async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
         await wait_until(lambda: hand.words(Presence))
         await hand.attend()
@@ -154,7 +149,6 @@ async def test_trainer_may_exit_if_redis_is_gone_for_good(
         trainer = make(settings=settings, redis=proxy.settings)
         async with running(trainer, context(), may_fail=True) as service:
             await hand.open()
-            await hand.dispatch()
             await answers(hand)
             proxy.refuse = lambda _: True
             proxy.cut()
@@ -198,5 +192,4 @@ async def test_trainer_waits_for_redis_indefinitely(
             assert not service.done()
             proxy.refuse = None
             await hand.open()
-            await hand.dispatch()
             await answers(hand)

@@ -50,7 +50,6 @@ async def test_refused_answer_does_not_wait_for_the_next_task(
     with capture_logs() as logs:
         async with running(make(), context()):
             await hand.open()
-            await hand.dispatch()
             await wait_until(lambda: task.seen)
             async with full(hand.client):
                 task.gate.set()
@@ -69,7 +68,6 @@ async def test_task_taken_along_with_a_refused_answer_is_handed_back(
     other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
     async with running(make("t1"), context()):
         await hand.open(2)
-        await hand.dispatch()
         await wait_until(lambda: task.seen)
         async with full(hand.client):
             task.gate.set()
@@ -93,7 +91,6 @@ async def test_task_taken_along_with_a_lost_reply_is_done_at_once(
         trainer = make(redis=proxy.settings, lease=LeaseSettings(seconds=3600, attempts=1))
         async with running(trainer, context()):
             await hand.open(2)
-            await hand.dispatch()
             await wait_until(lambda: task.seen)
             proxy.cut_reply_to = lambda data: b"base" in data
             task.gate.set()
@@ -114,12 +111,10 @@ async def test_stopped_trainer_hands_back_a_task_that_comes_late(
     other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), live) as service:
         await hand.open(before)
-        await hand.dispatch()
         await answers(hand, before)
         await wait_until(lambda: blocked(hand))
         proxy.answering.clear()
         await hand.open()
-        await hand.dispatch()
         await wait_until(lambda: pending(hand))
         live.stop.set()
         proxy.answering.set()
@@ -138,7 +133,6 @@ async def test_trainer_stopped_while_it_answers_hands_back_what_it_took_along(
     other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), live) as service:
         await hand.open(2)
-        await hand.dispatch()
         await wait_until(lambda: task.seen)
         proxy.answering.clear()
         task.gate.set()
@@ -155,7 +149,6 @@ async def test_no_task_is_taken_along_before_a_rest(hand: Hand, make: Make) -> N
     async with running(make(rests=Rests(3600.0)), context()):
         await hand.open(device=9)
         await hand.open(device=1)
-        await hand.dispatch()
         [given_up] = await answers(hand)
         assert isinstance(given_up, GiveUp)
         assert await pending(hand) == 0
@@ -167,12 +160,10 @@ async def test_busy_trainer_takes_over_a_dead_trainers_task(hand: Hand, make: Ma
     dead = Group(hand.client, hand.keys.tasks, TRAINERS, "dead")
     await dead.ensure()
     await hand.open(device=1)
-    await hand.dispatch()
     [entry] = await dead.read()
     async with running(make(lease=LeaseSettings(seconds=4)), context()), asyncio.timeout(60):
         for done in count(1):
             await hand.open(2, device=2)
-            await hand.dispatch()
             said = await answers(hand, done)
             if done == 1:
                 long_ago = ("IDLE", 60_000, "JUSTID")

@@ -50,7 +50,6 @@ async def _applied_and_open_again(make: Any, hand: Hand, client: Client) -> tupl
     async with running(make(), context()):
         await hand.join()
         [trigger] = await hand.open()
-        await hand.dispatch()
         upload = await hand.trained(trigger)
         backup = await backed_up(client)
         assert await hand.admit(upload) == [("admitted", "")]
@@ -110,7 +109,6 @@ async def test_end_during_a_repair_is_revoked(
 async def _given_up(hand: Hand) -> Trigger:
     await hand.create()
     [trigger] = await hand.open()
-    await hand.dispatch()
     await hand.ledger.ask(Withdraw(tasks=(trigger.task,), why="timed out"))
     assert await hand.dispatch() == ["withdrawn"]
     return trigger

@@ -39,7 +39,6 @@ async def given_up(hand: Hand, trigger: Trigger, why: Why = "timed out") -> None
 async def ready(hand: Hand) -> tuple[Trigger, Upload]:
     """A task whose answer is not said yet."""
     [trigger] = await hand.open()
-    await hand.dispatch()
     return trigger, await hand.trained(trigger, 4.0)
 
 
@@ -196,7 +195,6 @@ async def again(hand: Hand, counts: dict[str, int], journalled: dict[str, int]) 
 async def test_ends_from_two_histories_are_not_added_up(hand: Hand, client: Client) -> None:
     await hand.create()
     [one, other] = await hand.open(2)
-    await hand.dispatch()
     backup = await backed_up(client)
     await given_up(hand, one, "timed out")
     await given_up(hand, other, "timed out")
@@ -214,7 +212,6 @@ async def test_recovered_task_is_not_counted_as_lost(hand: Hand, client: Client)
     await hand.open(2)
     backup = await backed_up(client)
     [trigger] = await hand.open()
-    await hand.dispatch()
     await given_up(hand, trigger)
     counts = await nonzero(hand)
     await client.call("FLUSHALL")

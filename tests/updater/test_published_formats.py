@@ -77,7 +77,6 @@ async def test_devices_are_known_by_what_they_were_given(make: Any, hand: Hand, 
         assert head is not None
         assert head.given != head.digest
         [trigger] = await hand.open()
-        await hand.dispatch()
         await hand.take()
         upload = await hand.trained(trigger, 1.0, base=head.digest)
         assert await hand.admit(upload) == [("refused", "unknown base")]

@@ -55,7 +55,6 @@ async def is_barred(hand: Hand, *devices: int) -> bool:
 async def by(hand: Hand, device: int, value: float = 8.0) -> Upload:
     """A device answers a task."""
     [trigger] = await hand.open(device=device)
-    await hand.dispatch()
     upload = await hand.trained(trigger, value)
     assert await hand.admit(upload) == [("admitted", "")]
     return upload
@@ -111,7 +110,6 @@ async def test_buffered_updates_stay(make: Any, hand: Hand) -> None:
     async with running(make(FedBuffSettings(buffer_size=2)), context()):
         await hand.join()
         [trigger] = await hand.open(device=3)
-        await hand.dispatch()
         assert await hand.admit(await hand.trained(trigger, 4.0, sends="delta"))
         await wait_until(lambda: held(hand, 1))
         await bar(hand, 3)

@@ -14,7 +14,8 @@ from tests.support import Hand, wait_until
 
 async def test_a_trigger_becomes_a_task_of_the_pool(hand: Hand) -> None:
     await hand.create()
-    [trigger] = await hand.open(device=3, steps=7, epochs=None, seed=2**62)
+    [trigger] = await hand.request(device=3, steps=7, epochs=None, seed=2**62)
+    assert (await hand.ledger.look()).triggers == 1
     assert await hand.dispatch() == ["sent"]
     [(_, task)] = await hand.take()
     assert task == Assignment.decode(trigger.assignment())
@@ -24,8 +25,8 @@ async def test_a_trigger_becomes_a_task_of_the_pool(hand: Hand) -> None:
 async def test_owned_device_is_served_by_its_owner(hand: Hand, client: Client) -> None:
     await hand.create()
     await hand.announce("owner", 3)
-    await hand.open(device=3)
-    await hand.open(device=4)
+    await hand.request(device=3)
+    await hand.request(device=4)
     assert await hand.dispatch() == ["sent", "sent"]
     assert [task.device for _, task in await hand.take()] == [4]
     [row] = await client.call("XRANGE", hand.keys.tasks_of("owner"), "-", "+")
@@ -35,7 +36,7 @@ async def test_owned_device_is_served_by_its_owner(hand: Hand, client: Client) -
 
 async def test_dispatching_an_entry_twice_makes_one_task(hand: Hand) -> None:
     await hand.create()
-    await hand.open()
+    await hand.request()
     await hand.triggers.ensure()
     [entry] = await hand.triggers.read()
     trigger = Trigger.decode(entry.data)
@@ -46,7 +47,7 @@ async def test_dispatching_an_entry_twice_makes_one_task(hand: Hand) -> None:
 
 async def test_trigger_of_an_ended_task_makes_none(hand: Hand) -> None:
     await hand.create()
-    [trigger] = await hand.open()
+    [trigger] = await hand.request()
     assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
     assert await hand.dispatch() == ["ended"]
     assert await hand.take() == []

@@ -21,7 +21,7 @@ async def test_round_end_gives_up_unanswered_tasks_and_is_queued_last(
     assert await hand.admit(upload) == [("admitted", "")]
     closing = CloseRound(version=0, tasks=(answered.task, open_one.task), why="time is up")
     await hand.ledger.ask(closing)
-    assert await hand.dispatch() == ["sent", "sent", "closed"]
+    assert await hand.dispatch() == ["closed"]
     assert [message for _, message in await hand.queue()] == [
         upload, RoundEnd(version=0, why="time is up")
     ]  # fmt: skip
@@ -50,7 +50,6 @@ async def test_withdrawn_task_is_given_up_and_loses_its_lease(
 ) -> None:
     await hand.create()
     hung, waiting, answered, other = await hand.open(4)
-    await hand.dispatch()
     taken = {task.task: entry for entry, task in await hand.take(3)}
     assert await hand.admit(await hand.trained(answered)) == [("admitted", "")]
     overdue = tuple(trigger.task for trigger in (hung, waiting, answered))
@@ -73,7 +72,6 @@ async def test_an_owners_task_is_withdrawn_from_its_own_stream(hand: Hand) -> No
     await hand.create()
     await hand.announce("owner", 3)
     [trigger] = await hand.open(device=3)
-    await hand.dispatch()
     stream = hand.keys.tasks_of("owner")
     assert await hand.client.call("XLEN", stream) == 1
     wish = Withdraw(tasks=(trigger.task, "gone"), why="deadline passed")

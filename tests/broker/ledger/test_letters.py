@@ -16,7 +16,6 @@ from tests.support import Hand
 async def test_poison_task_becomes_a_dead_letter_and_ends(hand: Hand, client: Client) -> None:
     await hand.create()
     [trigger] = await hand.open()
-    await hand.dispatch()
     [(entry, task)] = await hand.take()
     keys, crashed = hand.keys, "crashed its trainers"
     buried = [
@@ -173,7 +172,6 @@ async def test_endless_junk_of_a_site_is_only_partly_kept(
     assert (await hand.ledger.look()).reasons("stray")["letter over the limit"] >= 1
     assert await client.call("XLEN", keys.inbox("north")) == 0
     [trigger] = await hand.open(device=3)
-    await hand.dispatch()
     await says(b"about a task", Assignment.decode(trigger.assignment()))
     assert await letters(hand) == [("inbox:north", "x")]
     assert (await hand.ledger.look()).outcomes["dead"] == 1
@@ -204,7 +202,6 @@ async def test_old_letters_are_deleted(hand: Hand, client: Client, keys: Keys) -
 async def test_long_reasons_are_truncated(hand: Hand) -> None:
     await hand.create()
     [_] = await hand.open()
-    await hand.dispatch()
     [(entry, task)] = await hand.take()
     await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "r" * 100_000, task=task)
     [(_, reason)] = await letters(hand)

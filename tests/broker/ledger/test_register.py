@@ -98,7 +98,6 @@ async def test_tasks_waiting_for_a_departed_owner_are_given_up(hand: Hand, clien
     await hand.open(device=3)
     await hand.open(device=4)
     await hand.open(device=5)
-    await hand.dispatch()
     await client.call("XADD", hand.keys.tasks_of("owner"), "*", "m", b"junk")
     assert await hand.ledger.leave(b"owner") == 2
     view = await hand.ledger.look()
@@ -116,7 +115,6 @@ async def test_admitted_task_is_not_given_up(hand: Hand, owned: bool) -> None:
     if owned:
         await hand.announce("ann", 3)
     [trigger] = await hand.open(device=3)
-    await hand.dispatch()
     upload = await hand.trained(trigger)
     assert await hand.admit(upload) == [("admitted", "")]
     if owned:
@@ -239,7 +237,6 @@ async def test_new_owner_takes_over_a_devices_waiting_tasks(
     await hand.create()
     await hand.announce("ann", 1)
     [task] = await hand.open(device=2)
-    await hand.dispatch()
     assert await client.call("XLEN", keys.tasks) == 1
     await hand.announce("ann", 1, 2)
     assert await client.call("XLEN", keys.tasks) == 0
@@ -252,11 +249,9 @@ async def test_pools_tasks_are_settled_if_only_owners_are_alive(
 ) -> None:
     await hand.create()
     [taken] = await hand.open(device=1)
-    await hand.dispatch()
     [(entry, _)] = await hand.take()
     await hand.open(device=2)
     await hand.open(device=3)
-    await hand.dispatch()
     assert await hand.ledger.settle_unserved(60_000) == 0  # somebody may come
     await hand.announce("ann", 1, 2)
     await hand.announce("pool")
@@ -312,7 +307,6 @@ async def test_junk_in_a_task_stream_stops_no_trainer(
     """Trainers may write these streams and the register, and not all that is there is ours."""
     await hand.create()
     await hand.open(device=3)
-    await hand.dispatch()
     junk: list[object] = [
         {"task": {"a": 1}, "device": 3}, {"task": "x"}, {"task": "x", "device": "3"}, "x", [],
     ]  # fmt: skip

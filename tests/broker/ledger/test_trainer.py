@@ -37,7 +37,6 @@ async def test_task_comes_with_the_version_that_is_newest_when_it_is_delivered(
     await wait_until(lambda: blocked(hand.client))
     assert await hand.commit(1) == "done"
     [trigger] = await hand.open()
-    await hand.dispatch()
     taken = await taking
     assert taken is not None
     assert Assignment.decode(taken.entry.data).task == trigger.task
@@ -64,7 +63,6 @@ async def test_foreign_value_instead_of_tasks_is_no_lost_group(hand: Hand) -> No
 async def test_answer_is_sent_once_and_ends_the_lease(hand: Hand) -> None:
     await hand.create()
     await hand.open()
-    await hand.dispatch()
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task)
     keys = hand.keys
@@ -80,7 +78,6 @@ async def test_answer_waits_for_its_update_and_renews_its_expiry(
 ) -> None:
     await hand.create()
     await hand.open()
-    await hand.dispatch()
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task, write=False)
     update, model = hand.keys.update(upload.blob), model_of(hand.layout, 1.0)

@@ -155,7 +155,6 @@ async def test_operator_user_can_inspect_and_repair(
     await hand.create()
     for _ in range(2):
         [trigger] = await hand.open()
-        await hand.dispatch()
         [(entry, _)] = await hand.take()
         task = Assignment.decode(trigger.assignment())
         await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "crashed", task=task)

@@ -55,7 +55,6 @@ def command(
 async def crashing(hand: Hand, **changes: Any) -> Trigger:
     """A task that crashed its trainers: its entry is in ``dead``."""
     [trigger] = await hand.open(**changes)
-    await hand.dispatch()
     [(entry, _)] = await hand.take()
     task = Assignment.decode(trigger.assignment())
     reason = "crashed its trainers"
@@ -176,7 +175,6 @@ async def test_task_with_a_forgotten_end_is_not_retried(hand: Hand) -> None:
 async def test_upload_that_crashed_coordinators_is_trained_again(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
-    await hand.dispatch()
     await hand.take()
     upload = await hand.trained(trigger, steps=12, seed=99)
     await bury(hand, upload.encode(), "uploads", task=upload)

@@ -211,7 +211,6 @@ async def test_forms_that_no_browser_sends(
 async def test_operator_retries_a_dead_letter_once(page: Served, hand: Hand) -> None:
     http = page.http
     (trigger,) = await hand.open()
-    await hand.dispatch()
     ((entry, task),) = await hand.take()
     await hand.ledger.bury(
         hand.keys.tasks, TRAINERS, entry, "crashed <trainers>",

@@ -29,7 +29,7 @@ async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
     looking = collector(client, hand.keys)
     await hand.create()
     await hand.announce("t")
-    (trigger,) = await hand.open()
+    (trigger,) = await hand.request()
 
     async def phase() -> tuple[str, str]:
         (found,) = (await looking.look()).scene.tasks
@@ -126,7 +126,6 @@ async def test_coordinators_own_rights_suffice(tmp_path: Path) -> None:
             await hand.create()
             await hand.announce("t")
             await hand.open(2)
-            await hand.dispatch()
             await hand.take()
             await hand.admitted()
             async with there.client("coordinator") as client:

@@ -260,7 +260,6 @@ def test_axe_finds_nothing_and_a_phone_scrolls_only_down(
     here.do(here.update(1))
     here.do(here.measure(1, 0.75))
     here.do(here.hand.open(3))
-    here.do(here.hand.dispatch())
     for width in (1200, 400):
         tab = Tab(
             browser, here.address, color_scheme=scheme, viewport={"width": width, "height": 800}
