@@ -121,7 +121,7 @@ async def test_aiohttp_reads_the_same_in_what_is_plain() -> None:
             if plain is not None:
                 assert found == [plain], (stream, part)
                 taken += 1
-    assert taken > 1000
+    assert taken > 300, "else hardly anything was compared"
 
 
 def _cuts(stream: bytes, rng: Random) -> list[int]:
