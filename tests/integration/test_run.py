@@ -128,10 +128,10 @@ def test_every_step_of_a_task_is_logged(digits: Digits) -> None:
         of_task = [line for line in said if line.get("task") == row["task"]]
         assert [(line["service"], line["event"]) for line in of_task] == STEPS
         assert {line["device"] for line in of_task} == {int(row["device"])}
-        uploaded, applied, published = of_task[3], of_task[5], of_task[6]
+        _, taken, uploaded, _, applied, published = of_task
         assert applied["version"] == published["version"] == int(row["version"])
         assert applied["staleness"] == int(row["version"]) - 1 - uploaded["tau"]
-        assert uploaded["attempt"] == of_task[2]["attempt"]
+        assert uploaded["attempt"] == taken["attempt"]
 
 
 def test_no_process_is_left_behind(digits: Digits) -> None:
