@@ -290,19 +290,27 @@ class DeviceWorker:
             upload = UpdateUpload(self._gateway, update, self._show)
             receipt = await upload.receipt(begun=begun)
         except TurnedAway as refusal:
-            self._folder.delivered(update, known=False, counts=False)
+            self._forget(update)
             await self._turned_away(update, refusal)
             return
         self._turned_away_in_a_row = 0
-        await asyncio.to_thread(
-            self._folder.delivered, update, known=receipt is not None,
-            counts=receipt is not None and receipt.state == "admitted",
-        )  # fmt: skip
         self._say(f"task {update.task}: {_outcome(update, receipt)}")
         if receipt is None:
+            self._forget(update)
             await asyncio.sleep(self._rests.next())  # it may offer the same task again
         else:
+            counts = receipt.state == "admitted"
+            await asyncio.to_thread(self._folder.delivered, update, known=True, counts=counts)
             self._rests.reset()
+
+    def _forget(self, update: FinishedUpdate) -> None:
+        """Forget an update of which nobody knows whether it was admitted."""
+        self._folder.delivered(update, known=False, counts=False)
+        if update.unsent is not None:
+            self._say(
+                f"task {update.task}: it isn't known whether its update counts, so what "
+                f"{update.report.format} left unsent is lost: the next update starts from zero"
+            )
 
     async def _turned_away(self, update: FinishedUpdate, refusal: TurnedAway) -> None:
         """Go on after an update that can't be one any more; raise if it isn't the update's fault.
@@ -330,8 +338,7 @@ class DeviceWorker:
         """Give a task up because the device is told to stop."""
         self._training.again()
         if (left := self._folder.update()) is not None:
-            # It may have been admitted a moment ago, so what it left unsent isn't known.
-            self._folder.delivered(left, known=False, counts=False)
+            self._forget(left)  # it may have been admitted a moment ago
         try:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._give_up(offer, reasons.DROPPED_OUT)

@@ -145,7 +145,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "post": {
             "summary": "Begin to upload an update: none of it, a first part, or all",
             "parameters": [
-                _TASK, _ATTEMPT, _header("Upload-Length", required=True),
+                _TASK, _ATTEMPT, _header("Upload-Length", required=False),
                 _header("Upload-Complete", required=True), _header("Update-Report", required=True),
             ],
             "requestBody": _BYTES,

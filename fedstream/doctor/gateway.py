@@ -49,7 +49,14 @@ def here(settings: GatewaySettings, *, now: float) -> Iterator[Finding]:
 def _certificate(settings: GatewaySettings, now: float) -> Finding:
     about = "gateway certificate"
     if settings.tls_cert is None:
-        return ok(about, "none: devices come over plain HTTP, through a proxy that ends TLS")
+        proxy = "none: devices come over plain HTTP, through a proxy that ends TLS"
+        if not settings.names:
+            return warning(
+                about,
+                f"{proxy}; without gateway.names, signatures made for any host are accepted",
+                "set gateway.names to the host in the devices' URL",
+            )
+        return ok(about, proxy)
     try:
         settings.tls()
     except ConfigError as error:

@@ -505,11 +505,12 @@ async def test_refused_update_leaves_what_was_unsent_before(
     np.testing.assert_array_equal(before, after)
 
 
-async def test_in_doubt_nothing_is_fed_back(
-    gateway: FakeGateway, options: Options, model: Model, tmp_path: Path
+async def test_in_doubt_nothing_is_fed_back_and_the_device_says_so(
+    gateway: FakeGateway, options: Options, model: Model, tmp_path: Path, said: list[str]
 ) -> None:
     await _updates(gateway, options, model, 1)
     gateway.offer(model, task="task-d", format="int4", sends="delta")
     gateway.fails("POST", "/v1/tasks/task-d/updates", status=404, reason="unknown task")
-    await live(options(), nothing, nothing)
+    await live(options(), said.append, nothing)
     assert DeviceFolder(tmp_path / "state").unsent(model.layout.parameters) is None
+    assert any("what int4 left unsent is lost" in line for line in said)

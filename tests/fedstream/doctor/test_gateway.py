@@ -48,7 +48,14 @@ def certificate(settings: GatewaySettings, now: float | None = None) -> tuple[st
 def test_certificate_that_devices_will_accept(tmp_path: Path) -> None:
     level, said = certificate(issued(tmp_path, "gw.example.org", "192.0.2.7"))
     assert (level, said) == ("ok", "for gw.example.org, 192.0.2.7; ends in 90 days")
-    assert certificate(GatewaySettings())[0] == "ok"  # a proxy ends TLS
+
+
+def test_gateway_behind_a_proxy_needs_its_names() -> None:
+    """With neither a certificate nor names, a signature for any host would be good here."""
+    assert certificate(GatewaySettings(names=("gw.example.org",)))[0] == "ok"
+    level, said = certificate(GatewaySettings())
+    assert level == "warning"
+    assert said.endswith("set gateway.names to the host in the devices' URL")
 
 
 @pytest.mark.parametrize(
