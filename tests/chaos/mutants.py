@@ -210,8 +210,8 @@ MUTANTS = (
     ),
     Mutant(
         "a gateway acknowledges a task when it gets it", "coordinator/gateway/tasks.py",
-        "        self._desk.hold(Held(task, entry, group.stream, is_new=is_new), now)\n",
-        "        self._desk.hold(Held(task, entry, group.stream, is_new=is_new), now)\n"
+        "is_new=is_new, is_untouched=is_new), now)\n",
+        "is_new=is_new, is_untouched=is_new), now)\n"
         '        await self._client.call("XACK", group.stream, TRAINERS, entry.id)\n',
         (Kind.HANG_UP,), over_http=True,
     ),
@@ -224,7 +224,8 @@ MUTANTS = (
     Mutant(
         "a device hears of an error of the gateway's while Redis is away",
         "coordinator/gateway/app.py",
-        "                if error.retriable:\n", "                if False:\n",
+        "            case FedstreamError(retriable=True):\n",
+        "            case FedstreamError(retriable=None):\n",
         (Kind.PARTITION, Kind.CUT), over_http=True,
     ),
     Mutant(

@@ -34,7 +34,7 @@ class Follower(Walk):
         super().__init__(hand, seed)
         self.parts = Participation(FixedSteps(), [ParticipationGroup(devices=(1, 4), rate=2.5)])
         self.mirror = Mirror(self.parts)
-        self.kept: list[tuple[bytes, bytes]] = []  # an older state of Redis
+        self.kept: list[tuple[bytes, int, bytes]] = []  # an older state of Redis
         self.updater = (0, [*self.held])  # and the updater as it was then
         self.whole = self.partial = self.noticed = 0
         self.untold = False  # whether something changed since the last look that no log tells
@@ -101,14 +101,16 @@ class Follower(Walk):
             self.updater = (self.version, [*self.held])
             call, prefix = self.hand.client.call, self.hand.keys.prefix
             names = await call("KEYS", prefix + "*")
-            self.kept = [(name, await call("DUMP", name)) for name in names]
+            self.kept = [
+                (name, max(await call("PTTL", name), 0), await call("DUMP", name)) for name in names
+            ]
 
     async def fall_back(self) -> None:
         """It begins again with that state."""
         if self.kept and self.rng.random() < 0.3:
             await self._forget_all()
-            for name, data in self.kept:
-                await self.hand.client.call("RESTORE", name, 0, data)
+            for name, left_ms, data in self.kept:
+                await self.hand.client.call("RESTORE", name, left_ms, data)
             self.version, held = self.updater
             self.held, self.commits = [*held], []
 

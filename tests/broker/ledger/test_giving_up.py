@@ -78,6 +78,7 @@ async def test_an_owners_task_is_withdrawn_from_its_own_stream(hand: Hand) -> No
     for verdict in ("withdrawn", "repeated"):
         if verdict == "withdrawn":
             await hand.ledger.ask(wish)
+            await hand.triggers.ensure()
             [entry] = await hand.triggers.read()
         assert await hand.ledger.withdraw(entry, wish) == verdict
         assert (await hand.ledger.look()).reasons("given_up") == {"deadline passed": 1}

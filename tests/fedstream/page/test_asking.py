@@ -225,7 +225,7 @@ async def test_only_the_versions_that_are_asked_about_count(site: Site) -> None:
     ("bounds", "told"),
     [
         (WorkBounds(seconds=0.5), "it took longer than 0.5 s (page.question_s)"),
-        (WorkBounds(memory=1 << 26), "it took more than 64 MiB (page.question_bytes)"),
+        (WorkBounds(memory=1 << 30), "it took more than 1,024 MiB (page.question_bytes)"),
     ],
     ids=["seconds", "memory"],
 )
@@ -233,7 +233,7 @@ async def test_work_that_takes_too_much_is_ended(
     poisoned: Path, tmp_path: Path, bounds: WorkBounds, told: str
 ) -> None:
     (tmp_path / "greedy.py").write_text(
-        "from time import sleep\nheld = bytearray(1 << 27)\nsleep(600)\n"
+        "from time import sleep\nheld = bytearray(1 << 31)\nsleep(600)\n"
     )
     access = TaskAccess(task=f"{tmp_path}/greedy.py:task")
     where = Workplace(poisoned, access, bounds, preloads=False)

@@ -106,6 +106,7 @@ async def pipeline(
         unknown = hand.trigger().task
         stray = GiveUp(task=unknown, attempt="1", device=1, trainer="t", reason="tired")
         await hand.client.call("XADD", keys.inbox("pool"), "*", "m", stray.encode())
+        await hand.client.call("XADD", keys.triggers, "*", "m", hand.trigger().encode())
 
         def settled() -> bool:
             seen = contexts["coordinator"].registry.get_sample_value
@@ -113,6 +114,7 @@ async def pipeline(
             return (
                 seen("fedstream_run_version") == 12
                 and seen("fedstream_run_strays_total", {"reason": "unknown task"}) == 1
+                and seen("fedstream_tasks_dispatched_total", {"verdict": "ended"}) == 1
                 and measured("fedstream_measured_version") == 12
             )
 
