@@ -77,7 +77,13 @@ class PageJob:
         return found
 
     def begin(self, where: Workplace) -> None:
-        """Start the work."""
+        """Start the work; that it can't be started is its problem."""
+        try:
+            self._start(where)
+        except OSError as error:  # too many files or processes
+            self._stop(f"it can't be started: {error.strerror}")
+
+    def _start(self, where: Workplace) -> None:
         from multiprocessing import get_context
 
         # Not a fork of this process: there are threads, and torch does not survive one. It is
@@ -94,7 +100,8 @@ class PageJob:
         self._process.start()
         # At once, not where the work begins: importing what it needs takes long as well.
         if self._process.pid is not None:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, where.bounds.niceness)
+            niceness = max(where.bounds.niceness, os.getpriority(os.PRIO_PROCESS, 0))
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         theirs.close()
         Thread(target=self._follow, args=(ours, self._process, where), daemon=True).start()
 
@@ -103,9 +110,10 @@ class PageJob:
         self._stop("cancelled")
 
     def _stop(self, why: str) -> None:
-        if self.is_going_on and self._process is not None:
+        if self.is_going_on:
             self.problem = why
-            self._process.kill()
+            if self._process is not None and self._process.pid is not None:
+                self._process.kill()
 
     def _follow(self, channel: Connection, process: BaseProcess, where: Workplace) -> None:
         until = None if where.bounds.seconds is None else self._began + where.bounds.seconds

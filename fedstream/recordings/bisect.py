@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import isfinite
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
@@ -39,8 +39,9 @@ def limit_of(below: float | None, above: float | None) -> Limit:
     bound = below if below is not None else above
     if bound is None or (below is not None and above is not None):
         raise ConfigError("give either --below X or --above X: when is the metric bad?")
-    if isnan(bound):
-        raise ConfigError(f"--{'below' if below is not None else 'above'} nan: must be a number")
+    if not isfinite(bound):
+        side = "below" if below is not None else "above"
+        raise ConfigError(f"--{side} {bound:g}: must be a finite number")
     return Limit(bound, above=below is None)
 
 

@@ -50,11 +50,14 @@ class JournalFollower:
         self._problem = "" if weights else "updates are recorded without their weights"
         self._pauses = 0 if weights else -1  # looks that are left out; -1: all
         self._version = 0
-        self._forget()
+        self._segment: Segment | None = None
+        self._break_off()
 
     def _forget(self) -> None:
         """Lose the place."""
-        self._segment: Segment | None = None
+        if self._segment is not None:
+            self._segment.close()
+        self._segment = None
         self._break_off()
 
     def _break_off(self) -> None:
@@ -94,7 +97,7 @@ class JournalFollower:
             segment = self._begin(Segment(self._journal / names[-1]))
         while not self._advance(segment, until) and segment.path.name != names[-1]:
             segment.close()
-            later = Segment(self._journal / names[-1])
+            self._segment = later = Segment(self._journal / names[-1])
             there = Cut(self._at.at, self._at.chain, later.path.name)
             follows = later.head.predecessor == segment.path.name and later.follows == there
             is_next = follows and later.standing.why == "continued"
@@ -109,6 +112,8 @@ class JournalFollower:
 
     def _begin(self, segment: Segment) -> Segment:
         """Begin with a segment's checkpoint, whatever was before. Raises FedstreamError."""
+        if self._segment is None:  # the place was lost: what was read from here may come again
+            self._rows = Ring(PUSHED, ROWS)
         self._break_off()
         return self._enter(segment)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing.context
+import os
 import re
 import shutil
 import sys
@@ -242,6 +245,23 @@ async def test_work_that_takes_too_much_is_ended(
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
         assert told in await site.answered(address)
+        assert server.jobs.current is None
+
+
+async def test_work_that_cannot_be_started_is_over(
+    poisoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the place to the next question."""
+
+    def none_left(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(multiprocessing.context.BaseContext, "Pipe", none_left)
+    server = PageServer(RecordedRun(poisoned), PageJobs(Workplace(poisoned, TaskAccess())))
+    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        site = Site(client, server)
+        _, address = await site.post("/bisect", BELOW)
+        assert "it can&#39;t be started: Too many open files" in await site.answered(address)
         assert server.jobs.current is None
 
 

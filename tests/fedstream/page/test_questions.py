@@ -37,7 +37,8 @@ def test_a_bisection_as_the_form_has_it(run: RecordedRun) -> None:
     ("changed", "field", "text"),
     [
         ({"bound": ""}, "bound", "give either --below X or --above X"),
-        ({"bound": "nan"}, "bound", "--below nan: must be a number"),
+        ({"bound": "nan"}, "bound", "--below nan: must be a finite number"),
+        ({"bound": "1e999"}, "bound", "--below inf: must be a finite number"),
         ({"bound": "half"}, "bound", "'half' is not a number"),
         ({"metric": " "}, "metric", "which metric?"),
         ({"every": "0"}, "every", "'0' is not a whole number from 1 on"),

@@ -55,7 +55,7 @@ def test_bisect_by_a_loss_as_text(journal: Command, poisoned: Path) -> None:
 
 def test_bisect_needs_a_number(journal: Command, poisoned: Path) -> None:
     code, out, said = journal("bisect", poisoned, "--above", "nan")
-    assert (code, out, said) == (2, "", "fedstream: --above nan: must be a number\n")
+    assert (code, out, said) == (2, "", "fedstream: --above nan: must be a finite number\n")
 
 
 def test_bisect_takes_the_task_of_the_runs_configuration(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Model
 from fedstream.journal import opened
 from fedstream.journal.shares import stats
@@ -193,3 +194,36 @@ def test_what_takes_too_much_memory_is_left_alone(
     assert not np.isnan(rows["distance"]).any()
     monkeypatch.setattr(following, "_MOST_BYTES", 4)
     assert "too large" in all_of(JournalFollower(scribe.folder)).problem
+
+
+def test_what_goes_wrong_again_and_again_takes_no_more_files(
+    scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each open file counts towards the coordinator's limit."""
+    scribe.update()
+    monkeypatch.setattr(following, "_MOST_BYTES", 4)
+    monkeypatch.setattr(following, "_PATIENCE", 0)
+    follower = JournalFollower(scribe.folder)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        assert "too large" in all_of(follower).problem
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_what_is_read_again_counts_once(scribe: Scribe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After damage, the segment is read anew from its beginning."""
+    for device in (1, 2, 3):
+        scribe.update(device=device)
+    monkeypatch.setattr(following, "_PATIENCE", 0)
+    follower = JournalFollower(scribe.folder)
+    assert all_of(follower).rows["device"].tolist() == [1, 2, 3]
+
+    def damaged(_entry: object) -> bool:
+        raise FedstreamError("it is damaged")
+
+    scribe.update(device=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(following, "is_used", damaged)
+        assert all_of(follower).problem == "it is damaged"
+    found = all_of(follower)
+    assert (found.problem, found.rows["device"].tolist()) == ("", [1, 2, 3, 4])
