@@ -48,6 +48,7 @@ from fedstream.journal.chain import (
     opened,
     segments,
     since,
+    stored_bytes,
     uncounted,
 )
 from fedstream.journal.claims import Claim, newest_epoch
@@ -114,5 +115,6 @@ __all__ = [
     "opened",
     "segments",
     "since",
+    "stored_bytes",
     "uncounted",
 ]

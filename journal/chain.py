@@ -8,7 +8,7 @@ journal's, and are not read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError
@@ -101,6 +101,15 @@ def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, Cut | None]]:
     """Each segment with its successor's cut; None: everything whole in it counts."""
     for segment, successor in zip(chain, [*chain[1:], None], strict=True):
         yield segment, successor.follows if successor is not None else None
+
+
+def stored_bytes(folder: Path) -> int:
+    """The bytes of all segments in a folder, whether they count or not; 0 without any."""
+    total = 0
+    for file in folder.glob(f"*{SUFFIX}"):
+        with suppress(FileNotFoundError):  # retention may delete it meanwhile
+            total += file.stat().st_size
+    return total
 
 
 def counted_bytes(chain: Sequence[Segment]) -> int:

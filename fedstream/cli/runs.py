@@ -132,8 +132,8 @@ def ui(
     with process.importing():
         import asyncio
 
-        from fedstream.journal import journal_of
-        from fedstream.page.ahead import reading_ahead, size_of
+        from fedstream.journal import journal_of, stored_bytes
+        from fedstream.page.ahead import reading_ahead
 
         both = [journal_of(one) for one in (folder, other) if one is not None]
         with reading_ahead(both) as is_reading:
@@ -152,7 +152,7 @@ def ui(
         line(f"http://{shown}:{at}/  (Ctrl-C ends it)")
 
     def opened(path: Path, other: RecordedRun | None = None) -> RecordedRun:
-        total = size_of(journal_of(path))
+        total = stored_bytes(journal_of(path))
         with progress("reading the journal", total, quiet=False, parts=False) as step:
             found = RecordedRun(path, adding(step, total), other=other)
         for text in found.columns.damage:

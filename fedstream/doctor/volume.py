@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.records import Run
 from fedstream.doctor.findings import Finding, ok, problem, size, warning
-from fedstream.journal import SUFFIX, Segment, segments
+from fedstream.journal import Segment, segments, stored_bytes
 from fedstream.terminal import counted
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def disk(settings: Settings, model_bytes: int | None) -> Iterator[Finding]:
 
 def _space(settings: Settings, folder: Path, free: int, model_bytes: int | None) -> Finding:
     about, journal = "journal space", settings.journal
-    present = sum(file.stat().st_size for file in folder.glob(f"*{SUFFIX}"))
+    present = stored_bytes(folder)
     # The journal grows one segment beyond keep_bytes before retention deletes.
     wanted = max(0, journal.keep_bytes + journal.segment_bytes - present)
     text = f"{size(free)} free; the journal has {size(present)} and may grow by {size(wanted)}"

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from fedstream.journal import SUFFIX
+from fedstream.journal import stored_bytes
 from fedstream.page.index import columns_of, index_of
 from fedstream.runtime import process
 from fedstream.terminal import adding, progress
@@ -47,21 +47,18 @@ def reading_ahead(journals: Sequence[Path]) -> Iterator[bool]:
         os.waitpid(child, 0)
 
 
-def size_of(journal: Path) -> int:
-    """The bytes of all segments of a journal's folder; 0 for anything else."""
-    return sum(file.stat().st_size for file in journal.glob(f"*{SUFFIX}"))
-
-
 def _is_worth_it(journal: Path) -> bool:
     index = index_of(journal)
-    return not index.exists() and os.access(index.parent, os.W_OK) and size_of(journal) >= LEAST
+    if index.exists() or not os.access(index.parent, os.W_OK):
+        return False
+    return stored_bytes(journal) >= LEAST
 
 
 def _read(journals: Sequence[Path], above: int) -> NoReturn:
     """What the process does. It ends with the one above it, however that one ends."""
     with suppress(BaseException):
         for journal in journals:
-            total = size_of(journal)
+            total = stored_bytes(journal)
             with progress("reading the journal", total, quiet=False, parts=False) as step:
                 columns_of(journal, _while(above, adding(step, total)))
     os._exit(0)

@@ -182,14 +182,12 @@ def _bisected(
 def _shared(asked: Distances, run: Path, tell: Callable[[Headway], object]) -> MeasuredShares:
     with opened(run) as chain:
         last = newest_version(chain) if asked.until is None else asked.until
-        total, passed, told = counted_bytes(chain), 0, monotonic()
+        total, passed, say = counted_bytes(chain), 0, _now_and_then(tell)
 
         def read(length: int) -> None:
-            nonlocal passed, told
+            nonlocal passed
             passed += length
-            if monotonic() - told >= _BETWEEN_S:
-                told = monotonic()
-                tell(Headway(passed / total))
+            say(passed / total)
 
         return MeasuredShares(stats(chain, AHEAD, read, last), last)
 
@@ -207,12 +205,22 @@ def _replayed(
     ) as replayer:  # fmt: skip
         measure = measuring(access.settings(run))
         last = replayer.newest if asked.until is None else asked.until
-        versions, told = max(1, last - replayer.begin), monotonic()
+        versions, say = max(1, last - replayer.begin), _now_and_then(tell)
 
         def step(version: int) -> None:
-            nonlocal told
-            if monotonic() - told >= _BETWEEN_S:
-                told = monotonic()
-                tell(Headway((version - replayer.begin) / versions))
+            say((version - replayer.begin) / versions)
 
         return follow(replayer, asked.every, measure, step)
+
+
+def _now_and_then(tell: Callable[[Headway], object]) -> Callable[[float], None]:
+    """Tells of the part that is done, unless it was told a moment ago."""
+    told = monotonic()
+
+    def say(part: float) -> None:
+        nonlocal told
+        if monotonic() - told >= _BETWEEN_S:
+            told = monotonic()
+            tell(Headway(part))
+
+    return say

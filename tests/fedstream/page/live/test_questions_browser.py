@@ -13,29 +13,18 @@ import psutil
 import pytest
 
 from tests.fedstream.page.browsing import Tab, flaws
-from tests.integration.command import TEST_GUARD_S, Command, is_alive, wait_until
+from tests.integration.command import BLOBS, TEST_GUARD_S, Command, is_alive, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 # From version 5 on, device 3 sends the opposite of what it learned. When it has done so, nobody
 # trains before there is a file `go`. Whoever measures for a question waits while there is a `wait`.
-_POISONED = """
+_POISONED = f"""{BLOBS}
 import multiprocessing, pathlib, time
-import torch
-from torch.utils.data import TensorDataset
-from fedstream import Task
 
 HERE = pathlib.Path(__file__).parent
 
-class Poisoned(Task):
-    devices = 4
-    def model(self):
-        return torch.nn.Linear(2, 2)
-    def device_data(self, device):
-        y = torch.arange(100) % 2
-        return TensorDataset(torch.randn(100, 2) + 3 * y[:, None], y)
-    def test_data(self):
-        return self.device_data(0)
+class Poisoned(Blobs):
     def train(self, model, data, work):
         sent, go = HERE / "sent", HERE / "go"
         while sent.exists() and not go.exists() and not work.cancelled():
