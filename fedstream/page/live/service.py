@@ -26,7 +26,8 @@ from fedstream.page.live.broadcast import Broadcast, DrawnGlance
 from fedstream.page.live.collector import Collector, Glance
 from fedstream.page.live.past import Pasts
 from fedstream.page.live.scene import Scene, SeenPushes
-from fedstream.page.live.sessions import LASTS_S, Guesses, Sessions, Who
+from fedstream.page.live.sessions import LASTS_S, Sessions, Who
+from fedstream.runtime.buckets import Buckets
 from fedstream.runtime.http import NOWHERE
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from fedstream.observe.recall import Measurement
 
 _FORM = 4096  # bytes
+_GUESSES, _GUESSES_PER_S = 10, 1 / 6  # wrong tokens from an address: at once, and a second
+_ADDRESSES = 1000  # whose wrong tokens are remembered
 _DIGITS = 18  # more than any device's number has
 _WITHIN_S = 5.0  # for the first look
 _SOON_S = 1.0  # for one that can be done without
@@ -65,7 +68,7 @@ class LiveService:
         # With a token, a name that somebody else gave our address has no cookie for us.
         self._names = names_of(http.host, *page.hosts) if http.token is None or page.hosts else None
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
-        self._guesses = Guesses()
+        self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
         self._past = Pasts(settings, self._asker, self._measured)
         self._acting = Acting(settings, client, keys)
@@ -325,7 +328,7 @@ class LiveService:
         begun = self._sessions.begun(said.get("token", ""), time.time())
         who: Who = "operator" if said.get("as") == "operator" else "viewer"
         if begun is None or (who == "operator" and begun[0] != "operator"):
-            self._guesses.note(address, time.monotonic())
+            self._guesses.charge(address, time.monotonic())
             self._say("login refused", request, to=to[:80])
             return await self._login(to, who, "This is not the token.")
         if to.startswith("/operate/"):  # a form that was sent after its time: begin with the page

@@ -1,4 +1,4 @@
-"""Who has logged in: cookies that say it, signed with the token that was shown; and wrong tokens.
+"""Who has logged in: cookies that say it, signed with the token that was shown.
 
 A cookie is all that is kept of a login, so it counts at every replica that has the same tokens, and
 ends when its time is over, or when the token is replaced.
@@ -7,7 +7,6 @@ ends when its time is over, or when the token is replaced.
 from __future__ import annotations
 
 import hmac
-from collections import OrderedDict
 from hashlib import sha256
 from typing import Literal, TypeAlias
 
@@ -73,31 +72,6 @@ class Sessions:
         assert token is not None  # noqa: S101  (asked only of those there are)
         key = f"fedstream page {self.cookie} {token.get_secret_value()}"
         return hmac.new(key.encode(), text.encode(errors="surrogateescape"), sha256).hexdigest()
-
-
-class Guesses:
-    """Wrong tokens by the address that they came from. Pure: it is told what time it is.
-
-    Some may come at once, and later ones at a steady rate. Of the addresses, the newest are known.
-    """
-
-    def __init__(self, at_once: int = 10, every_s: float = 6.0, addresses: int = 1000) -> None:
-        self._at_once = at_once
-        self._every_s = every_s
-        self._addresses = addresses
-        self._until: OrderedDict[str, float] = OrderedDict()  # when all of them will be forgotten
-
-    def wait_s(self, address: str, now: float) -> float:
-        """Seconds until an address may give another token, right or wrong; 0 if it may now."""
-        left = self._until.get(address, now) - now
-        return max(0.0, left - (self._at_once - 1) * self._every_s)
-
-    def note(self, address: str, now: float) -> None:
-        """A wrong token came from an address."""
-        self._until[address] = max(now, self._until.get(address, now)) + self._every_s
-        self._until.move_to_end(address)
-        while len(self._until) > self._addresses:
-            self._until.popitem(last=False)
 
 
 def _same(one: str, other: str) -> bool:

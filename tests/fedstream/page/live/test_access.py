@@ -15,7 +15,7 @@ from fedstream.broker.messages import Assignment
 from fedstream.coordinator.page import PageSettings, has_page
 from fedstream.page.guard import HEADERS
 from fedstream.page.live.service import _local
-from fedstream.page.live.sessions import Guesses, Sessions
+from fedstream.page.live.sessions import Sessions
 from fedstream.runtime.http import HttpSettings
 from tests.broker.guarded import KEYS, guarded, needs_7
 from tests.fedstream.page.conftest import Page
@@ -110,22 +110,6 @@ async def test_who_guesses_tokens_has_to_wait(page: Served) -> None:
         assert answer.status == 429
         assert 0 < int(answer.headers["Retry-After"]) <= 6
         assert "another one is taken in" in await answer.text()
-
-
-def test_guesses_are_forgotten_one_by_one() -> None:
-    guesses = Guesses(at_once=3, every_s=10.0, addresses=2)
-    for now, wait_s in ((0.0, 0.0), (1.0, 0.0), (2.0, 0.0)):
-        assert guesses.wait_s("a", now) == wait_s
-        guesses.note("a", now)
-    assert guesses.wait_s("a", 2.0) == 8.0
-    assert guesses.wait_s("a", 10.0) == 0.0
-    assert guesses.wait_s("b", 2.0) == 0.0
-    guesses.note("a", 10.0)
-    assert guesses.wait_s("a", 10.0) == 10.0
-    assert guesses.wait_s("a", 1000.0) == 0.0
-    for other in "bc":
-        guesses.note(other, 10.0)
-    assert guesses.wait_s("a", 10.0) == 0.0  # no longer among the newest
 
 
 async def test_an_unknown_address_is_a_page_for_a_browser(page: Served) -> None:
