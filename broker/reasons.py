@@ -48,6 +48,7 @@ GIVEN_UP = (
     TIMED_OUT,
     DEADLINE_PASSED,
     ROUND_OVER := "round over",
+    BECAME_STALE := "became too stale",  # before its update came
     ANOTHER_ERROR := "raised another error",  # than the well-known ones: see `raised`
     ANOTHER_REASON := "another reason",  # in the trainer's own words
     ENTRY_LOST := "entry lost",  # somebody deleted it from its stream
@@ -90,7 +91,9 @@ _ERRORS = frozenset(
     for one in vars(space).values()
     if isinstance(one, type) and issubclass(one, Exception)
 ) | {"OutOfMemoryError", "AcceleratorError", "LinAlgError"}  # torch's
-_OF_TRAINERS = frozenset({DROPPED_OUT, DEADLINE_PASSED, ROUND_OVER, RUN_FINISHED, REVOKED_DEVICE})
+_OF_TRAINERS = frozenset(
+    {DROPPED_OUT, DEADLINE_PASSED, ROUND_OVER, BECAME_STALE, RUN_FINISHED, REVOKED_DEVICE}
+)
 
 
 def sends(what: Literal["model", "delta"]) -> str:

@@ -128,7 +128,9 @@ class UpdateUpload:
         if reply.status == 204:
             complete = reply.headers.get(names.COMPLETE.lower()) == as_boolean(True)
             self._offset = len(self._data) if complete else self._counted(reply)
-        elif reply.status in (404, 410):
+        elif reply.status == 410:  # over: its end, sent again, is answered by what became of it
+            self._offset = len(self._data)
+        elif reply.status == 404:
             self._offset = None
         else:
             raise reply.refusal(_WHAT)

@@ -1,7 +1,8 @@
 """Headers with a syntax of their own: structured fields (RFC 9651), retries and tokens.
 
 Uploads follow draft-ietf-httpbis-resumable-upload: Upload-Length, Upload-Offset and Upload-Limit
-are integers, Upload-Complete a boolean.
+are integers, Upload-Complete a boolean. The draft will become an RFC: until then, who wants its
+interim responses says which version he speaks (Upload-Draft-Interop-Version).
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ LENGTH: Final = "Upload-Length"
 OFFSET: Final = "Upload-Offset"
 COMPLETE: Final = "Upload-Complete"
 LIMIT: Final = "Upload-Limit"
+INTEROP: Final = "Upload-Draft-Interop-Version"
 REPORT: Final = "Update-Report"
 FORMAT: Final = "Fedstream-Format"
 
 MOST: Final = "max-size"  # of Upload-Limit: bytes of an upload
 LEAST_PART: Final = "min-append-size"  # bytes in a request that does not complete the upload
 AGE: Final = "max-age"  # seconds for which an upload stays as it is
+
+INTEROP_VERSION: Final = "8"  # of the draft from -09 on
 
 REPORT_CHARS: Final = 2000  # of the header Update-Report
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from fedstream.broker import reasons
 from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
@@ -217,6 +218,8 @@ class GatewayApp:
         why_not = await self._running().tasks.overdue(held)
         run, head = self._current.run, self._current.head
         advice = offers.advice(held, said.attempt, run, head, time.time())
+        if advice.why == "too stale":  # and it would be, however often it were offered again
+            why_not = why_not or reasons.BECAME_STALE
         if why_not is not None:
             await self._running().tasks.give_up(held, why_not)
         return _json(advice)

@@ -166,6 +166,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
                     "so much", None, "Upload-Offset", "Upload-Complete", "Upload-Length",
                     "Upload-Limit",
                 ),
+                "410": _says("the upload is over: its end, sent again, gets the receipt"),
                 **_PROBLEMS,
             },
         },

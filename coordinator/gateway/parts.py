@@ -71,9 +71,14 @@ class Chunks:
         return self._begin
 
     @property
+    def missing(self) -> int:
+        """Bytes of the upload that are not in whole chunks yet."""
+        return self._length - self._begin
+
+    @property
     def is_whole(self) -> bool:
         """Whether all bytes have arrived."""
-        return self._begin == self._length
+        return not self.missing
 
     @property
     def number(self) -> int:

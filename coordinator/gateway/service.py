@@ -170,7 +170,7 @@ class Gateway:
             uploads = Uploads(
                 self._client, self._keys, self._outbox, self._current, self._desk, tasks, moves,
                 Receipts(self._ledger.fates, self._ledger.is_open), metrics, self._settings,
-                name=self._name, wire=self._update,
+                self._auth.revoked, name=self._name, wire=self._update,
             )  # fmt: skip
             check_ins = CheckIns(
                 self._settings, self._desk, self._current, self._models, tasks, metrics,

@@ -35,10 +35,9 @@ class UploadEnd:
             raise complete()
         if method != hdrs.METH_HEAD:
             return receipt(self.receipt)
-        if self.note is not None:
-            done = self.note.model_copy(update={"complete": True})
-            return state(204, done, done.length)
-        return web.Response(status=204, headers={headers.COMPLETE: headers.as_boolean(True)})
+        if self.note is None or not self.note.complete:
+            raise over()  # how long it was is not known, or it never got there
+        return state(204, self.note, self.note.length)
 
 
 def state(status: int, note: UploadNote, at: int, *, path: str | None = None) -> web.Response:
@@ -90,6 +89,11 @@ class OffsetRefused(Refusal):
 def no_upload() -> Refusal:
     """Nothing is there to go on with."""
     return Refusal(404, "no upload", "no upload has begun here, or it expired: begin with POST")
+
+
+def over() -> Refusal:
+    """Nothing is left of the upload but what became of it."""
+    return Refusal(410, "no upload", "the upload is over: its end, sent again, is answered by how")
 
 
 def complete() -> Refusal:

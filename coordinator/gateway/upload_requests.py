@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -19,6 +19,7 @@ PATH: Final = "/v1/tasks/{task}/updates/{attempt}"
 METHODS: Final = (hdrs.METH_POST, hdrs.METH_HEAD, hdrs.METH_PATCH, hdrs.METH_DELETE)
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SUPPORTED = "HTTP/1.1 104 Upload Resumption Supported\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +106,18 @@ async def go_ahead(request: web.Request) -> None:
     if request.version == HttpVersion11 and expected == "100-continue":
         await request.writer.write(_CONTINUE)
         request.writer.output_size = 0  # the response is still to come
+
+
+async def announce(request: web.Request, about: Mapping[str, str]) -> None:
+    """Send an interim response (104) to a client that wants any, and reads ours.
+
+    By the draft, such a client names the version of it that it speaks. Others may take any interim
+    response but 100 for the final one, as Python's ``http.client`` does.
+    """
+    said = request.headers.getall(headers.INTEROP, ())
+    if request.version != HttpVersion11 or [*said] != [headers.INTEROP_VERSION]:
+        return
+    about = {headers.INTEROP: headers.INTEROP_VERSION, **about}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in about.items())
+    await request.writer.write(f"{_SUPPORTED}{lines}\r\n".encode())
+    request.writer.output_size = 0  # the response is still to come

@@ -31,6 +31,8 @@ from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.turns import TakenOver, Turns
 from fedstream.coordinator.gateway.upload_answers import EXPIRE_S, OffsetRefused, UploadEnd
 from fedstream.coordinator.gateway.upload_notes import Source, UploadNote, upload_blob
+from fedstream.coordinator.gateway.upload_stops import StoppedUpload, UploadStops
+from fedstream.protocol import headers
 from fedstream.protocol.messages import ATTEMPT_ID, TASK_ID
 from fedstream.wire import F32
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.turns import Turn
+    from fedstream.coordinator.gateway.upload_stops import Revoked
     from fedstream.protocol.messages import UpdateReport
     from fedstream.wire import Format
 
@@ -84,6 +87,7 @@ class Uploads:
         receipts: Receipts,
         metrics: GatewayMetrics,
         settings: GatewaySettings,
+        revoked: Revoked,
         *,
         name: str,
         wire: Format,
@@ -99,6 +103,7 @@ class Uploads:
         self._receipts = receipts
         self._metrics = metrics
         self._settings = settings
+        self._stops = UploadStops(desk, current, tasks, receipts, revoked)
         self._name = name
         self._formats = {one.name: one for one in (F32, wire)}
         self._turns = Turns()
@@ -137,8 +142,13 @@ class Uploads:
                 return await self._methods[request.method](request, mine)
         except TakenOver:
             raise upload_answers.taken_over() from None
+        except StoppedUpload as error:
+            return upload_answers.receipt(error.receipt)
         except BlobMissing:
-            raise upload_answers.no_upload() from None
+            receipt = await self._receipts.now(task, attempt)
+            if receipt is None:
+                raise upload_answers.no_upload() from None
+            return UploadEnd(receipt, None).answer(request.method)  # it ended meanwhile
 
     async def _source(
         self, task: str, attempt: str, device: int, blob: PartialBlob
@@ -287,11 +297,15 @@ class Uploads:
         async def write(number: int, chunk: bytearray) -> None:
             ends = part.completes and number == last
             await mine.blob.put(number, memoryview(chunk), begun, done.encode() if ends else None)
+            await upload_requests.announce(request, {headers.OFFSET: str(chunks.offset)})
 
         chunks = Chunks(note.length, part.offset)
         with self._place():
             if anew:
                 await self._begin(mine, note)
+            if request.method == hdrs.METH_POST:
+                about = {hdrs.LOCATION: request.path, **upload_answers.limits(note.length)}
+                await upload_requests.announce(request, about)
             await self._take(request, mine, chunks, write, completes=part.completes)
         if part.completes:
             return await self._finished(mine, done)
@@ -310,6 +324,8 @@ class Uploads:
     ) -> None:
         """Read the body, and use each chunk as soon as it is whole. Raises Refusal, TakenOver."""
         loop = asyncio.get_running_loop()
+        if chunks.missing > CHUNK:
+            await self._stops.go_on(mine.source.device, mine.task, mine.attempt)
         await upload_requests.go_ahead(request)
         until = loop.time() + self._settings.chunk_s
         try:
@@ -317,7 +333,10 @@ class Uploads:
                 self._metrics.upload_bytes.inc(len(data))
                 self._desk.heard(mine.source.device, time.monotonic())
                 for number, chunk in chunks.take(data):
+                    await self._stops.admit(mine.source.device, mine.blob)
                     await use(number, chunk)
+                    if chunks.missing:
+                        await self._stops.go_on(mine.source.device, mine.task, mine.attempt)
                     until = loop.time() + self._settings.chunk_s
         except TimeoutError:
             raise Refusal(

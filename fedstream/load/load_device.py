@@ -409,6 +409,8 @@ class LoadDevice:
     async def _found(self, offer: Offer, size: int) -> int | None:
         """How much of the update the gateway has; None: nothing."""
         reply = await self._ask("upload's state", "HEAD", offer.update.url)
+        if reply.status == 410:
+            return size  # it is over: its end, sent again, is answered by what became of it
         if reply.status != 204:
             return None
         done = reply.headers.get(names.COMPLETE.lower()) == as_boolean(True)

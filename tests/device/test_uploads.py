@@ -183,3 +183,15 @@ async def test_offset_beyond_the_end_is_an_error(
     gateway.sent[update.attempt].data += bytes(SIZE)
     with pytest.raises(FedstreamError, match="of an update of 10500"):
         await upload.receipt(begun=True)
+
+
+async def test_upload_that_is_over_is_not_sent_again(
+    upload: UpdateUpload, gateway: FakeGateway
+) -> None:
+    """The gateway doesn't know any more how long it was, but what became of it."""
+    assert await upload.receipt() == ADMITTED
+    sent = gateway.bytes_sent
+    gateway.fails("HEAD", "/v1/tasks/", status=410, reason="no upload")
+    assert await upload.receipt(begun=True) == ADMITTED
+    assert gateway.bytes_sent == sent
+    assert methods(gateway)[-2:] == ["HEAD", "PATCH"]

@@ -72,7 +72,7 @@ async def test_what_had_arrived_of_its_update_is_deleted(make: Any, scene: Scene
             await hand.ledger.set_access(SITE, [DEVICE], admit=False)
             await ends(hand, "given_up", reasons.REVOKED_DEVICE)
             sending.writer.write(phone.data[2 * CHUNK + 9 :])
-            assert await sending.status() == 404
+            assert await sending.status() == 403
         sending.close()
         written = await blob.written()
         assert (written.chunks, written.note) == (None, None)

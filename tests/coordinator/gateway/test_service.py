@@ -330,6 +330,8 @@ async def test_device_hears_that_its_task_is_too_stale(redis: RedisSettings, han
         await hand.commit(2)
         await place.gateway._current.look()
         assert (await place.beat(3, offer)).json == {"go_on": False, "why": "too stale"}
+        await ends(hand, "given_up", reasons.BECAME_STALE)
+        assert (await place.check_in(3)).status == 204, "it would be too stale again"
 
 
 async def test_quarantined_device_is_not_kept_waiting(redis: RedisSettings, hand: Hand) -> None:
