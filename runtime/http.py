@@ -25,7 +25,7 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.crowd import Crowd, TooMany
 from fedstream.runtime.plain import PlainReader
 from fedstream.runtime.quick import QUICK, Idle, QuickRoute
-from fedstream.runtime.tls import READ, CurrentTls, TlsConnection, TlsFailure
+from fedstream.runtime.tls import CurrentTls, TlsBuffers, TlsConnection, TlsFailure
 
 if TYPE_CHECKING:
     import ssl
@@ -119,10 +119,10 @@ class _Secured(TlsConnection):
     __slots__ = ("_entrance",)
 
     def __init__(
-        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffer: memoryview,
+        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffers: TlsBuffers,
         entrance: _Entrance, *, within_s: float,
     ) -> None:  # fmt: skip
-        super().__init__(make, context, buffer, within_s=within_s)
+        super().__init__(make, context, buffers, within_s=within_s)
         self._entrance = entrance
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -440,7 +440,7 @@ async def listening(
 
     entrance, idle = _Entrance(crowd, log, refused), Idle(http.idle_s)
     quick = app.get(QUICK, {})  # pages have none
-    buffer = memoryview(bytearray(READ if tls is not None else 0))
+    buffers = TlsBuffers()
 
     def connection() -> _Connection:
         assert runner.server is not None  # noqa: S101  (it was set up)
@@ -453,7 +453,7 @@ async def listening(
         if tls is None:
             return connection()
         # A client that is slow to agree on TLS has as long as for a request.
-        return _Secured(connection, tls.context, buffer, entrance, within_s=http.idle_s)
+        return _Secured(connection, tls.context, buffers, entrance, within_s=http.idle_s)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)

@@ -3,9 +3,9 @@
 Services have it for their clients' connections, the load laboratory for those of its devices.
 asyncio's and uvloop's own TLS keep, for as long as a connection lasts, a read buffer of 256 KiB
 and two buffers as large as the most that ever was in them: half a megabyte once a model has gone
-each way. Here all connections read into one buffer, and no more than a slice of it goes through
-OpenSSL at a time. What is read is delivered at once, and what is written is the socket's at once,
-so pausing either means the socket itself.
+each way. Here all connections read into the same buffers, and no more than a slice of what comes
+goes through OpenSSL at a time. What is read is delivered at once, and what is written is the
+socket's at once, so pausing either means the socket itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,6 +32,17 @@ _NO_CERTIFICATE = ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAIL
 TlsFailure: TypeAlias = Literal["tls", "timeout", "certificate"]
 
 
+class TlsBuffers:
+    """What all connections of a loop read into, each for the length of one call."""
+
+    __slots__ = ("opened", "sealed")
+
+    def __init__(self) -> None:
+        self.sealed = memoryview(bytearray(READ))  # as it comes from the socket
+        # Less than that can be inside, and what was held back of the records before.
+        self.opened = memoryview(bytearray(READ + 2 * _RECORD))
+
+
 @dataclass
 class CurrentTls:
     """What new connections begin TLS with; those that are open keep what they began with."""
@@ -46,24 +57,24 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """
 
     __slots__ = (
-        "_above", "_buffer", "_context", "_has_begun", "_has_failed", "_host", "_incoming", "_make",
-        "_outgoing", "_timer", "_tls", "_wire", "_within_s",
+        "_above", "_buffers", "_context", "_has_begun", "_has_failed", "_host", "_incoming",
+        "_make", "_outgoing", "_timer", "_tls", "_wire", "_within_s",
     )  # fmt: skip
     # Both from when there is a socket.
     _tls: ssl.SSLObject
     _wire: Any  # its transport
 
     def __init__(
-        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffer: memoryview, *,
+        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffers: TlsBuffers, *,
         within_s: float, host: str | None = None,
     ) -> None:  # fmt: skip
-        """``make``: the protocol above. ``buffer``: of the loop's, for all its connections.
+        """``make``: the protocol above. ``buffers``: of the loop.
         ``within_s``: to agree on TLS. ``host``: the server's name, for a client's connection.
         """
         super().__init__()
         self._make = make
         self._context = context
-        self._buffer = buffer
+        self._buffers = buffers
         self._within_s = within_s
         self._host = host
         self._has_begun = self._has_failed = False
@@ -88,16 +99,17 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        return self._buffers.sealed
 
     def buffer_updated(self, nbytes: int) -> None:
-        found: list[bytes] = []
+        sealed = self._buffers.sealed
+        size = 0  # bytes that were inside
         is_over = False
         try:
             for at in range(0, nbytes, _SLICE):
-                self._incoming.write(self._buffer[at : min(at + _SLICE, nbytes)])
+                self._incoming.write(sealed[at : min(at + _SLICE, nbytes)])
                 if self._above is not None or self._agrees():
-                    is_over = self._decrypt(found)
+                    size, is_over = self._decrypt(size)
                 if is_over or self._wire.is_closing():
                     break
         except ssl.SSLError as error:
@@ -109,8 +121,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._flush()  # an answer of TLS itself, such as new keys
         if self._above is None:
             return
-        if found:
-            self._above.data_received(found[0] if len(found) == 1 else b"".join(found))
+        if size:
+            self._above.data_received(bytes(self._buffers.opened[:size]))
         if is_over:
             self._above.eof_received()
             self.close()
@@ -160,15 +172,19 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._above.connection_made(self)
         return True
 
-    def _decrypt(self, found: list[bytes]) -> bool:
-        """Add what can be read by now; return whether the other side said that it is the end."""
+    def _decrypt(self, size: int) -> tuple[int, bool]:
+        """Add what can be read by now to so many bytes; return how many there are then, and whether
+        the other side said that it is the end.
+        """
+        opened, tls, incoming = self._buffers.opened, self._tls, self._incoming
         with suppress(ssl.SSLWantReadError):  # costs more than to ask first, where that is enough
-            while self._incoming.pending or self._tls.pending():
-                data = self._tls.read(_RECORD)
-                if not data:
-                    return True
-                found.append(data)
-        return False
+            while incoming.pending or tls.pending():
+                # Into a buffer, this returns a number, whatever typeshed says.
+                read = cast("int", tls.read(_RECORD, opened[size:]))
+                if not read:
+                    return size, True
+                size += read
+        return size, False
 
     def _flush(self) -> None:
         if self._outgoing.pending:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from fedstream.runtime.tls import TlsConnection, TlsFailure
+from fedstream.runtime.tls import TlsBuffers, TlsConnection, TlsFailure
 
 if TYPE_CHECKING:
     import ssl
@@ -225,9 +225,9 @@ class _SecuredConnection(TlsConnection):
     __slots__ = ("_connection",)
 
     def __init__(
-        self, connection: LoadConnection, context: ssl.SSLContext, buffer: memoryview, host: str
+        self, connection: LoadConnection, context: ssl.SSLContext, buffers: TlsBuffers, host: str
     ) -> None:
-        super().__init__(lambda: connection, context, buffer, within_s=_AGREE_S, host=host)
+        super().__init__(lambda: connection, context, buffers, within_s=_AGREE_S, host=host)
         self._connection = connection
 
     def failed(self, reason: TlsFailure, said: str) -> None:
@@ -235,16 +235,20 @@ class _SecuredConnection(TlsConnection):
 
 
 async def connect(
-    host: str, port: int, tls: ssl.SSLContext | None, buffer: memoryview, bytes_per_s: float | None
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    buffers: TlsBuffers,
+    bytes_per_s: float | None,
 ) -> LoadConnection:
     """Connect to a gateway. Raises OSError.
 
-    ``buffer``: that all connections read into. ``bytes_per_s``: of a slow link.
+    ``buffers``: that all connections read into. ``bytes_per_s``: of a slow link.
     """
     loop = asyncio.get_running_loop()
     opened = loop.create_future()
     made = LoadConnection(opened, bytes_per_s)
-    below = made if tls is None else _SecuredConnection(made, tls, buffer, host)
+    below = made if tls is None else _SecuredConnection(made, tls, buffers, host)
     async with asyncio.timeout(_CONNECT_S):
         socket, _ = await loop.create_connection(lambda: below, host, port)
     try:

@@ -17,7 +17,7 @@ from fedstream.load.answer import AnswerReader
 from fedstream.load.connection import CutOff, LoadConnection, connect
 from fedstream.protocol import headers as wire_headers
 from fedstream.protocol.messages import BadBody, Problem
-from fedstream.runtime.tls import READ
+from fedstream.runtime.tls import TlsBuffers
 
 if TYPE_CHECKING:
     import ssl
@@ -64,11 +64,11 @@ class LoadedGateway:
         )
         self._host, self._port = base.host or "", base.port or 0
         self._tls = tls if base.scheme == "https" else None
-        self._buffer = memoryview(bytearray(READ))
+        self._buffers = TlsBuffers()
 
     async def connect(self, bytes_per_s: float | None) -> LoadConnection:
         """Raises OSError. ``bytes_per_s``: of a slow link."""
-        return await connect(self._host, self._port, self._tls, self._buffer, bytes_per_s)
+        return await connect(self._host, self._port, self._tls, self._buffers, bytes_per_s)
 
 
 class DeviceLine:

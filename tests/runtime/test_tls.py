@@ -16,7 +16,7 @@ import pytest
 import trustme
 import uvloop
 
-from fedstream.runtime.tls import READ, TlsConnection, TlsFailure
+from fedstream.runtime.tls import READ, TlsBuffers, TlsConnection, TlsFailure
 from tests.support import wait_until
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(within_s: float = 10.0) -> AsyncIterator[Server]:
-    its, buffer = Server(), memoryview(bytearray(READ))
+    its, buffers = Server(), TlsBuffers()
 
     def make() -> Above:
         its.made.append(Above())
@@ -97,7 +97,7 @@ async def serving(within_s: float = 10.0) -> AsyncIterator[Server]:
             its.said.append(said)
 
     def connect() -> TlsConnection:
-        return Telling(make, its.context, buffer, within_s=within_s)
+        return Telling(make, its.context, buffers, within_s=within_s)
 
     listener = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", 0)
     async with listener:
@@ -247,10 +247,11 @@ async def test_who_fails_and_does_not_read_why_is_not_also_late() -> None:
         def failed(self, reason: TlsFailure, said: str) -> None:
             its.failures.append(reason)
 
-    buffer = memoryview(bytearray(b"GET / HTTP/1.1\r\n\r\n"))
-    connection = Telling(Above, its.context, buffer, within_s=0.1)
+    connection = Telling(Above, its.context, TlsBuffers(), within_s=0.1)
     connection.connection_made(Wire())
-    connection.buffer_updated(len(buffer))
+    said = b"GET / HTTP/1.1\r\n\r\n"
+    connection.get_buffer(-1)[: len(said)] = said
+    connection.buffer_updated(len(said))
     await ended.wait()
     assert its.failures == ["tls"]
 
@@ -279,7 +280,7 @@ async def test_what_tls_knows_is_told() -> None:
 
 SERVER = """
 import asyncio, resource, ssl, sys, uvloop
-from fedstream.runtime.tls import READ, TlsConnection
+from fedstream.runtime.tls import TlsBuffers, TlsConnection
 
 class Above(asyncio.Protocol):
     got = 0
@@ -293,9 +294,9 @@ class Above(asyncio.Protocol):
 async def serve():
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(sys.argv[1])
-    buffer = memoryview(bytearray(READ))
+    buffers = TlsBuffers()
     server = await asyncio.get_running_loop().create_server(
-        lambda: TlsConnection(Above, context, buffer, within_s=60), "127.0.0.1", 0)
+        lambda: TlsConnection(Above, context, buffers, within_s=60), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
