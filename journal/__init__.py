@@ -27,7 +27,7 @@ upwards:
 
     frames, records      the format: a record's bytes, and the messages in them
     segment, chain       reading a segment, and all that count as one journal
-    alike                many messages read at once
+    batches, alike       many records read at once, and what their messages say
     claims, writer       who may write, and writing a segment
     recorder             when the updater's records are written, synced and deleted
     norms, progress      what an entry of the queue makes of a run, as pure functions

@@ -31,6 +31,7 @@ _FEW = 32  # messages that are not worth a shape
 _POOR = 8  # shapes that fit no more than that; then the rest is read one by one
 _DEEP = 4  # levels; ours have 3
 _WORD = 8  # bytes that are compared at once
+_BLOCK = 256 << 10  # bytes of messages that are compared while they are in the cache
 _FIXED = 0xFF  # all bits of the byte say what is where
 _SMALL = 0x80  # only its first bit: it says that the others are a number
 
@@ -60,20 +61,39 @@ def alike(messages: Sequence[bytes]) -> Iterator[Alike]:
     poor = 0
     for length in sorted({*lengths.tolist()}):
         left = np.flatnonzero(lengths == length)
-        wide = length + -length % _WORD
-        joined = b"".join([messages[place] for place in left.tolist()])
-        table = np.zeros((len(left), wide), np.uint8)
-        table[:, :length] = np.frombuffer(joined, np.uint8).reshape(len(left), length)
+        pad = bytes(-length % _WORD)
+        wide = length + len(pad)
+        joined = pad.join([*[messages[place] for place in left.tolist()], b""])
+        table = np.frombuffer(joined, np.uint8).reshape(len(left), wide)
         while len(left) > _FEW and poor < _POOR:
             shape = _shape_of(messages[left[0]], wide)
             if shape is None:
                 break
-            fits = ~((table.view(np.uint64) ^ shape.words) & shape.mask).any(axis=1)
+            fits = _fitting(table, shape)
             poor += int(fits.sum()) <= _FEW
+            if fits.all():
+                yield _group(messages, left, table, shape)
+                left = left[:0]
+                break
             yield _group(messages, left[fits], table[fits], shape)
-            left, table = left[~fits], np.ascontiguousarray(table[~fits])
+            left, table = left[~fits], table[~fits]
         for place in left.tolist():
             yield Alike(np.array([place]), _decoded(messages[place]), {})
+
+
+def _fitting(table: npt.NDArray[np.uint8], shape: _Shape) -> npt.NDArray[np.bool_]:
+    """Which rows have the shape."""
+    words = table.view(np.uint64)
+    step = max(1, _BLOCK // table.shape[1])
+    other = np.empty((min(step, len(words)), words.shape[1]), np.uint64)
+    fits = np.empty(len(words), bool)
+    for begin in range(0, len(words), step):
+        block = words[begin : begin + step]
+        room = other[: len(block)]
+        np.bitwise_xor(block, shape.words, out=room)
+        np.bitwise_and(room, shape.mask, out=room)
+        np.logical_not(room.any(axis=1), out=fits[begin : begin + step])
+    return fits
 
 
 def _group(
@@ -85,7 +105,7 @@ def _group(
     names = [str(number) for number in range(len(shape.numbers))]
     at, formats = zip(*shape.numbers.values(), strict=True)
     of = np.dtype({"names": names, "formats": formats, "offsets": at, "itemsize": table.shape[1]})
-    rows = np.ascontiguousarray(table).view(of)[:, 0]
+    rows = table.view(of)[:, 0]
     numbers = {path: rows[name] for path, name in zip(shape.numbers, names, strict=True)}
     extreme = {0}
     for values in numbers.values():

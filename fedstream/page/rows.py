@@ -7,7 +7,6 @@ record by record, which tells what is wrong, and where.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from math import nan
 from typing import Any
 
@@ -28,7 +27,6 @@ from fedstream.journal.alike import Alike, Path, alike
 from fedstream.journal.records import is_used
 from fedstream.page.columns import MADE, NONE, UPDATE, Reasons, RowArray, SegmentRows
 
-_BATCH = 8192  # messages that are read together: some 6 MB
 _MOST = 2**63 - 1
 
 _NUMBERS: dict[str, Path] = {
@@ -82,18 +80,18 @@ def _together(
 ) -> SegmentRows:
     """All rows. Raises JournalError if there is anything that is not as it should be."""
     made, updates, finished = [begun], [np.empty(0, UPDATE)], segment.standing.finished
-    records, passed, before = segment.messages(cut), 0, 0
-    while batch := list(islice(records, _BATCH)):
-        offsets, messages, ends = zip(*batch, strict=True)
-        rows, taken = np.empty(len(batch), UPDATE), np.zeros(len(batch), bool)
-        makes, over = np.zeros(len(batch), bool), (-1, finished)
-        for group in alike(messages):
+    passed = before = 0
+    for batch in segment.messages(cut):
+        count = len(batch.messages)
+        rows, taken = np.empty(count, UPDATE), np.zeros(count, bool)
+        makes, over = np.zeros(count, bool), (-1, finished)
+        for group in alike(batch.messages):
             entry, places = group.sample, group.places
             taken[places], makes[places] = isinstance(entry, Taken), entry.digest is not None
             _fill(rows, group, reasons)
             if entry.finished:
                 over = max(over, (int(places[-1]), entry.finished), key=lambda one: one[0])
-        rows["segment"], rows["offset"] = 0, offsets
+        rows["segment"], rows["offset"] = 0, batch.offsets
         new = np.zeros(int(makes.sum()), MADE)
         for name in ("version", "time", "offset"):
             new[name] = rows[name][makes]
@@ -101,8 +99,8 @@ def _together(
         made.append(new)
         updates.append(rows[taken])
         before, finished = before + len(updates[-1]), over[1]
-        read(ends[-1] - passed)
-        passed = ends[-1]
+        read(batch.end - passed)
+        passed = batch.end
     return SegmentRows(np.concatenate(made), np.concatenate(updates), finished)
 
 

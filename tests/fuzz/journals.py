@@ -96,7 +96,8 @@ def _read_together(folder: Path) -> None:
     with opened(folder) as chain:
         for segment, cut in cuts(chain):
             try:
-                many = [message for _, message, _ in segment.messages(cut)] * MANY
+                batches = list(segment.messages(cut))
+                many = [message for batch in batches for message in batch.messages] * MANY
                 groups = list(alike(many))
             except JournalError:
                 continue  # then they are read one by one

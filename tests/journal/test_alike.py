@@ -22,7 +22,8 @@ from tests.journals import GOLDEN, Scribe
 
 def messages_in(folder: Path) -> list[bytes]:
     with opened(folder) as chain:
-        return [message for segment in chain for _, message, _ in segment.messages(None)]
+        batches = (batch for segment in chain for batch in segment.messages(None))
+        return [message for batch in batches for message in batch.messages]
 
 
 def value(entry: EntryRecord, path: Sequence[str | int]) -> Any:
@@ -58,9 +59,11 @@ def test_every_kind_of_record(tmp_path: Path, name: str) -> None:
         (tmp_path / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
     with opened(tmp_path) as chain:
         segment = chain[-1]
-        found = [(at, end) for at, _, end in segment.messages(None)]
-        one_by_one = [(record.place.offset, record.end) for record, _ in entries(segment, None)]
-    assert found == one_by_one
+        found = list(segment.messages(None))
+        records = [record for record, _ in entries(segment, None)]
+    offsets = [at for batch in found for at in batch.offsets]
+    assert offsets == [record.place.offset for record in records]
+    assert [batch.end for batch in found[-1:]] == [record.end for record in records[-1:]]
     check(messages_in(tmp_path) * 40)  # so that shapes are worth it
 
 
@@ -117,7 +120,7 @@ def test_what_is_no_message_is_refused(message: bytes) -> None:
 def test_a_record_that_is_not_whole_ends_it(tmp_path: Path) -> None:
     two_segments(tmp_path)
     with opened(tmp_path) as chain:
-        offsets = [at for at, _, _ in chain[0].messages(None)]
+        offsets = [at for batch in chain[0].messages(None) for at in batch.offsets]
         assert len(offsets) == 7
     flip(tmp_path / FIRST, offsets[3] + 200)
     with opened(tmp_path) as chain, pytest.raises(JournalDamaged, match=f"at byte {offsets[3]}"):

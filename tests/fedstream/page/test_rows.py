@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstream.journal import JournalError, cuts, opened
+from fedstream.journal import JournalError, batches, cuts, opened
 from fedstream.page import rows
 from fedstream.page.columns import Reasons, SegmentRows
 from fedstream.page.rows import rows_of
@@ -57,7 +57,7 @@ def test_every_strategy_and_format(
 
 def test_many_updates_of_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are read together, with refusals, and an end."""
-    monkeypatch.setattr(rows, "_BATCH", 100)
+    monkeypatch.setattr(batches, "MOST", 100)
     scribe = Scribe(tmp_path)
     rng = np.random.default_rng(1)
     for n in range(450):
