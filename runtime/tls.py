@@ -115,7 +115,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         except ssl.SSLError as error:
             self._flush()  # what is wrong, in TLS's own words
             reason: TlsFailure = "certificate" if error.reason in _NO_CERTIFICATE else "tls"
-            self._fails(reason, error.reason or str(error))
+            said = getattr(error, "verify_message", "") or error.reason or str(error)
+            self._fails(reason, said)
             self._wire.close()
             return
         self._flush()  # an answer of TLS itself, such as new keys

@@ -29,6 +29,10 @@ class CutOff(ConnectionAbortedError):
     """The device itself has broken off."""
 
 
+class Untrusted(ConnectionError):
+    """The gateway's certificate is not trusted."""
+
+
 class LoadConnection(asyncio.Protocol):
     """A connection, and the exchange that is under way on it."""
 
@@ -231,7 +235,10 @@ class _SecuredConnection(TlsConnection):
         self._connection = connection
 
     def failed(self, reason: TlsFailure, said: str) -> None:
-        self._connection.refuse(ConnectionError(f"{reason}: {said}"))
+        is_untrusted = reason == "certificate"
+        self._connection.refuse(
+            Untrusted(said) if is_untrusted else ConnectionError(f"{reason}: {said}")
+        )
 
 
 async def connect(
@@ -241,7 +248,7 @@ async def connect(
     buffers: TlsBuffers,
     bytes_per_s: float | None,
 ) -> LoadConnection:
-    """Connect to a gateway. Raises OSError.
+    """Connect to a gateway. Raises OSError, such as Untrusted.
 
     ``buffers``: that all connections read into. ``bytes_per_s``: of a slow link.
     """

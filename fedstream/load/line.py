@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fedstream.broker.errors import ConfigError
 from fedstream.device.connection import Reply
 from fedstream.load.answer import AnswerReader
-from fedstream.load.connection import CutOff, LoadConnection, connect
+from fedstream.load.connection import CutOff, LoadConnection, Untrusted, connect
 from fedstream.protocol import headers as wire_headers
 from fedstream.protocol.messages import BadBody, Problem
 from fedstream.runtime.tls import TlsBuffers
@@ -65,10 +66,25 @@ class LoadedGateway:
         self._host, self._port = base.host or "", base.port or 0
         self._tls = tls if base.scheme == "https" else None
         self._buffers = TlsBuffers()
+        self._base = base
+        self._has_worked = False
 
     async def connect(self, bytes_per_s: float | None) -> LoadConnection:
-        """Raises OSError. ``bytes_per_s``: of a slow link."""
-        return await connect(self._host, self._port, self._tls, self._buffers, bytes_per_s)
+        """Raises OSError, and ConfigError if the certificate was never trusted.
+
+        ``bytes_per_s``: of a slow link.
+        """
+        try:
+            found = await connect(self._host, self._port, self._tls, self._buffers, bytes_per_s)
+        except Untrusted as error:
+            if self._has_worked:  # it may be renewed just now
+                raise
+            raise ConfigError(
+                f"the certificate of {self._base} is not trusted: {error}: name the authority "
+                "that signed it with --ca FILE"
+            ) from error
+        self._has_worked = True
+        return found
 
 
 class DeviceLine:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from fedstream.broker import reasons
-from fedstream.broker.errors import FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.device.connection import Reply, date_of, retry_after
 from fedstream.load.invites import key_of
 from fedstream.load.line import Break, DeviceLine, LoadReply, Lost
@@ -106,7 +106,10 @@ class LoadDevice:
         self._check_ins = 0
 
     async def live(self, after_s: float) -> None:
-        """Arrive after so many seconds, enrol, and work until cancelled or turned off."""
+        """Arrive after so many seconds, enrol, and work until cancelled or turned off.
+
+        Raises ConfigError if no device can get through TLS.
+        """
         await asyncio.sleep(after_s)
         try:
             await self._enrol()
@@ -117,6 +120,8 @@ class LoadDevice:
                 await self._perform(offer, self._habits.task(self._seed, self._number, self._tasks))
         except TurnedOff as why:
             self._tally.ended[str(why)] += 1
+        except ConfigError:
+            raise
         except FedstreamError as error:  # an answer that isn't the protocol's
             self._tally.ended[f"answer not understood: {error}"[:200]] += 1
         finally:

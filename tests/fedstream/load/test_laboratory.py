@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import structlog
+import trustme
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.digest import digest_of
@@ -84,6 +86,24 @@ async def test_unruly_devices_lose_nothing_and_the_counts_agree(
     await hand.balanced()
     plain = report.plain(found)
     assert plain["answers"]["enrol"] == {"201": DEVICES, "401": tally.refusals["clock"]}
+
+
+async def test_load_of_a_gateway_that_is_not_trusted_ends_at_once() -> None:
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(served)
+
+    async def nobody(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(nobody, "127.0.0.1", 0, ssl=served)
+    async with server, asyncio.timeout(20):
+        port = server.sockets[0].getsockname()[1]
+        loads = LoadOptions(
+            GatewayAddress(f"https://127.0.0.1:{port}"),
+            {device: new_invite(device) for device in range(3)}, 1000.0,
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match="is not trusted"):
+            await load(loads, asyncio.Event())
 
 
 def options(

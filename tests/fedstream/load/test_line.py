@@ -13,6 +13,7 @@ import pytest
 import trustme
 from yarl import URL
 
+from fedstream.broker.errors import ConfigError
 from fedstream.load import connection as connections
 from fedstream.load import line as lines
 from fedstream.load.line import Break, DeviceLine, LoadedGateway, Lost
@@ -255,18 +256,33 @@ async def test_nobody_there_is_a_connection_lost(tally: LoadTally) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "client"),
-    [("other.example", trusting()), ("127.0.0.1", trusting(trustme.CA()))],
+    ("name", "client", "why"),
+    [
+        ("other.example", trusting(), "IP address mismatch"),
+        ("127.0.0.1", trusting(trustme.CA()), "unable to get local issuer certificate"),
+    ],
     ids=["another-name", "another-authority"],
 )
 async def test_gateways_that_are_not_trusted_get_no_request(
-    name: str, client: ssl.SSLContext, tally: LoadTally
+    name: str, client: ssl.SSLContext, why: str, tally: LoadTally
 ) -> None:
     async with scripted(NOTHING, tls=server_tls(name)) as its:
-        with pytest.raises(Lost, match="CERTIFICATE_VERIFY_FAILED"):
+        said = rf"the certificate of {its.url} is not trusted: .*{why}.*--ca FILE"
+        with pytest.raises(ConfigError, match=said):
             await line_to(its, tally, tls=client).ask("a", "GET", "/a")
     assert its.asked == []
-    assert tally.events == {"connections lost": 1}
+
+
+async def test_certificate_that_is_bad_for_a_while_is_a_connection_lost(tally: LoadTally) -> None:
+    """As while it is renewed."""
+    served = server_tls()
+    async with scripted(CLOSING, NOTHING, tls=served) as its:
+        line = line_to(its, tally)
+        assert (await line.ask("a", "GET", "/a")).status == 200
+        trustme.CA().issue_cert("127.0.0.1").configure_cert(served)
+        with pytest.raises(Lost, match="local issuer"):
+            await line.ask("a", "GET", "/a")
+        assert tally.events["connections lost"] == 1
 
 
 async def test_device_shows_its_certificate(tally: LoadTally) -> None:
