@@ -309,6 +309,9 @@ class _Connection(web.RequestHandler):
         begun = request.writer.output_size > 0
         if isinstance(exc, ConnectionError) and (begun or request.transport is None):
             raise exc  # the client went away, or was cut off
+        if isinstance(exc, UnicodeEncodeError) and not request.headers.get("Expect", "").isascii():
+            # aiohttp's own answer fails, where there is no route that could have another.
+            status, message = 417, "only Expect: 100-continue is met"
         if status < 500:
             said = " ".join((message or str(exc)).split())
             text = f"malformed request: {said}"[:200]

@@ -523,6 +523,18 @@ async def test_unknown_route_is_answered_in_json(port: str) -> None:
         assert body["error"] == "POST is not allowed here; allowed: GET, HEAD"
 
 
+@pytest.mark.parametrize("target", ["CONNECT elsewhere:443", "GET /nowhere"])
+async def test_unknown_route_that_is_to_expect_something_unreadable_is_no_failure(
+    target: str,
+) -> None:
+    """aiohttp's own answer can't be written. Found by ``tests.fuzz.raw_requests``."""
+    async with site() as its:
+        request = f"{target} HTTP/1.1\r\nHost: x\r\nExpect: \xe9\r\n\r\n".encode("latin-1")
+        status, _, body = await its.said(request)
+        assert (status, body["reason"]) == (417, "malformed")
+        assert its.refused() == {"malformed": 1}
+
+
 async def test_temporary_error_sets_retry_after() -> None:
     async with site() as http:
         status, headers, body = await http.said(get("/full"))
