@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedstream.page.charts import Chart, Curve, finite
-from fedstream.page.devices import devices_of
+from fedstream.page.devices import DeviceRow, devices_of
 from fedstream.page.jobs import PageJob
 from fedstream.page.pages import page
 from fedstream.page.questions import Bisection, Problems, keys_in
@@ -72,21 +72,14 @@ def distances(
 
     ``about``: the form's token, its address, and who may send it.
     """
-    answer = None if job is None else job.answer
-    shares = answer.by_device if isinstance(answer, MeasuredShares) else None
+    answer, devices = None if job is None else job.answer, list[DeviceRow]()
+    if isinstance(answer, MeasuredShares):  # all figures are of one version, though the run goes on
+        columns = run.columns.until(answer.until) if run.columns.has(answer.until) else run.columns
+        devices = devices_of(columns, answer.by_device)
     return page(
         run, "distances.html", "Distances", "Devices", fields=fields, problems=problems, job=job,
         other_job=other, **about,
-        devices=[] if shares is None else devices_of(run.columns, shares),
-    )  # fmt: skip
-
-
-def stale(run: RecordedRun) -> str:
-    """What a form without our token gets."""
-    return page(
-        run, "error.html", "Not started", "",
-        text="this form is not from here, or the server was started again since: load the page "
-        "again, and send the form once more",
+        devices=devices,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from fedstream.page import answers, questions
 from fedstream.page.directions import DISTANCES
 from fedstream.page.guard import Asker, form_of
-from fedstream.page.jobs import Occupied, PageJobs
+from fedstream.page.jobs import KEPT, Occupied, PageJobs
 from fedstream.page.questions import Fields, Problems, Question
 from fedstream.page.run import RecordedRun
 
@@ -27,6 +27,10 @@ AskRun: TypeAlias = Callable[..., Awaitable[Made]]
 """Calls a function with the run as it stands now; with ``anew=False``, as it stood before."""
 
 _FORM = 1 << 16  # bytes
+_STALE = (
+    "Not started: this form is not from here, or the server was started again since. Look at what "
+    "it asks, and send it once more."
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ class Asking:
             sent = await form_of(request, _FORM)
             fields, token = form.fields(sent), sent.get("token", "")
             if not compare_digest(token.encode(), self._token.encode()):
-                return _html(await self._ask(lambda run: (403, answers.stale(run))))
+                return _html(
+                    await self._ask(lambda run: (403, self._page(run, form, fields, {}, _STALE)))
+                )
             if sent.get("do") == "cancel":
                 job = self._jobs.at(form.address(fields))
                 if job is not None:
@@ -130,20 +136,32 @@ class Asking:
 
     def _shown(self, run: RecordedRun, form: QuestionForm, fields: Fields, asker: Asker) -> str:
         if not fields:
-            return self._page(run, form, form.first(run), {}, asker)
+            return self._page(run, form, form.first(run), {}, asker=asker)
         known = self._jobs.at(form.address(fields)) is not None
-        return self._page(run, form, fields, {} if known else form.read(fields, run)[1], asker)
+        return self._page(
+            run, form, fields, {} if known else form.read(fields, run)[1], asker=asker
+        )
 
     def _page(
         self, run: RecordedRun, form: QuestionForm, fields: Fields, problems: Problems,
-        asker: Asker = "may",
+        notice: str = "", asker: Asker = "may",
     ) -> str:  # fmt: skip
+        """``notice``: why there is nothing to show but the form."""
         job, current = self._jobs.at(form.address(fields)), self._jobs.current
         return form.show(
             run, dict.fromkeys(form.names, "") | dict(fields), problems, job and job.as_it_is(),
             other=None if current is job else current, token=self._token, asker=asker,
-            address=form.address(fields),
+            address=form.address(fields), notice=notice or self._forgotten(form.address(fields)),
         )  # fmt: skip
+
+    def _forgotten(self, address: str) -> str:
+        """What became of an answer that was at an address once; '' if there was none."""
+        if not self._jobs.has_forgotten(address):
+            return ""
+        return (
+            f"This was answered, and the answer is no longer kept: the newest {KEPT} are, and of "
+            "distances the newest alone. Send the form to have it worked on again."
+        )
 
 
 def _html(made: Made) -> web.Response:

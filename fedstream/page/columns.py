@@ -7,7 +7,7 @@ knows where its record is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -155,6 +155,12 @@ class Columns:
         if self.made["begins"][place]:
             return end, end
         return (int(self.made["end"][place - 1]) if place else 0), end
+
+    def until(self, version: int) -> Columns:
+        """What there was when a version was made. Raises KeyError."""
+        place = self._place(version)
+        end = int(self.made["end"][place])
+        return replace(self, made=self.made[: place + 1], updates=self.updates[:end])
 
     def continues(self, before: Columns) -> bool:
         """Whether this has all that an earlier look found, and then perhaps more."""

@@ -6,11 +6,13 @@ So the pages answer as fast as ever, and what is cancelled ends at once, whateve
 from __future__ import annotations
 
 import os
+import signal
 from collections import OrderedDict
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
     from multiprocessing.process import BaseProcess
 
-_KEPT = 20  # answers
+KEPT = 20  # answers
+_REMEMBERED = 1000  # addresses of answers that were forgotten
+_LOOK_S = 1.0  # between two looks whether a process that says nothing is still there
 # What answering any question takes, and what takes long to import.
 _PRELOADED = ["torch", "fedstream.page.work", "fedstream.recordings.measuring"]
 
@@ -64,6 +68,7 @@ class PageJob:
         self.seconds: float | None = None  # that the answer took
         self._began = monotonic()
         self._process: BaseProcess | None = None
+        self._settling = Lock()  # of the answer and the problem, the first counts
 
     @property
     def is_going_on(self) -> bool:
@@ -77,13 +82,38 @@ class PageJob:
         return found
 
     def begin(self, where: Workplace) -> None:
-        """Start the work; that it can't be started is its problem."""
-        try:
-            self._start(where)
-        except OSError as error:  # too many files or processes
-            self._stop(f"it can't be started: {error.strerror}")
+        """Start the work, and return at once; that it can't be started is its problem."""
+        # Starting takes seconds if torch has to be imported first: no page must wait for that.
+        Thread(target=self._work, args=(where,), name="question", daemon=True).start()
 
-    def _start(self, where: Workplace) -> None:
+    def _work(self, where: Workplace) -> None:
+        """The life of the process, from its start to its end."""
+        from multiprocessing.resource_tracker import ensure_running
+
+        ensure_running()  # it sets signals free once it has started
+        # What is started here inherits this: Ctrl-C is for the server, which ends it all.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            channel, process = self._start(where)
+        except Exception as error:  # too many files or processes; or its parent was ended
+            why = (error.strerror if isinstance(error, OSError) else str(error)) or repr(error)
+            self._stop(f"it can't be started: {why}")
+            return
+        try:
+            with channel:
+                self._follow(channel, process, where)
+        except Exception as error:  # what it sent can't be taken in
+            self._stop(f"its answer can't be read: {type(error).__name__}: {error}")
+        finally:
+            process.join(_LOOK_S)  # a task may have something to put away
+            _kill(process)  # and whatever it has started
+            process.join()
+        self._stop(
+            f"the process that worked on it ended with exit code {process.exitcode}: what it "
+            f"printed is in {where.log}"
+        )
+
+    def _start(self, where: Workplace) -> tuple[Connection, BaseProcess]:
         from multiprocessing import get_context
 
         # Not a fork of this process: there are threads, and torch does not survive one. It is
@@ -93,67 +123,95 @@ class PageJob:
             context = get_context("forkserver")
             context.set_forkserver_preload(_PRELOADED)
         ours, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(
+        process = context.Process(
             target=work, daemon=True,
             args=(theirs, self.question, where.run, where.access, where.bounds),
         )  # fmt: skip
-        self._process.start()
+        with theirs:
+            try:
+                process.start()
+            except BaseException:
+                ours.close()
+                raise
         # At once, not where the work begins: importing what it needs takes long as well.
-        if self._process.pid is not None:
+        if process.pid is not None:
             niceness = max(where.bounds.niceness, os.getpriority(os.PRIO_PROCESS, 0))
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
-        theirs.close()
-        Thread(target=self._follow, args=(ours, self._process, where), daemon=True).start()
+            with suppress(ProcessLookupError):  # it has ended: its exit code says why
+                os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
+        with self._settling:
+            self._process = process
+            if not self.is_going_on:  # cancelled meanwhile
+                _kill(process)
+        return ours, process
 
     def cancel(self) -> None:
         """End the work, unless it has ended."""
         self._stop("cancelled")
 
     def _stop(self, why: str) -> None:
-        if self.is_going_on:
-            self.problem = why
-            if self._process is not None and self._process.pid is not None:
-                self._process.kill()
+        with self._settling:
+            if self.is_going_on:
+                self.problem = why
+                if self._process is not None:
+                    _kill(self._process)
 
     def _follow(self, channel: Connection, process: BaseProcess, where: Workplace) -> None:
-        until = None if where.bounds.seconds is None else self._began + where.bounds.seconds
-        with channel:
+        """Take in all news until there is an answer, a problem, or no process any more."""
+        most = where.bounds.seconds
+        while self.is_going_on:
+            if most is not None and monotonic() - self._began > most:
+                self._stop(f"it took longer than {most:g} s (page.question_s)")
+                return
+            left = _LOOK_S if most is None else self._began + most - monotonic()
+            has_ended = process.exitcode is not None  # before the look at what it left behind
+            if not channel.poll(max(0.0, min(_LOOK_S, left))):
+                # What the task started may hold the channel open after its end.
+                if has_ended:
+                    return
+                continue
             try:
-                while True:
-                    if until is not None and not channel.poll(max(0.0, until - monotonic())):
-                        self._stop(
-                            f"it took longer than {where.bounds.seconds:g} s (page.question_s)"
-                        )
-                        until = None
-                    match channel.recv():
-                        case Headway() as news:
-                            self.part = news.part
-                            if news.measured is not None:
-                                version, value = news.measured
-                                self.measured[version] = value
-                        case Failure() as news:
-                            self.problem = news.text
-                        case answer:  # its process may take a while to end
-                            self.seconds = monotonic() - self._began
-                            self.answer = answer
+                news = channel.recv()
             except (EOFError, OSError):  # there is no more
-                process.join()
-        if self.answer is not None:
-            self.problem = ""  # too late to cancel
-        elif not self.problem:
-            self.problem = (
-                f"the process that worked on it ended with exit code {process.exitcode}: what it "
-                f"printed is in {where.log}"
-            )
+                return
+            self._take(news)
+
+    def _take(self, news: Headway | Failure | WorkResult) -> None:
+        match news:
+            case Headway():
+                self.part = news.part
+                if news.measured is not None:
+                    version, value = news.measured
+                    self.measured[version] = value
+            case Failure():
+                self._stop(news.text)
+            case answer:
+                with self._settling:
+                    if self.is_going_on:  # not cancelled a moment ago
+                        self.seconds = monotonic() - self._began
+                        self.answer = answer
+
+
+def _kill(process: BaseProcess) -> None:
+    """End a process, and all that it has started, which are its group."""
+    if process.pid is None:
+        return
+    with suppress(ProcessLookupError):  # it has ended, or has not made its group yet
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 class PageJobs:
-    """The questions about one run, and their answers."""
+    """The questions about one run, and their answers.
+
+    The newest answers are kept. Of distances, which take some 50 bytes an update, the newest alone
+    stay when another question begins.
+    """
 
     def __init__(self, where: Workplace) -> None:
         self._where = where
         self._is_over = False
         self._jobs: OrderedDict[str, PageJob] = OrderedDict()  # by address, the newest last
+        self._forgotten: OrderedDict[str, None] = OrderedDict()  # addresses
 
     @property
     def current(self) -> PageJob | None:
@@ -164,11 +222,20 @@ class PageJobs:
         """What became of a question."""
         return self._jobs.get(address)
 
+    def has_forgotten(self, address: str) -> bool:
+        """Whether a question was worked on, and what became of it is no longer kept."""
+        return address in self._forgotten
+
     @property
     def shares(self) -> MeasuredShares | None:
         """What was measured last of all devices' updates."""
-        answers = [job.answer for job in self._jobs.values()]
-        return next((one for one in reversed(answers) if isinstance(one, MeasuredShares)), None)
+        found = self._measured()
+        return found[-1][1] if found else None
+
+    def _measured(self) -> list[tuple[str, MeasuredShares]]:
+        """All that was measured of devices' updates, with its address."""
+        return [(job.address, job.answer) for job in self._jobs.values()
+                if isinstance(job.answer, MeasuredShares)]  # fmt: skip
 
     def begin(self, question: Question, address: str) -> None:
         """Work on a question, also if it was answered before. Raises Occupied."""
@@ -178,11 +245,20 @@ class PageJobs:
             raise Occupied("another question is being worked on")
         if self._is_over:
             raise Occupied("no question is taken any more: the server is stopping")
+        for older, _ in self._measured()[:-1]:
+            self._forget(older)
         job = self._jobs[address] = PageJob(question, address)
         self._jobs.move_to_end(address)
-        while len(self._jobs) > _KEPT:
-            self._jobs.popitem(last=False)
+        self._forgotten.pop(address, None)
+        while len(self._jobs) > KEPT:
+            self._forget(next(iter(self._jobs)))
         job.begin(self._where)
+
+    def _forget(self, address: str) -> None:
+        del self._jobs[address]
+        self._forgotten[address] = None
+        while len(self._forgotten) > _REMEMBERED:
+            self._forgotten.popitem(last=False)
 
     def end(self) -> None:
         """Cancel what is being worked on, and take no more."""

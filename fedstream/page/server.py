@@ -236,15 +236,17 @@ async def serve(
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     app = site.application(host)
     log = structlog.get_logger()
-    with Stop() as stop:
-        stop.listen(lambda _name: loop.call_soon_threadsafe(ended.set))
-        async with listening(app, settings, port, Crowd(settings.connections), log) as at:
-            ready(at)
-            await ended.wait()
-            site.is_ending = True
-        stop.listen(None)
-    site.jobs.end()
-    site.run.close()
+    try:
+        with Stop() as stop:
+            stop.listen(lambda _name: loop.call_soon_threadsafe(ended.set))
+            async with listening(app, settings, port, Crowd(settings.connections), log) as at:
+                ready(at)
+                await ended.wait()
+                site.is_ending = True
+            stop.listen(None)
+    finally:
+        site.jobs.end()
+        site.run.close()
 
 
 def _html(text: str, status: int = 200) -> web.Response:

@@ -97,6 +97,10 @@ def work(
 ) -> None:
     """Answer a question about a run; all news of it go into ``channel``, the answer last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # All that the task starts can be ended with it. Not a session: where the system schedules by
+    # sessions (autogroups), niceness counts within one alone.
+    os.setpgid(0, 0)
     _end_with_server(access)
     if bounds.memory is not None:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)

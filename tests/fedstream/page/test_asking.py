@@ -115,7 +115,7 @@ async def test_nothing_is_started_by_a_page_elsewhere_or_a_link(site: Site) -> N
         answer = await site.client.post(
             "/bisect", data=BELOW | {"do": "begin"} | token, allow_redirects=False
         )
-        assert (answer.status, "load the page again" in await answer.text()) == (403, True)
+        assert (answer.status, "send it once more" in await answer.text()) == (403, True)
     for query in ("metric=accuracy&side=below&bound=0.9", "metric=accuracy&bound=0.9&do=begin"):
         assert "data-going" not in await site.get(f"/bisect?{query}")
     assert site.server.jobs.current is None
@@ -200,7 +200,7 @@ async def test_a_process_that_dies_is_told(poisoned: Path, tmp_path: Path) -> No
 async def test_of_many_answers_the_newest_are_kept(
     poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.page.jobs._KEPT", 1)
+    monkeypatch.setattr("fedstream.page.jobs.KEPT", 1)
     server = PageServer(RecordedRun(poisoned), dying(poisoned, tmp_path))
     async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
         site = Site(client, server)
@@ -208,7 +208,10 @@ async def test_of_many_answers_the_newest_are_kept(
         await site.answered(first)
         _, second = await site.post("/bisect", BELOW | {"bound": "0.8"})
         await site.answered(second)
-        assert "ended with" not in await site.get(first)
+        text = await site.get(first)
+        assert "ended with" not in text
+        assert "This was answered, and the answer is no longer kept: the newest" in text
+        assert 'value="0.9"' in text  # the form is filled in
         assert "ended with" in await site.get(second)
 
 

@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.page import answers
 from fedstream.page.devices import (
+    DEVICE_COLUMNS,
     devices_of,
     mark_of_score,
     robust_scores,
     style_of_score,
 )
 from fedstream.page.index import columns_of
+from fedstream.page.jobs import PageJob
+from fedstream.page.questions import Distances
+from fedstream.page.run import RecordedRun
+from fedstream.page.work import MeasuredShares
+from tests.fedstream.page.conftest import Page
 
 
 def test_devices_by_hand(recorded: Path) -> None:
@@ -62,3 +69,18 @@ def test_scores_of_what_is_missing_or_all_the_same() -> None:
     assert isnan(none)
     assert (one, other) == (0.0, 0.0)
     assert all(isnan(score) for score in robust_scores([None, None]))
+
+
+def test_distances_are_shown_beside_what_else_there_was_at_their_version(recorded: Path) -> None:
+    """Of a run that has gone on since."""
+    run = RecordedRun(recorded)
+    job = PageJob(Distances(20), "/distances?until=20")
+    job.answer, job.seconds = MeasuredShares({}, 20), 1.0
+    text = answers.distances(
+        run, {"until": "20"}, {}, job, other=None, token="", address=job.address, asker="may",
+        notice="",
+    )  # fmt: skip
+    run.close()
+    width = len(DEVICE_COLUMNS)
+    used = Page(text).cells[width + 1 :: width]
+    assert sum(map(int, used)) == 20
