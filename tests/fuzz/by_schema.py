@@ -54,9 +54,16 @@ def no_fault(_context: object, response: Any, case: Any) -> None:
         raise ServerError(operation=case.operation.label, status_code=response.status_code)
 
 
+def refused(context: Any, response: Any, case: Any) -> bool | None:
+    """What the document rules out is refused, also as too large before anybody reads it."""
+    if response.status_code == 413:
+        return None
+    return negative_data_rejection(context, response, case)
+
+
 CHECKS = (
     no_fault, status_code_conformance, content_type_conformance,
-    response_schema_conformance, missing_required_header, negative_data_rejection, ignored_auth,
+    response_schema_conformance, missing_required_header, refused, ignored_auth,
 )  # fmt: skip
 
 Signed = Callable[[str, bytes, str], dict[str, str]]
