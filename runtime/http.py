@@ -48,12 +48,13 @@ _HEALTH_CONNECTIONS = 64
 _BACKLOG = 4096
 # Why, before any route is asked or without one; `internal` is a fault of ours.
 REFUSED = (
-    "malformed", "no such route", "method", "busy", "address", "tls", "timeout", "certificate",
-    "internal",
+    "malformed", "no such route", "method", "busy", "address", "arrivals", "tls", "timeout",
+    "certificate", "internal",
 )  # fmt: skip
 _TOO_MANY: dict[TooMany, str] = {
     "busy": "too many connections: try again later",
     "address": "too many connections from this address",
+    "arrivals": "too many new connections from this address: slow down",
 }
 
 
@@ -66,6 +67,8 @@ class HttpSettings(Section):
     token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
     connections: Annotated[int, Field(ge=1)] = 256  # concurrent, on ``port``
     address_connections: Annotated[int, Field(ge=1)] | None = None  # of these, from one address
+    # New ones per second from one address, beyond as many at once as it may have.
+    address_arrivals: Annotated[float, Field(gt=0)] | None = None
     idle_s: Annotated[float, Field(gt=0)] = 15.0  # then a connection without a request is closed
     write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
 
@@ -93,9 +96,12 @@ class _Entrance:
     def enter(self, who: object, wire: asyncio.BaseTransport) -> TooMany | None:
         """Count a connection that was accepted; if it is one too many, only that it was refused."""
         peer = wire.get_extra_info("peername")
-        reason = self._crowd.enter(who, str(peer[0]) if peer else "")
+        now = asyncio.get_running_loop().time()
+        reason = self._crowd.enter(who, str(peer[0]) if peer else "", now)
         if reason is not None:
-            most = self._crowd.most if reason == "busy" else self._crowd.of_address
+            crowd = self._crowd
+            limits = {"busy": crowd.most, "address": crowd.of_address, "arrivals": crowd.arrivals}
+            most = limits[reason]
             self._log.warning("connection refused: too many", reason=reason, most=most)
             if self._refused is not None:
                 self._refused.labels(reason).inc()
@@ -494,7 +500,9 @@ async def serving(
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:
             app = application(routes, is_stopping, refused)
-            crowd = Crowd(http.connections, http.address_connections)
+            crowd = Crowd(
+                http.connections, http.address_connections, http.address_arrivals
+            )  # fmt: skip
             at = listening(app, http, http.port, crowd, log, tls, refused)
             ports["port"] = await stack.enter_async_context(at)
         log.info("serving", host=http.host, **ports)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 READ: Final = 1 << 18  # bytes of a read buffer
 # Bytes that go through OpenSSL at a time; it keeps two buffers of 4/3 of that for a connection.
 _SLICE = 1 << 12
+# In which the time to agree on TLS is counted. A step that takes longer is late by our own delay,
+# and counts as one: what has come from the other side meanwhile is read before the next.
+_STEPS = 8
 _RECORD = 1 << 14  # most bytes that TLS decrypts at once
 # What OpenSSL calls it if a client shows no certificate, or one that nobody trusted has signed.
 _NO_CERTIFICATE = ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAILED")
@@ -58,7 +61,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     __slots__ = (
         "_above", "_buffers", "_context", "_has_begun", "_has_failed", "_host", "_incoming",
-        "_make", "_outgoing", "_timer", "_tls", "_wire", "_within_s",
+        "_make", "_outgoing", "_steps", "_timer", "_tls", "_wire", "_within_s",
     )  # fmt: skip
     # Both from when there is a socket.
     _tls: ssl.SSLObject
@@ -93,7 +96,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._incoming, self._outgoing, server_side=self._host is None,
             server_hostname=self._host,
         )  # fmt: skip
-        self._timer = asyncio.get_running_loop().call_later(self._within_s, self._late)
+        self._steps = _STEPS
+        self._step()
         if self._host is not None:  # a client speaks first
             self._agrees()
             self._flush()
@@ -148,6 +152,14 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def resume_writing(self) -> None:
         if self._above is not None:
             self._above.resume_writing()
+
+    def _step(self) -> None:
+        if not self._steps:
+            self._late()
+            return
+        self._steps -= 1
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._within_s / _STEPS, self._step)
 
     def _late(self) -> None:
         self._fails("timeout", f"no agreement within {self._within_s:g} s")

@@ -33,6 +33,8 @@ class GatewaySettings(Section):
     connections: Annotated[int, Field(ge=1)] = 25_000  # simultaneous; each waiting device has one
     # Of these, from one address, which may be that of a whole network; not with ``proxies``.
     address_connections: Annotated[int, Field(ge=1)] = 10_000
+    # New ones per second from an address, beyond as many at once; likewise. Each costs a handshake.
+    address_arrivals: Positive = 200.0
     downloads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of models
     model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of models kept in memory
     # Of changes between models kept in memory; 0: devices get whole models.

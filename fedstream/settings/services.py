@@ -276,11 +276,12 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
         service, drain_s = _BUILDERS[role](settings, keys, name)
     http, tls = settings.http, None
     if role == "gateway":
-        of_address = None if settings.gateway.proxies else settings.gateway.address_connections
+        gateway, is_direct = settings.gateway, not settings.gateway.proxies
         http = http.model_copy(
             update={
-                "connections": settings.gateway.connections,
-                "address_connections": of_address,
+                "connections": gateway.connections,
+                "address_connections": gateway.address_connections if is_direct else None,
+                "address_arrivals": gateway.address_arrivals if is_direct else None,
             }
         )
         tls = settings.gateway.tls()  # after the gateway was made, which notices renewals

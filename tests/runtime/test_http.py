@@ -7,6 +7,7 @@ import json
 import select
 import socket
 import ssl
+import time
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -417,6 +418,47 @@ async def test_one_address_leaves_places_for_others() -> None:
         status, _, body = await made.said(b"")
         assert (status, body["reason"]) == (503, "address")
         writer.close()
+
+
+async def test_who_connects_again_and_again_is_closed_before_tls() -> None:
+    """As many at once as may be there, and a few later."""
+    context, trusting = contexts()
+    async with site(tls=context, connections=3, address_arrivals=0.001) as made:
+        port = made.ports["port"]
+        for _ in range(3):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            writer.close()
+            await writer.wait_closed()
+        reader, writer = await made.connected()
+        assert await is_closed(reader)
+        writer.close()
+        assert made.refused() == {"arrivals": 1}
+
+
+def test_agreement_on_tls_that_is_late_by_our_own_delay_is_not_cut_off() -> None:
+    """What the client has said meanwhile is read first. uvloop looks at timers before sockets."""
+    context, trusting = contexts()
+
+    async def late() -> None:
+        async with site(tls=context, idle_s=0.4) as made:
+            agreeing = asyncio.create_task(asyncio.to_thread(agree, trusting, made.ports["port"]))
+            await asyncio.sleep(0.05)  # it is accepted, and has said something perhaps
+            for _ in range(2):
+                time.sleep(0.5)  # noqa: ASYNC251  (nobody is served)
+                await asyncio.sleep(0)
+            assert await agreeing
+            assert made.refused() == {}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(late())
+
+
+def agree(trusting: ssl.SSLContext, port: int) -> bool:
+    """A client in a thread agrees on TLS, after a while."""
+    with socket.create_connection(("127.0.0.1", port)) as plain:
+        time.sleep(0.2)
+        with trusting.wrap_socket(plain, server_hostname="127.0.0.1") as secured:
+            return secured.version() is not None
 
 
 async def test_stalled_reader_over_tls_is_cut_off() -> None:
