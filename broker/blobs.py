@@ -139,6 +139,23 @@ async def read(
     _check(key, at, size, digest and sha256.hexdigest(), digest)
 
 
+async def read_chunk(
+    client: Client, key: str, number: int, size: int, *, encoded: Encoded | None = None
+) -> bytes:
+    """Read one chunk of a blob of ``size`` bytes that has chunks of this release's length.
+
+    Nothing is known of its bytes but how many they are. ``encoded``: as for :func:`read`. Raises
+    BlobMissing, BlobDamaged.
+    """
+    field, expected = _statement(size, encoded)
+    stated, data = await _of(client, key, _asking(key, field, range(number, number + 1)))
+    if stated is None or data is None:
+        raise BlobMissing(key)
+    if stated != expected or len(data) != min(CHUNK, size - number * CHUNK):
+        raise BlobDamaged(f"blob {key} has another size, or chunks of another length")
+    return bytes(data)
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """An update to be read: where it is, what it should be, and where its bytes go."""

@@ -14,8 +14,8 @@ from aiohttp import hdrs, web
 from fedstream.broker import blobs
 from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Payload
-from fedstream.coordinator.downloads import send
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
+from fedstream.coordinator.gateway.model_source import ModelSource, send
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
@@ -45,6 +45,7 @@ class ModelCopies:
         self._keys = keys
         self._current = current
         self._most = settings.downloads
+        self._within_s = settings.chunk_s
         self._copies = Shelf(settings.model_bytes)
         self._changes = ModelChanges(settings.changes_bytes)
         self.downloads = 0  # now
@@ -81,12 +82,10 @@ class ModelCopies:
         """Answer GET and HEAD of a model. Raises Refusal."""
         head = await self._asked(request)
         about = _About(request, head.given, self._size(head), model_format(head))
-        if about.status == 304 or request.method == "HEAD":
-            return await about.answer(memoryview(b""))
-        with self._place(device):
-            volume = await self._copy(head)
-            with volume.read() as data:
-                return await about.answer(data)
+        if not about.has_body:
+            return await about.answer()
+        with self._place(device), self._reading(head), await self._source(head) as source:
+            return await about.send(source, self._within_s)
 
     async def get_changes(
         self, request: web.Request, device: int
@@ -99,11 +98,12 @@ class ModelCopies:
         head = await self._asked(request)
         with self._place(device):
             volume = await self._changed(head, request.match_info["has"])
-            with volume.read() as data:
-                about = _About(request, volume.digest, data.nbytes, volume.format)
-                response = await about.answer(data)
+            size = volume.data.nbytes
+            about = _About(request, volume.digest, size, volume.format)
+            with ModelSource(volume) as source:
+                response = await about.send(source, self._within_s)
         is_all = about.is_whole and request.method == "GET"
-        return response, self._size(head) - data.nbytes if is_all else 0
+        return response, self._size(head) - size if is_all else 0
 
     async def _changed(self, head: Head, has: str) -> Volume:
         """What changed since the model ``has``. Raises Refusal.
@@ -118,7 +118,11 @@ class ModelCopies:
             raise _no_changes()
         if self._base(head, has) is None:
             raise _no_changes()
-        new = await self._copy(head)
+        try:
+            with self._reading(head):
+                new = await self._copy(head)
+        except NoRoom as error:
+            raise _no_changes() from error
         if (old := self._copies.there(has)) is None:
             raise _no_changes()
         try:
@@ -154,21 +158,46 @@ class ModelCopies:
             self._copies.tidy()
             self._changes.tidy()
 
-    async def _copy(self, head: Head) -> Volume:
-        """The copy of a version's model; read from Redis by whoever asks first. Raises Refusal."""
-        digest, size = head.given, self._size(head)
+    @contextmanager
+    def _reading(self, head: Head) -> Iterator[None]:
+        """Read a version's model inside the block. Raises Refusal if it can't be read."""
         try:
-            return await self._copies.get(digest, size, partial(self._read, head, size))
-        except NoRoom as error:
-            raise _busy("other models are being read, and there is no room for one more") from error
+            yield
         except BlobMissing as error:
-            self._current.forget(digest)
-            raise _superseded(digest) from error
+            self._current.forget(head.given)
+            raise _superseded(head.given) from error
         except BlobDamaged as error:
             raise Refusal(
                 503, "unavailable", "this model can't be read now: check in again",
                 retry_after_s=RETRY_S,
             ) from error  # fmt: skip
+
+    async def _source(self, head: Head) -> ModelSource:
+        """Where a version's model comes from: memory, or Redis if there is no room.
+
+        Raises Refusal, BlobMissing, BlobDamaged.
+        """
+        size = self._size(head)
+        seekable = head.chunks in (None, blobs.chunks_of(size))  # not by another release
+        chunk = partial(self._chunk, head, size) if seekable else None
+        try:
+            return ModelSource(await self._copy(head), chunk)
+        except NoRoom as error:
+            if chunk is None:
+                raise _busy("others are read, and there is no room for one more model") from error
+            return ModelSource(None, chunk)
+
+    async def _copy(self, head: Head) -> Volume:
+        """The copy of a version's model; read from Redis by whoever asks first.
+
+        Raises NoRoom, BlobMissing, BlobDamaged.
+        """
+        size = self._size(head)
+        return await self._copies.get(head.given, size, partial(self._read, head, size))
+
+    async def _chunk(self, head: Head, size: int, number: int) -> bytes:
+        key = self._keys.model(head.blob)
+        return await blobs.read_chunk(self._client, key, number, size, encoded=head.encoded)
 
     async def _read(self, head: Head, size: int) -> Volume:
         """Read a published blob as it is, and check it as far as its digest is that of its bytes.
@@ -213,21 +242,37 @@ class _About:
             self._headers[hdrs.CONTENT_RANGE] = f"bytes {part[0]}-{part[1] - 1}/{size}"
 
     @property
+    def has_body(self) -> bool:
+        """Whether the answer has any of the bytes."""
+        return self.status != 304 and self._request.method != "HEAD"
+
+    @property
     def is_whole(self) -> bool:
         """Whether the answer has all bytes."""
         return self.status != 304 and (self._begin, self._end) == (0, self._size)
 
-    async def answer(self, data: memoryview) -> web.StreamResponse:
-        """Send what was asked for; ``data``: all of the bytes, if any of them are."""
+    async def answer(self) -> web.StreamResponse:
+        """Answer HEAD, or who has the bytes."""
         if self.status == 304:
             return web.Response(status=304, headers=self._headers)
-        if self._request.method != "HEAD":
-            part = data[self._begin : self._end]
-            return await send(self._request, part, self._headers, self.status)
-        response = web.StreamResponse(headers=self._headers)
-        response.content_type, response.content_length = "application/octet-stream", self._size
+        response = self._response(self._size)
         await response.prepare(self._request)
         await response.write_eof()
+        return response
+
+    async def send(self, source: ModelSource, within_s: float) -> web.StreamResponse:
+        """Send what was asked for; each MiB within so many seconds. Raises as the source does."""
+        if not self.has_body:
+            return await self.answer()
+        response = self._response(self._end - self._begin)
+        await send(
+            self._request, response, source, self._begin, self._end, within_s=within_s
+        )  # fmt: skip
+        return response
+
+    def _response(self, size: int) -> web.StreamResponse:
+        response = web.StreamResponse(status=self.status, headers=self._headers)
+        response.content_type, response.content_length = "application/octet-stream", size
         return response
 
 

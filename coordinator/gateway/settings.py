@@ -40,7 +40,7 @@ class GatewaySettings(Section):
     # Of changes between models kept in memory; 0: devices get whole models.
     changes_bytes: Annotated[int, Field(ge=0)] = 64 << 20
     uploads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of updates; each takes 2 MiB
-    chunk_s: Positive = 60.0  # in which 1 MiB of an update, or its end, must arrive
+    chunk_s: Positive = 60.0  # in which 1 MiB of a model or an update, or its end, must pass
     # What tokens are signed with; None: the replicas agree on one in Redis.
     secret: Annotated[Annotated[SecretStr, Field(min_length=32)] | None, Field(exclude=True)] = None
     body_s: Positive = 15.0  # in which a JSON body must arrive

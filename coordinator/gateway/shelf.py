@@ -28,6 +28,7 @@ class Volume:
     digest: str  # what devices know them by
     format: str
     readers: int = field(default=0, init=False)  # now
+    is_wanted_back: bool = field(default=False, init=False)  # by others, who need its room
 
     @contextmanager
     def read(self) -> Iterator[memoryview]:
@@ -53,6 +54,8 @@ class Shelf:
         """The bytes of this name, if they are on the shelf."""
         if (found := self._volumes.pop(name, None)) is not None:
             self._volumes[name] = found
+            if not found.readers:
+                found.is_wanted_back = False
         return found
 
     async def get(self, name: str, size: int, make: Make) -> Volume:
@@ -66,6 +69,7 @@ class Shelf:
         making = self._making.get(name)
         if making is None:
             if not self.tidy(size) and (self._making or self._volumes):
+                self._want_back(size)
                 raise NoRoom(f"no room for {size} bytes more")
             making = self._begin(name, size, make)
         return await asyncio.shield(making)
@@ -75,8 +79,12 @@ class Shelf:
 
         Not if there is no room; nobody hears of errors: who asks will.
         """
-        if name not in self._volumes and name not in self._making and self.tidy(size):
+        if name in self._volumes or name in self._making:
+            return
+        if self.tidy(size):
             self._begin(name, size, make)
+        else:
+            self._want_back(size)
 
     def _begin(self, name: str, size: int, make: Make) -> asyncio.Task[Volume]:
         self._reserved += size
@@ -91,6 +99,15 @@ class Shelf:
         if not making.cancelled() and making.exception() is None:
             made = self._volumes[name] = making.result()
             self.nbytes += made.data.nbytes
+
+    def _want_back(self, size: int) -> None:
+        """Have the readers of the oldest do without, as far as ``size`` more bytes need it."""
+        left, room = self.nbytes, self._budget - self._reserved - size
+        for volume in self._volumes.values():
+            if left <= room:
+                return
+            volume.is_wanted_back = True
+            left -= volume.data.nbytes
 
     def tidy(self, size: int = 0) -> bool:
         """Drop the oldest that nobody reads, until ``size`` more bytes fit: whether they do."""

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 
 import pytest
+from aiohttp import ClientPayloadError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -200,6 +201,74 @@ async def test_one_device_cannot_hold_all_downloads(redis: RedisSettings, hand: 
         await wait_until(lambda: not place.gateway._models.downloads)
         assert (await place.ask("GET", url, 3)).status == 200
         assert not place.gateway._models._downloading
+
+
+# slow readers
+
+SLOW = 10 << 20  # parameters: so many bytes that no kernel takes them all
+
+
+async def test_slow_readers_keep_no_others_from_newer_versions(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """They go on with what Redis has, and their copies make room."""
+    hand.layout = layout_of(SLOW)
+    versions = [await hand.create()]
+    async with serving(hand, redis, model_bytes=hand.layout.nbytes + 1) as place:
+        copies = place.gateway._models._copies
+        slow = await place.session.get(
+            f"{place.url}/v1/models/{versions[0].digest}", headers={"Device": "3"}
+        )
+        versions.append(await hand.publish(1, 1.0))
+        assert await hand.commit(1, write=False, versions=versions[-1:]) == "done"
+        answer = await place.ask("GET", f"/v1/models/{versions[1].digest}", 4)
+        assert hashlib.sha256(answer.body).hexdigest() == versions[1].digest
+        part = await place.ask(
+            "GET", f"/v1/models/{versions[1].digest}", 4, headers={"Range": "bytes=3000000-3000009"}
+        )
+        assert (part.status, part.body) == (206, answer.body[3_000_000:3_000_010])
+        assert list(copies._volumes) == [versions[0].digest], "of which its reader is not done"
+
+        rest = asyncio.create_task(slow.read())
+        await wait_until(lambda: not copies._volumes[versions[0].digest].readers)
+        assert hashlib.sha256(await rest).hexdigest() == versions[0].digest
+        again = await place.ask("GET", f"/v1/models/{versions[1].digest}", 4)
+        assert again.body == answer.body
+        assert list(copies._volumes) == [versions[1].digest]
+        assert place.gateway._models.downloads == 0
+
+
+async def test_slow_reader_of_a_version_that_has_gone_is_cut_off(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    hand.layout = layout_of(SLOW)
+    first = await hand.create()
+    async with serving(hand, redis, model_bytes=hand.layout.nbytes + 1) as place:
+        url = f"/v1/models/{first.digest}"
+        slow = await place.session.get(place.url + url, headers={"Device": "3"})
+        second = await hand.publish(1, 1.0)
+        assert await hand.commit(1, write=False, versions=[second]) == "done"
+        assert (await place.ask("GET", f"/v1/models/{second.digest}", 4)).status == 200
+        await hand.client.call("UNLINK", hand.keys.model(first.blob))
+        with pytest.raises(ClientPayloadError):
+            await slow.read()
+        await wait_until(lambda: not place.gateway._models.downloads)
+        answer = await place.ask("GET", f"/v1/models/{second.digest}", 3)
+        assert hashlib.sha256(answer.body).hexdigest() == second.digest
+        answer = await place.ask("GET", url, 3)
+        assert (answer.status, answer.json["reason"]) == (404, "superseded")
+
+
+async def test_reader_below_the_least_rate_is_cut_off(redis: RedisSettings, hand: Hand) -> None:
+    """Or a few devices could take all places for downloads for as long as they like."""
+    hand.layout = layout_of(SLOW)
+    version = await hand.create()
+    async with serving(hand, redis, chunk_s=0.3) as place:
+        url = f"{place.url}/v1/models/{version.digest}"
+        async with place.session.get(url, headers={"Device": "3"}) as slow:
+            await wait_until(lambda: not place.gateway._models.downloads)
+            with pytest.raises(ClientPayloadError):
+                await slow.read()
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 10))

@@ -36,6 +36,17 @@ async def test_what_is_read_stays_and_counts() -> None:
     assert shelf.nbytes == 0
 
 
+async def test_what_is_read_is_wanted_back_oldest_first_as_far_as_it_helps() -> None:
+    shelf = Shelf(10)
+    old, new = await put(shelf, "old", 5), await put(shelf, "new", 5)
+    with old.read(), new.read():
+        with pytest.raises(NoRoom):
+            await put(shelf, "newest", 3)
+        assert (old.is_wanted_back, new.is_wanted_back) == (True, False)
+    shelf.there("old")
+    assert not old.is_wanted_back, "nobody reads it, so it may go when it has to"
+
+
 async def test_what_somebody_will_ask_for_is_made_once() -> None:
     shelf, made = Shelf(10), []
 
