@@ -26,7 +26,7 @@ from fedstream.settings.config import Settings, read
 from fedstream.simulation import Arrival, SimulationResult, simulate
 from fedstream.wire.given import given
 from tests.broker.pipeline import finished, pipeline
-from tests.integration.command import SCRIPT, TEST_GUARD_S, Command, adds_up, held
+from tests.integration.command import TEST_GUARD_S, Command, adds_up, held
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
@@ -89,13 +89,16 @@ def simulated(settings: Settings, chain: list[Segment]) -> SimulationResult:
 
 
 @pytest.mark.parametrize("model", ["f32", "int8"])
-def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(tmp_path: Path, model: str) -> None:
+def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(
+    tmp_path: Path, quick_programs: Path, model: str
+) -> None:
     program = f"digits_held_{model}.py"  # it is imported here, too
     (tmp_path / program).write_text(held(DIGITS, 4))
     sets = (*SETS, "solver.kind=scaffold", "solver.lr=0.1", f"wire.model={model}")
     command = Command(
         tmp_path, "--strategy", "scaffold", "--versions", str(VERSIONS), "--trainers", "1",
         "--task", f"{program}:task", *(word for one in sets for word in ("--set", one)),
+        programs=quick_programs,
     )  # fmt: skip
     try:
         command.reaches(4)
@@ -115,8 +118,9 @@ def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(tmp_path: Path, 
     assert summary["accuracy"] > 0.3  # it has learned: guessing is 0.1
     assert {name for name, times in summary["restarts"].items() if times} == {"updater"}
     said = subprocess.run(
-        [SCRIPT, "replay", str(command.out), "--json"], capture_output=True, text=True, check=False
-    )
+        [quick_programs / "fedstream", "replay", command.out, "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert said.returncode == 0, said.stderr
     replayed = json.loads(said.stdout)
     assert (replayed["made"], replayed["identical"]) == (VERSIONS, VERSIONS)

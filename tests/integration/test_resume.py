@@ -70,7 +70,9 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Ended:
+def mistaken(
+    tmp_path_factory: pytest.TempPathFactory, server: RedisServer, quick_programs: Path
+) -> Ended:
     """A run that ended because the user's task raises."""
     folder = tmp_path_factory.mktemp("mistaken")
     (folder / "own.py").write_text(BLOBS.replace("\ntask =", f"{MISTAKE}task ="))
@@ -78,6 +80,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> E
         folder, "--task", "own.py:task", "--redis", server.url, "--versions", "4000",
         "--trainers", "1", "--set", "lease.attempts=2", "--set", "lease.seconds=4",
         "--set", "trainer.threads=1", "--set", "devices.latency={kind='fixed', mean_s=0.1}",
+        programs=quick_programs,
     )  # fmt: skip
     try:
         assert command.ended() == 1, command.stdout + command.stderr
@@ -97,11 +100,11 @@ def test_users_mistake_is_shown_once_and_ends_the_run(mistaken: Ended) -> None:
 
 
 @pytest.fixture(scope="module")
-def poisoned(mistaken: Ended) -> Ended:
+def poisoned(mistaken: Ended, quick_programs: Path) -> Ended:
     """The same run with another mistake, a task that kills every trainer; interrupted later on."""
     poison = BLOBS.replace("\ntask =", f"{POISON}task =")
     (mistaken.folder / "own.py").write_text(poison)
-    command = Command(mistaken.folder, "--resume", TRUST)
+    command = Command(mistaken.folder, "--resume", TRUST, programs=quick_programs)
     try:
         wait_until(lambda: (view := command.view()) and view.outcomes["dead"], "a dead task")
         command.reaches(command.version() + 5)
@@ -140,7 +143,9 @@ def test_interrupted_run_can_be_resumed(
     assert said.returncode == 1
     assert "--resume" in said.stderr
     assert said.stderr.count("\n") == 1
-    command = Command(poisoned.folder, "--resume", TRUST, "--trainers", "1")
+    command = Command(
+        poisoned.folder, "--resume", TRUST, "--trainers", "1", programs=quick_programs
+    )
     try:
         command.reaches(before["versions"] + 5)
         command.process.terminate()
@@ -226,6 +231,7 @@ def test_joined_trainer_exits_when_the_run_is_finished(
         tmp_path, "--task", "blobs.py:task", "--versions", "20", "--trainers", "1",
         "--set", "scheduler.policy={kind='in_flight', n=1}",
         "--set", "participation=[{devices=[2], rate=1e12, steps={kind='epochs', n=1}}]",
+        programs=quick_programs,
     )  # fmt: skip
     guest: subprocess.Popen[str] | None = None
     try:

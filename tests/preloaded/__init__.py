@@ -15,13 +15,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 HERE = Path(__file__).parent
+FORKED = "forked"  # beside the programs: by a program's process id, that of what it stands for
 
 
 class Preloaded:
@@ -42,12 +44,25 @@ class Preloaded:
         self._stack.close()
 
 
+def descendants(process: psutil.Process, programs: Path) -> list[psutil.Process]:
+    """Its children and theirs, also where a program of the folder only stands for the process."""
+    found = process.children()
+    with suppress(FileNotFoundError, psutil.NoSuchProcess):
+        pid = (programs.parent / FORKED / str(process.pid)).read_text()
+        found.append(psutil.Process(int(pid)))
+    for child in [*found]:
+        with suppress(psutil.NoSuchProcess):
+            found += descendants(child, programs)
+    return found
+
+
 @contextmanager
 def programs() -> Iterator[Path]:
     """A folder of programs, which work as long as the block lasts."""
     private = Path(tempfile.mkdtemp(prefix="preloaded-"))  # short: a socket's path has 108 bytes
     address, folder = private / "socket", private / "bin"
     folder.mkdir()
+    (private / FORKED).mkdir()
     for name in ("fedstream", "python"):
         client = (sys.executable, "-IS", HERE / "client.py", address, sys.executable, name)
         program = folder / name

@@ -18,7 +18,7 @@ def ended(address: str, arguments: list[str], files: tuple[int, ...]) -> int:
     """Exit code of a process with these arguments; negative: the signal that killed it."""
     connection = socket(AF_UNIX, SOCK_STREAM)
     connection.connect(address)
-    asked = marshal.dumps((arguments, posix.getcwd(), posix.environ))
+    asked = marshal.dumps((arguments, posix.getcwd(), posix.environ, posix.getpid()))
     given = b"".join(number.to_bytes(4, sys.byteorder) for number in files)
     head = len(asked).to_bytes(4, "big")
     connection.sendmsg([head], [(SOL_SOCKET, SCM_RIGHTS, given)])

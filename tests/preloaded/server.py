@@ -38,8 +38,10 @@ class Server:
     def __init__(self, address: str) -> None:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(address)
+        self.forked = Path(address).with_name("forked")
         self.listener.listen(64)
         self.children: dict[int, socket.socket] = {}  # by process id
+        self.clients: dict[int, int] = {}  # their process ids
         self.waking, self.woken = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(self.woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -70,6 +72,7 @@ class Server:
             if not pid:
                 return
             connection = self.children.pop(pid)
+            (self.forked / str(self.clients.pop(pid))).unlink(missing_ok=True)
             code = os.waitstatus_to_exitcode(status)
             with suppress(OSError):  # killed meanwhile
                 connection.sendall(code.to_bytes(2, "big", signed=True))
@@ -93,12 +96,14 @@ class Server:
         text = b""
         while len(text) < int.from_bytes(head, "big"):
             text += connection.recv(1 << 16)
+        *wanted, client = marshal.loads(text)  # noqa: S302  (from a test)
         if pid := os.fork():
-            self.children[pid] = connection
+            self.children[pid], self.clients[pid] = connection, client
             for number in files:
                 os.close(number)
             return None
-        return (*marshal.loads(text), files)  # noqa: S302  (from a test)
+        (self.forked / str(client)).write_text(str(os.getpid()))
+        return (*wanted, files)
 
 
 def become(
@@ -142,6 +147,9 @@ def main() -> None:
     from fedstream.api.__main__ import main as from_python
     from fedstream.local.fork_server import main as fork_server
 
+    with suppress(ModuleNotFoundError):  # it is for Linux alone
+        # Looks for our arguments, which it can't find once the environment has changed.
+        importlib.import_module("setproctitle").getproctitle()
     gc.freeze()
     if (wanted := server.serve()) is not None:
         become(*wanted)

@@ -73,11 +73,14 @@ def answers(address: str) -> bool:
         return False
 
 
-def test_a_run_from_its_start_to_its_end(browser: Any, tmp_path: Path) -> None:
+def test_a_run_from_its_start_to_its_end(
+    browser: Any, tmp_path: Path, quick_programs: Path
+) -> None:
     """By the link that `fedstream run` prints; what is journalled already is a click away."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 5))
     command = Command(
         tmp_path, "--task", "blobs.py:task", "--versions", "12", "--set", "evaluator.every=1",
+        programs=quick_programs,
     )  # fmt: skip
     try:
         link = wait_until(
