@@ -44,7 +44,8 @@ READING_S = 2.0  # for which somebody looks at the overview
 BOUNDS = {
     "command to first page, first time": 1.0, "command to first page, again": 1.0,
     "link to drawn overview": 1.0, "a version, far": 0.1, "a version, next": 0.1,
-    "models, first look at once": 0.1, "models, first look, 2 s after the overview": 0.1,
+    "models, first look at once": 0.1, "models, first look, overview just drawn": 0.1,
+    "models, first look, 2 s after the overview": 0.1,
     "models, next": 0.1, "models, far, later": 0.1,
     "key to version, next": 0.1, "key to version, a tenth on": 0.1, "key to models, next": 0.1,
     "key to models, a tenth on": 0.1,
@@ -199,26 +200,42 @@ def answers(server: Serving, versions: int) -> Found:
     return {"a version, far": far, "a version, next": near}
 
 
-def first_looks(folder: Path, versions: int) -> Found:
+def first_looks(chromium: Any | None, folder: Path, versions: int) -> Found:
     """Models of a version anywhere, each time as if nobody had looked at any before.
 
-    At once, without the server; and once somebody has looked at the overview.
+    At once, without the server; as soon as somebody sees the overview; and a while later.
     """
     rng = random.Random(0)
-    at_once, later = [], []
+    found: Found = {"models, first look at once": []}
     for _ in range(LOOKS // 4):
         run = RecordedRun(folder)
         began = time.perf_counter()
         run.portraits.of(rng.randrange(versions))
-        at_once.append(time.perf_counter() - began)
+        found["models, first look at once"].append(time.perf_counter() - began)
         run.close()
-    for _ in range(LOOKS // 10):
-        with serving(folder) as server:
-            server.took("/")
-            time.sleep(READING_S)
-            later.append(server.took(f"/versions/{rng.randrange(versions)}?models=1"))
-    name = f"models, first look, {READING_S:.0f} s after the overview"
-    return {"models, first look at once": at_once, name: later}
+    drawn = [0.0] if chromium is not None else []
+    for wait_s in [*drawn, READING_S]:
+        when = f"{wait_s:.0f} s after the overview" if wait_s else "overview just drawn"
+        looks = found[f"models, first look, {when}"] = []
+        for _ in range(LOOKS // 5):
+            with serving(folder) as server, _seen(chromium, server):
+                time.sleep(wait_s)
+                looks.append(server.took(f"/versions/{rng.randrange(versions)}?models=1"))
+    return found
+
+
+@contextmanager
+def _seen(chromium: Any | None, server: Serving) -> Iterator[None]:
+    """The overview, drawn in a browser if there is one, for as long as somebody has it open."""
+    if chromium is None:
+        server.took("/")
+        yield
+        return
+    page = chromium.new_page()
+    page.goto(server.address, wait_until="commit")
+    page.wait_for_function(_DRAWN)
+    yield
+    page.close()
 
 
 def models(server: Serving, versions: int) -> tuple[Found, float]:
@@ -333,7 +350,7 @@ def main() -> None:
             about["peak_bytes"] = server.peak_bytes
         shutil.rmtree(many)
         large = write(Path(name) / "large", asked.models, PARAMETERS)
-        found |= _shown(first_looks, large, asked.models)
+        found |= _shown(first_looks, chromium, large, asked.models)
         with serving(large) as server:
             shown, about["filled_s"] = models(server, asked.models)
             found |= _shown(lambda: shown)

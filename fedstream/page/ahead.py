@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fedstream.journal import stored_bytes
-from fedstream.page.index import columns_of, index_of
+from fedstream.page.index import index, index_of
 from fedstream.runtime import process
 from fedstream.terminal import adding, progress
 
@@ -48,8 +48,8 @@ def reading_ahead(journals: Sequence[Path]) -> Iterator[bool]:
 
 
 def _is_worth_it(journal: Path) -> bool:
-    index = index_of(journal)
-    if index.exists() or not os.access(index.parent, os.W_OK):
+    path = index_of(journal)
+    if path.exists() or not os.access(path.parent, os.W_OK):
         return False
     return stored_bytes(journal) >= LEAST
 
@@ -60,7 +60,7 @@ def _read(journals: Sequence[Path], above: int) -> NoReturn:
         for journal in journals:
             total = stored_bytes(journal)
             with progress("reading the journal", total, quiet=False, parts=False) as step:
-                columns_of(journal, _while(above, adding(step, total)))
+                index(journal, _while(above, adding(step, total)))
     os._exit(0)
 
 

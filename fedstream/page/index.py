@@ -57,10 +57,25 @@ def columns_of(journal: Path, read: Callable[[int], object] = lambda _bytes: Non
 
     ``read`` is told of bytes that were read from the journal.
     """
+    return _columns(*_parts(journal, read))
+
+
+def index(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> None:
+    """Write what is new of a journal's folder into its index, for who asks for columns later.
+
+    ``read`` is told of bytes that were read from the journal. Raises JournalError.
+    """
+    _parts(journal, read)
+
+
+def _parts(
+    journal: Path, read: Callable[[int], object]
+) -> tuple[Mapping[Mark, SegmentRows], Reasons]:
+    """The rows of all segments that count, oldest first; they are kept in the index."""
     kept = _load(journal)
     files = marks(journal)
     if kept is not None and kept.files == files:
-        return _columns(kept.parts, kept.reasons)
+        return kept.parts, kept.reasons
     known, reasons = _fitting(kept, files)
     with opened(journal) as chain:
         parts: dict[Mark, SegmentRows] = {}
@@ -74,7 +89,7 @@ def columns_of(journal: Path, read: Callable[[int], object] = lambda _bytes: Non
             parts[mark] = known[mark]
     if not journal.is_file() and not _is_good_enough(kept, parts):
         _save(journal, _Kept(files, parts, reasons))
-    return _columns(parts, reasons)
+    return parts, reasons
 
 
 def _fitting(kept: _Kept | None, files: Sequence[File]) -> tuple[dict[Mark, SegmentRows], Reasons]:

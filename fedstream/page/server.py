@@ -51,6 +51,7 @@ class PageServer:
         # The version whose models were shown last, and the step to it; None: none was yet.
         self._moment: tuple[int, int | None] | None = None
         self._moved = asyncio.Event()  # since somebody looked around there
+        self._answered = asyncio.Event()  # somebody's first request
 
     def application(self, host: str) -> web.Application:
         """The routes. ``host``: where they are served, for which requests may be too."""
@@ -98,10 +99,19 @@ class PageServer:
 
     async def _looking_around(self, _app: web.Application) -> AsyncIterator[None]:
         looking = asyncio.create_task(self._look_around(), name="look around")
+        preparing = asyncio.create_task(self._prepare(), name="prepare pages")
         yield
         self.is_ending = True
         self._moved.set()
-        await looking
+        self._answered.set()
+        await asyncio.gather(looking, preparing)
+
+    async def _prepare(self) -> None:
+        """Make ready what later pages need, once the first one is out: it must not wait."""
+        await self._answered.wait()
+        if not self.is_ending:
+            async with self._using:
+                await asyncio.to_thread(pages.prepare, also_later=True)
 
     async def _look_around(self) -> None:
         """While nobody asks, make ready what will likely be asked after the last moment."""
@@ -109,8 +119,7 @@ class PageServer:
         def is_idle() -> bool:
             return not self._waiting and not self.is_ending
 
-        await self._moved.wait()
-        await asyncio.to_thread(pages.prepare, also_later=True)
+        self._look_at(self.run.newest, None)  # where the link to the versions leads
         while not self.is_ending:
             await self._moved.wait()
             self._moved.clear()
@@ -143,6 +152,7 @@ class PageServer:
             return await asyncio.shield(asyncio.to_thread(ask))
         finally:
             self._using.release()
+            self._answered.set()
 
     async def _page(self, make: Callable[[RecordedRun], str]) -> web.Response:
         return _html(await self._asked(make))
@@ -157,10 +167,7 @@ class PageServer:
 
     async def _overview(self, request: web.Request) -> web.Response:
         window = _window(request.query)
-        answer = await self._page(lambda run: pages.overview(run, window))
-        if self._moment is None:
-            self._look_at(self.run.newest, None)  # where the link to the versions leads
-        return answer
+        return await self._page(lambda run: pages.overview(run, window))
 
     async def _beside(self, request: web.Request) -> web.Response:
         window = Window(over_time=_window(request.query).over_time)
