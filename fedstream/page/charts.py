@@ -173,6 +173,23 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
     return _over_time(run, known) if window.over_time else known
 
 
+def of_pushes(run: RecordedRun, rows: RowArray, window: Window = WHOLE) -> list[Chart]:
+    """A device's newest updates as vectors: norm, distance and cosine, where they are known."""
+    rows, found = rows[window.within(rows["version"])], []
+    for name, title in (
+        ("norm", "Norm of its newest updates, as sent"),
+        ("distance", "Distance that its newest updates alone would move the model"),
+        ("cosine", "Cosine of its newest updates to the model's movement afterwards"),
+    ):
+        known = rows[np.isfinite(rows[name])]
+        shown = known[thinned(known[name])] if len(known) else known
+        x = shown["version"].astype(float).tolist()
+        curve = Curve(name, _floats(shown[name]), "points")
+        found.append(Chart(f"newest-{name}", title, "version", x, [curve]))
+    drawn = [chart for chart in found if chart.x]
+    return _over_time(run, drawn) if window.over_time else drawn
+
+
 def _measured(run: RecordedRun, window: Window) -> list[Chart]:
     """A chart of each metric."""
     found: list[Chart] = []

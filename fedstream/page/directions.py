@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from fedstream.broker.errors import FedstreamError
 from fedstream.journal import counted_bytes, opened
 from fedstream.journal.shares import Share, stats
+from fedstream.page.columns import RowArray
 from fedstream.page.past import Unwanted
 from fedstream.page.portraits import AHEAD
 
@@ -23,6 +25,15 @@ if TYPE_CHECKING:
 
 _WAIT_S = 0.5  # for a short run, whose answer can be on the page that asked
 DISTANCES = "/distances"  # where a service is asked for them
+
+
+@dataclass(frozen=True)
+class LatePushes:
+    """A device's newest updates as vectors, as far as the journal was read along."""
+
+    rows: RowArray  # with version, norm, distance and cosine; NaN: not known yet
+    until: int  # the version up to which the journal was read
+    problem: str  # why it isn't read on
 
 
 class Directions(Protocol):
@@ -48,6 +59,9 @@ class Directions(Protocol):
     def is_going_on(self) -> bool:
         """Whether it has begun and not ended."""
 
+    def lately(self, device: int) -> LatePushes | None:
+        """What was read along of a device's newest updates; None where nobody reads along."""
+
     def begin(self) -> None:
         """Begin to measure, if following a link may do that."""
 
@@ -60,8 +74,17 @@ class AskedDirections:
 
     problem, part, is_going_on = "", 0.0, False  # told where it is asked
 
-    def __init__(self, answered: Callable[[], MeasuredShares | None]) -> None:
+    def __init__(
+        self,
+        answered: Callable[[], MeasuredShares | None],
+        lately: Callable[[int], LatePushes],
+    ) -> None:
         self._answered = answered
+        self._lately = lately
+
+    def lately(self, device: int) -> LatePushes:
+        """What was read along of a device's newest updates."""
+        return self._lately(device)
 
     @property
     def shares(self) -> Mapping[int, Share] | None:
@@ -94,6 +117,10 @@ class ThreadedDirections:
         self._journal = journal
         self._thread: Thread | None = None
         self._ended = False
+
+    def lately(self, device: int) -> LatePushes | None:
+        """None: all is measured together."""
+        return None
 
     @property
     def is_going_on(self) -> bool:

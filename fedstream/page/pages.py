@@ -108,11 +108,14 @@ def device(
     about = [(labels[key], cell_of(getattr(row, key), key)) for key, _, _ in DEVICE_COLUMNS[1:]]
     asked = window.query(over_time=window.over_time).lstrip("?")
     again = f"/devices/{wanted}?models=1" + (f"&{asked}" if asked else "")
+    drawn, lately = charts.of_device(run, wanted, window), run.directions.lately(wanted)
+    if lately is not None:
+        drawn = [*charts.of_pushes(run, lately.rows, window), *drawn]
     return page(
-        run, "device.html", f"Device {wanted}", "Devices",
+        run, "device.html", f"Device {wanted}", "Devices", lately=lately,
         device=row, labels=labels, facts=about, window=window, directions=run.directions,
         again=DISTANCES if run.is_live else again,
-        charts=charts.of_device(run, wanted, window),
+        charts=drawn,
     )  # fmt: skip
 
 
@@ -144,20 +147,19 @@ def updates(
 
 
 def version(
-    run: RecordedRun, wanted: int, to: int | None, *, models: bool, is_waiting: Callable[[], bool]
-) -> str:
+    run: RecordedRun, wanted: int, to: int | None, *, models: bool,
+    is_waiting: Callable[[], bool], fields: Mapping[str, str], problems: Mapping[str, str],
+) -> str:  # fmt: skip
     """A version: metrics, the updates that made it, and what its model says.
 
     ``to``: another one to compare it with. ``models``: make models again, if that was not done
-    yet; ``is_waiting`` says whether somebody still waits for that. Raises NotThere, Unwanted.
+    yet; ``is_waiting`` says whether somebody still waits for that. ``fields``: those of the form
+    that are wrong, as they were filled in; ``problems``: what is wrong with them. Raises NotThere,
+    Unwanted.
     """
     columns = run.columns
-    for one in (wanted, to):
-        if one is not None and not columns.has(one):
-            raise NotThere(
-                f"version {one} is not in the journal, which has {run.oldest} to {run.newest}: the "
-                f"nearest is {columns.nearest(one)}"
-            )
+    if problem := missing(run, wanted):
+        raise NotThere(problem)
     place = int(np.searchsorted(columns.numbers, wanted))
     before, after = (
         int(columns.numbers[at]) if 0 <= at < len(columns.numbers) else None
@@ -165,9 +167,20 @@ def version(
     )
     return page(
         run, "version.html", f"Version {wanted}", "Versions",
-        query="" if to is None else f"?to={to}", before=before, after=after,
+        query="" if to is None else f"?to={to}", before=before, after=after, problems=problems,
+        fields={"number": wanted, "to": "" if to is None else to} | dict(fields),
         view=view(run, wanted, to, models=models, is_waiting=is_waiting),
     )  # fmt: skip
+
+
+def missing(run: RecordedRun, version: int) -> str:
+    """Why a version can't be shown; '' if it can."""
+    if run.columns.has(version):
+        return ""
+    return (
+        f"version {version} is not in the journal, which has {run.oldest} to {run.newest}: the "
+        f"nearest is {run.columns.nearest(version)}"
+    )
 
 
 def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:

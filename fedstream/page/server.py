@@ -204,15 +204,20 @@ class PageServer:
 
     async def _version(self, request: web.Request) -> web.Response:
         wanted = _whole("version", request.match_info["number"])
-        to = _optional("to", request.query)
         models = "models" in request.query
 
         def is_waiting() -> bool:
             return request.transport is not None and not self.is_ending
 
-        answer = await self._page(
-            lambda run: pages.version(run, wanted, to, models=models, is_waiting=is_waiting)
-        )
+        def make(run: RecordedRun) -> tuple[int, str]:
+            (to,), fields, problems = _filled(run, request.query, "to")
+            return 422 if problems else 200, pages.version(
+                run, wanted, to, models=models, is_waiting=is_waiting, fields=fields,
+                problems=problems,
+            )  # fmt: skip
+
+        status, text = await self._asked(make)
+        answer = _html(text, status)
         if models or self.run.portraits.known(wanted):
             self._look_at(wanted, wanted - (self._moment[0] if self._moment else wanted))
         return answer
@@ -224,14 +229,20 @@ class PageServer:
     async def _go(self, request: web.Request) -> web.Response:
         """The form's answer without JavaScript: whichever field was changed counts."""
         asked = request.query
-        was, number = _optional("at", asked), _optional("number", asked)
-        slid = _optional("version", asked)
-        wanted = number if number is not None and number != was else slid
-        to = _optional("to", asked)
-        found = await self._asked(
-            lambda run: run.newest if wanted is None else run.columns.nearest(wanted)
-        )
-        raise web.HTTPSeeOther(f"/versions/{found}" + ("" if to is None else f"?to={to}"))
+        was, slid = _optional("at", asked), _optional("version", asked)
+
+        def make(run: RecordedRun) -> str:
+            (number, to), fields, problems = _filled(run, asked, "number", "to")
+            wanted = number if number is not None and number != was else slid
+            at = run.newest if wanted is None else run.columns.nearest(wanted)
+            if not problems:
+                raise web.HTTPSeeOther(f"/versions/{at}" + ("" if to is None else f"?to={to}"))
+            return pages.version(
+                run, at, to, models=False, is_waiting=lambda: True, fields=fields,
+                problems=problems,
+            )  # fmt: skip
+
+        return _html(await self._asked(make), 422)
 
 
 async def serve(
@@ -258,6 +269,25 @@ async def serve(
 
 def _html(text: str, status: int = 200) -> web.Response:
     return web.Response(text=text, status=status, content_type="text/html")
+
+
+def _filled(
+    run: RecordedRun, asked: Mapping[str, str], *names: str
+) -> tuple[list[int | None], dict[str, str], dict[str, str]]:
+    """A form's versions, those of its fields that are wrong, and what is wrong with them."""
+    found, fields, problems = list[int | None](), dict[str, str](), dict[str, str]()
+    for name in names:
+        value, problem = None, ""
+        try:
+            value = _optional(name, asked)
+        except NotThere as error:
+            problem = str(error)
+        if name == "to" and value is not None:  # of others, the nearest is shown
+            problem = pages.missing(run, value)
+        if problem:
+            value, fields[name], problems[name] = None, asked[name][:40], problem
+        found.append(value)
+    return found, fields, problems
 
 
 def _window(asked: Mapping[str, str]) -> Window:

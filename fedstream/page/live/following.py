@@ -21,7 +21,7 @@ from fedstream.journal.rebuild import Rebuild, rule_of
 from fedstream.journal.records import is_used
 from fedstream.journal.shares import cosine, direction, sampled
 from fedstream.journal.updates import update_of
-from fedstream.page.live.recent import ROWS, Ring
+from fedstream.page.live.recent import MOST, ROWS, Ring
 from fedstream.page.live.scene import PUSHED, SeenPushes
 from fedstream.page.portraits import AHEAD
 from fedstream.strategies.mixing import norm
@@ -40,6 +40,10 @@ class _Course:
     directions: list[tuple[int, Floats]]  # the updates' rows
 
 
+class _TooLarge(FedstreamError):
+    """The models of this run are not made again."""
+
+
 class JournalFollower:
     """Reads along in one journal. One thread at a time may use it."""
 
@@ -52,6 +56,12 @@ class JournalFollower:
         self._version = 0
         self._segment: Segment | None = None
         self._break_off()
+
+    def give_up(self, why: str) -> SeenPushes:
+        """Read no more; what is known stays. Returns it."""
+        self._forget()
+        self._problem, self._pauses = why, -1
+        return self._seen()
 
     def _forget(self) -> None:
         """Lose the place."""
@@ -74,6 +84,8 @@ class JournalFollower:
         if not self._pauses:
             try:
                 self._problem = self._read(thread_time() + seconds)
+            except _TooLarge as error:  # it will be so at every look
+                self.give_up(str(error))
             except FedstreamError as error:  # damage, a file that is gone, a rule that may not run
                 self._forget()
                 self._problem, self._pauses = str(error), _PATIENCE
@@ -82,6 +94,9 @@ class JournalFollower:
                     self._segment.close()
         elif self._pauses > 0:
             self._pauses -= 1
+        return self._seen()
+
+    def _seen(self) -> SeenPushes:
         return SeenPushes(self._rows.newest(), self._version, self._problem)
 
     def _read(self, until: float) -> str:
@@ -121,7 +136,7 @@ class JournalFollower:
         self._segment = segment
         rule, size = rule_of(segment), segment.layout.nbytes
         if size * max(1, rule.remembered or 0) > _MOST_BYTES:
-            raise FedstreamError("its models are too large to be made again beside other work")
+            raise _TooLarge("its models are too large to be made again beside other work")
         self._rebuild = Rebuild(segment)
         self._at, self._version = segment.beginning, segment.standing.version
         return segment
@@ -137,18 +152,21 @@ class JournalFollower:
 
     def _take(self, segment: Segment, record: Record) -> None:
         entry, rebuild = record.entry, self._rebuild
-        update = None
+        update, row, part = None, None, None
         if is_used(entry) and record.payload_bytes:
             update = update_of(segment, record, rebuild.spare())
             wants = direction(entry.upload, update, rebuild.progress.state.model)
-            row = self._rows.add((entry.upload.device, norm(update.floats), norm(wants), nan))
-            part = sampled(wants)
-            if self._kept + part.nbytes <= _KEPT_BYTES:
-                self._kept += part.nbytes
-                self._arriving.append((row, part.copy()))
+            device = min(entry.upload.device, MOST)
+            row = device, entry.version, norm(update.floats), norm(wants), nan
+            part = sampled(wants).copy()
         step = rebuild.take(record, update)
         if update is not None:
             rebuild.free(update)
+        if row is not None and part is not None:  # not before: what is refused here is no figure
+            number = self._rows.add(row)
+            if self._kept + part.nbytes <= _KEPT_BYTES:
+                self._kept += part.nbytes
+                self._arriving.append((number, part))
         if step.made is not None:
             self._version = step.after.state.version
             self._stretch += 1

@@ -11,11 +11,13 @@ from aiohttp import web
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.page.guard import Answering, Asker
+from fedstream.page.live.scene import SeenPushes
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 
 if TYPE_CHECKING:
     from fedstream.observe.recall import Measurement
+    from fedstream.page.directions import LatePushes
     from fedstream.page.server import PageServer
 
 _PATHS = (
@@ -36,11 +38,16 @@ class Pasts:
         settings: Settings,
         asker: Callable[[web.Request], Asker],
         told: Callable[[], Sequence[Measurement]],
+        pushed: Callable[[], SeenPushes],
     ) -> None:
-        """``asker``: who may have questions worked on; ``told``: what was measured so far."""
+        """``asker``: who may have questions worked on; ``told``: what was measured so far.
+
+        ``pushed``: what was read along in the journal.
+        """
         self._settings = settings
         self._asker = asker
         self._told = told
+        self._pushed = pushed
         self.journal = Path(settings.journal.dir)
         self._opening = asyncio.Lock()
         self._server: PageServer | None = None
@@ -100,9 +107,19 @@ class Pasts:
             )
         )  # fmt: skip
         run = RecordedRun(
-            path, is_live=True, told=self._told, directions=AskedDirections(lambda: jobs.shares)
+            path,
+            is_live=True,
+            told=self._told,
+            directions=AskedDirections(lambda: jobs.shares, self._lately),
         )
         return PageServer(run, jobs, self._asker)
+
+    def _lately(self, device: int) -> LatePushes:
+        """A device's part of what was read along."""
+        from fedstream.page.directions import LatePushes
+
+        seen = self._pushed()
+        return LatePushes(seen.rows[seen.rows["device"] == device], seen.version, seen.problem)
 
     def close(self) -> None:
         """Close its files, and end what is being worked on."""

@@ -56,9 +56,11 @@ GAUGED = np.dtype(
 """What was there at a moment at which somebody looked."""
 
 
-PUSHED = np.dtype([("device", "i8"), ("norm", "f8"), ("distance", "f8"), ("cosine", "f8")])
-"""A used update as a vector: its norm as it was sent, how far it alone moves the parameters, and
-the cosine to the model's movement afterwards; NaN: not known yet."""
+PUSHED = np.dtype(
+    [("device", "i8"), ("version", "i8"), ("norm", "f8"), ("distance", "f8"), ("cosine", "f8")]
+)
+"""A used update as a vector: the newest version after it, its norm as it was sent, how far it alone
+moves the parameters, and the cosine to the model's movement afterwards; NaN: not known yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from prometheus_client import Counter
 
 from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError, NoRun
@@ -57,6 +58,10 @@ def live_page(settings: Settings) -> MakePage | None:
     return make
 
 
+class _EarlierLogin(FedstreamError):
+    """A form that changes something is not of this login."""
+
+
 class LiveService:
     """The page of one coordinator."""
 
@@ -70,15 +75,22 @@ class LiveService:
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
         self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
-        self._past = Pasts(settings, self._asker, self._measured)
+        self._past = Pasts(settings, self._asker, self._measured, self._pushed)
         self._acting = Acting(settings, client, keys)
         self._making: Any = None  # what makes HTML, loaded when the first viewer comes
         self._following: Any = None  # what reads the journal, likewise
         self._context: Context | None = None
+        self._faults: Counter | None = None
 
     async def run(self, context: Context) -> None:
         """Look on while somebody does, until stop."""
         self._context = context
+        self._faults = Counter(
+            "fedstream_page_faults", "Faults of the live page's own.", ["part"],
+            registry=context.registry,
+        )  # fmt: skip
+        for part in ("page", "journal"):
+            self._faults.labels(part)
         try:
             await self._broadcast.run(context.stop)
         finally:
@@ -131,6 +143,13 @@ class LiveService:
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._may(request, who):
                 return await handler(request)
+            header = request.headers.get("Authorization", "")
+            if who == "viewer" and self._sessions.is_shown(header):
+                if (wait_s := self._guesses.wait_s(request.remote or "", time.monotonic())) > 0:
+                    return await self._too_often(request.rel_url.raw_path_qs, who, wait_s)
+                if self._sessions.is_bearer(header):
+                    return await handler(request)
+                self._note_guess("bearer refused", request)
             if who == "operator" and not self._sessions.has_operators:
                 return await self._nobody_may("act")
             return await self._login(request.rel_url.raw_path_qs, who)
@@ -171,8 +190,7 @@ class LiveService:
         now = self._who(request)
         if who == "operator":
             return now == "operator"
-        header = request.headers.get("Authorization", "")
-        return self._sessions.is_open or now is not None or self._sessions.is_bearer(header)
+        return self._sessions.is_open or now is not None
 
     def _who(self, request: web.Request) -> Who | None:
         return self._sessions.who(self._cookie(request), time.time())
@@ -185,11 +203,6 @@ class LiveService:
             return await handler(request)
         except web.HTTPNotFound:
             return await self._failed(404, "Not found", f"no page {request.path[:80]}")
-        except web.HTTPForbidden:
-            return await self._failed(
-                403, "Not done",
-                "this form is of an earlier login: load its page again, and send it once more",
-            )  # fmt: skip
         except web.HTTPException as error:  # a redirect, or a form that is too long
             return web.Response(status=error.status, headers=error.headers)
         except (NoRun, TimeoutError) as error:
@@ -226,7 +239,14 @@ class LiveService:
         if self._following is None:
             self._following = _follower(self._settings)
         began = time.thread_time()
-        return self._following.look(for_s), time.thread_time() - began
+        try:
+            found: SeenPushes = self._following.look(for_s)
+        except Exception as error:  # the rest of the page goes on without it
+            self._note_fault("journal", error)
+            found = self._following.give_up(
+                f"a fault of this page ({type(error).__name__}; the coordinator's log says more)"
+            )
+        return found, time.thread_time() - began
 
     async def _drawn(self, look: Glance) -> DrawnGlance:
         make = await self._made()
@@ -235,8 +255,12 @@ class LiveService:
         return found
 
     def _failing(self, error: Exception) -> None:
-        if self._context is not None:
-            self._context.log.error("the page failed", exc_info=error)
+        self._note_fault("page", error)
+
+    def _note_fault(self, part: str, error: Exception) -> None:
+        if self._context is not None and self._faults is not None:
+            self._context.log.error("the page failed", part=part, exc_info=error)
+            self._faults.labels(part).inc()
 
     def _away(self, scene: Scene, away_s: float) -> Mapping[str, str]:
         found: Mapping[str, str] = self._making.away(scene, away_s)
@@ -292,6 +316,11 @@ class LiveService:
             for one in scene.measured
         ]  # fmt: skip
 
+    def _pushed(self) -> SeenPushes:
+        """What was read along in the journal."""
+        picture = self._broadcast.picture
+        return SeenPushes() if picture is None else picture.scene.pushes
+
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         if request.method == "HEAD":  # the page asks whether it may connect again
             return web.Response(headers=_STREAM)
@@ -313,23 +342,22 @@ class LiveService:
         who: Who = "operator" if request.query.get("as") == "operator" else "viewer"
         return await self._login(_local(request.query.get("to", "/")), who)
 
-    async def _login(self, to: str, who: Who, problem: str = "") -> web.Response:
+    async def _login(self, to: str, who: Who, problem: str = "", status: int = 401) -> web.Response:
         make = await self._made()
         text = make.login(self._run, to, is_operator=who == "operator", problem=problem)
-        response = _html(text, 401)
+        response = _html(text, status)
         response.headers["WWW-Authenticate"] = 'Bearer realm="fedstream"'
         return response
 
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
-        said, address = await form_of(request, _FORM), request.remote or ""
-        if (wait_s := self._guesses.wait_s(address, time.monotonic())) > 0:
-            return await self._too_often(wait_s)
+        said = await form_of(request, _FORM)
         to = _local(said.get("to", "/"))
-        begun = self._sessions.begun(said.get("token", ""), time.time())
         who: Who = "operator" if said.get("as") == "operator" else "viewer"
+        if (wait_s := self._guesses.wait_s(request.remote or "", time.monotonic())) > 0:
+            return await self._too_often(to, who, wait_s)
+        begun = self._sessions.begun(said.get("token", ""), time.time())
         if begun is None or (who == "operator" and begun[0] != "operator"):
-            self._guesses.charge(address, time.monotonic())
-            self._say("login refused", request, to=to[:80])
+            self._note_guess("login refused", request, to=to[:80])
             return await self._login(to, who, "This is not the token.")
         if to.startswith("/operate/"):  # a form that was sent after its time: begin with the page
             to = "/operate"
@@ -341,12 +369,17 @@ class LiveService:
         )  # fmt: skip
         return response
 
-    async def _too_often(self, wait_s: float) -> web.Response:
+    def _note_guess(self, what: str, request: web.Request, **about: object) -> None:
+        self._guesses.charge(request.remote or "", time.monotonic())
+        self._say(what, request, **about)
+
+    async def _too_often(self, to: str, who: Who, wait_s: float) -> web.Response:
         seconds = ceil(wait_s)
-        response = await self._failed(
-            429, "Too many wrong tokens",
-            f"from this address, another one is taken in {seconds} s, right or wrong",
-        )  # fmt: skip
+        said = (
+            "Too many wrong tokens came from this address: another one is taken in "
+            f"{seconds} s, right or wrong."
+        )
+        response = await self._login(to, who, said, 429)
         response.headers["Retry-After"] = str(seconds)
         return response
 
@@ -361,10 +394,11 @@ class LiveService:
         return await self._operated(request)
 
     async def _retry(self, request: web.Request) -> web.StreamResponse:
-        said = await self._meant(request)
+        said = await form_of(request, _FORM)
         letter = said.get("letter", "")
 
         async def act() -> str:
+            self._check_login(request, said)
             trigger = await self._acting.retry(letter)
             self._say("dead letter retried", request, letter=letter, task=trigger.task)
             return f"Letter {letter} is being retried as task {trigger.task}."
@@ -372,9 +406,10 @@ class LiveService:
         return await self._operated(request, act)
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
-        said = await self._meant(request)
+        said = await form_of(request, _FORM)
 
         async def act() -> str:
+            self._check_login(request, said)
             if said.get("sure") != "yes":
                 raise FedstreamError("tick the box, too")
             if not await self._acting.stop():
@@ -384,30 +419,30 @@ class LiveService:
 
         return await self._operated(request, act)
 
-    async def _meant(self, request: web.Request) -> dict[str, str]:
-        """A form's fields. Raises HTTPForbidden if it is of another login, or of none."""
-        said = await form_of(request, _FORM)
+    def _check_login(self, request: web.Request, said: Mapping[str, str]) -> None:
+        """Raise _EarlierLogin if a form is of another login, or of none."""
         if not self._sessions.is_form(self._cookie(request), said.get("form", "")):
-            raise web.HTTPForbidden
-        return said
+            raise _EarlierLogin("this form was of an earlier login: send it once more")
 
     async def _operated(
         self, request: web.Request, act: Callable[[], Awaitable[str]] | None = None
     ) -> web.Response:
         """The operators' page, after an act."""
         make, told, problem, found = await self._made(), "", "", None
-        ended = ""
+        ended, status = "", 200
         try:
             told = "" if act is None else await act()
         except FedstreamError as error:
             problem = self._acting.explained(error)
+            status = 403 if isinstance(error, _EarlierLogin) else status
         try:
             found, run = await self._acting.seen()
             ended = "" if run.state == "running" else ": ".join(filter(None, (run.state, run.why)))
         except FedstreamError as error:
             problem = problem or self._acting.explained(error)
         form = self._sessions.form_of(self._cookie(request))
-        return _html(make.operate(self._run, found, form, told=told, problem=problem, ended=ended))
+        text = make.operate(self._run, found, form, told=told, problem=problem, ended=ended)
+        return _html(text, status)
 
     def _say(self, what: str, request: web.Request, **about: object) -> None:
         if self._context is not None:

@@ -112,6 +112,7 @@ function follow() {
     asking = new AbortController();
     try {
       const answer = await fetch(address(models), { signal: asking.signal });
+      if (answer.status === 422) return location.assign(address(false));  // its form says why
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const fresh = page.querySelector("#moment") ?? page.querySelector("main > .warning");
       document.querySelector("#moment").replaceChildren(...(fresh.id ? fresh.childNodes : [fresh]));
@@ -139,6 +140,8 @@ function follow() {
   };
   range.addEventListener("input", () => move(range.value));
   form.addEventListener("submit", (event) => {
+    // What is no number is the server's to answer: the slider would take it for its middle.
+    if (/\D/.test(number.value.trim())) return;
     event.preventDefault();
     move(document.activeElement === range ? range.value : number.value);
   });

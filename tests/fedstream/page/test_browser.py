@@ -114,6 +114,24 @@ def test_slider_has_its_own_keys_while_it_has_the_focus(tab: Tab) -> None:
     shown(page, 42)
 
 
+def test_what_is_no_version_is_told_in_the_form(tab: Tab) -> None:
+    """And leaves the slider where it is."""
+    page = tab.go("/versions/30")
+    shown(page, 30)
+    page.locator("input[name=number]").fill("abc")
+    page.keyboard.press("Enter")
+    page.get_by_text("number 'abc' is not a whole number").wait_for()
+    shown(page, 30)
+    for to, said in (("x", "to 'x' is not a whole number"), ("99", "version 99 is not in the")):
+        page.locator("input[name=number]").fill("31")
+        page.locator("input[name=to]").fill(to)
+        page.keyboard.press("Enter")
+        page.get_by_text(said).wait_for()
+        shown(page, 31)
+    assert all("422" in one for one in tab.wrong)  # which browsers note
+    tab.wrong.clear()
+
+
 def test_slider_only_shows_where_it_came_to_rest(tab: Tab) -> None:
     page = tab.go("/versions/5")
     shown(page, 5)

@@ -316,7 +316,7 @@ async def _text(client: Client, path: str) -> str:
 @pytest.mark.parametrize(
     "path",
     [
-        "/versions/61", "/versions/-1", "/versions/x", "/versions/1?to=99", "/devices/99",
+        "/versions/61", "/versions/-1", "/versions/x", "/devices/99",
         "/updates?page=x", "/updates?outcome=eaten", "/static/../pages.py", "/static/x", "/etc",
         "/versions/9999999999999999999999",
     ],
@@ -337,6 +337,30 @@ async def test_form_without_javascript(client: Client) -> None:
     ):
         answer = await client.get(f"/versions?{asked}", allow_redirects=False)
         assert (answer.status, answer.headers["Location"]) == (303, wanted)
+
+
+@pytest.mark.parametrize(
+    ("path", "heading", "wrong"),
+    [
+        ("/versions?version=5&at=5&number=abc", 5, {"number": "abc"}),
+        ("/versions?version=9&at=5&number=5&to=x", 9, {"to": "x"}),
+        ("/versions?number=-3&to=9999", VERSIONS, {"number": "-3", "to": "9999"}),
+        ("/versions/7?to=9999", 7, {"to": "9999"}),
+        ("/versions/7?to=x", 7, {"to": "x"}),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_with_a_version_is_told_beside_the_form(
+    get: Get, path: str, heading: int, wrong: dict[str, str]
+) -> None:
+    status, text = await get(path)
+    assert (status, f"<h1>Version {heading}</h1>" in text) == (422, True)
+    for name, value in wrong.items():
+        field = re.search(f'<input name="{name}".*?>', text)
+        assert field
+        assert f'value="{value}"' in field[0]
+        assert f'aria-describedby="{name}-problem"' in field[0]
+        said = "is not in the journal" if value == "9999" else "is not a whole number"
+        assert re.search(f'id="{name}-problem" role="alert">[^<]*{said}', text)
 
 
 async def test_other_hosts_names_and_methods_are_refused(client: Client) -> None:

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import GiveUp
+from fedstream.page.live.service import live_page
 from fedstream.runtime.service import Context
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS, ROLES
@@ -100,7 +101,8 @@ async def pipeline(
     contexts = {role: context() for role in ROLES}
     async with AsyncExitStack() as stack:
         for role, one in contexts.items():
-            service, _ = _BUILDERS[role](settings, keys, f"{role}-0")
+            more = {"page": live_page(settings)} if role == "coordinator" else {}
+            service, _ = _BUILDERS[role](settings, keys, f"{role}-0", **more)
             await stack.enter_async_context(running(service, one))
         await hand.reaches(12)
         unknown = hand.trigger().task

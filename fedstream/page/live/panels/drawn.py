@@ -184,7 +184,7 @@ def device_html(scene: Scene, device: int) -> str:
     names = {key: f"{name}, {unit}" if unit else name for key, name, unit in devices.COLUMNS}
     return rendered(
         "live/device.html", device=device, line=heat.lines[0] if heat.lines else None, names=names,
-        ends=heat.ends, charts=curves.of_device(scene, device),
+        ends=heat.ends, charts=curves.of_device(scene, device), pushes=scene.pushes,
         tasks=[
             {"phase": one.phase, "lane": one.lane, "seconds": max(0.0, scene.now - one.phase_since)}
             for one in scene.tasks

@@ -109,7 +109,27 @@ async def test_who_guesses_tokens_has_to_wait(page: Served) -> None:
         answer = await page.http.post("/login", data={"token": token}, allow_redirects=False)
         assert answer.status == 429
         assert 0 < int(answer.headers["Retry-After"]) <= 6
-        assert "another one is taken in" in await answer.text()
+        text = await answer.text()
+        assert "another one is taken in" in text
+        assert 'name="token"' in text  # the form is still there
+
+
+async def test_who_guesses_with_bearer_tokens_has_to_wait_as_well(page: Served) -> None:
+    """Both ways count together, and a login that was there before goes on."""
+    right, wrong = ({"Authorization": f"Bearer {one}"} for one in (TOKEN, "not the token"))
+    await logged_in(page.http, TOKEN)
+    (cookie,) = page.http.session.cookie_jar
+    page.http.session.cookie_jar.clear()
+    for _ in range(9):
+        assert (await page.http.get("/", headers=wrong)).status == 401
+    assert await logged_in(page.http, "not the token, but long") == 401
+    for headers in (wrong, right):
+        answer = await page.http.get("/live/stream", headers=headers)
+        assert answer.status == 429
+        assert 0 < int(answer.headers["Retry-After"]) <= 6
+    assert await logged_in(page.http, TOKEN) == 429
+    kept = {"Cookie": f"{cookie.key}={cookie.value}"}
+    assert (await page.http.get("/", headers=kept)).status == 200
 
 
 async def test_an_unknown_address_is_a_page_for_a_browser(page: Served) -> None:
@@ -160,7 +180,9 @@ async def test_forms_of_other_pages_are_refused(page: Served, hand: Hand) -> Non
     for wrong in ({"sure": "yes"}, {"sure": "yes", "form": "0" * 64}):
         answer = await http.post("/operate/stop", data=wrong)
         assert answer.status == 403
-        assert "earlier login" in await answer.text()
+        text = await answer.text()
+        assert "earlier login" in text
+        assert 'action="/operate/stop"' in text  # to send it once more
     assert (await http.post("/operate/stop", data={"form": form})).status == 200  # not sure
     assert (await hand.ledger.run()).state == "running"
     assert (await http.post("/operate/stop", data=stop | {"x": "y" * 5000})).status == 413

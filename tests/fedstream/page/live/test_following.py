@@ -13,6 +13,7 @@ import pytest
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Model
 from fedstream.journal import opened
+from fedstream.journal.rebuild import Rebuild
 from fedstream.journal.shares import stats
 from fedstream.page.live import following
 from fedstream.page.live.following import JournalFollower
@@ -201,12 +202,16 @@ def test_what_goes_wrong_again_and_again_takes_no_more_files(
 ) -> None:
     """Each open file counts towards the coordinator's limit."""
     scribe.update()
-    monkeypatch.setattr(following, "_MOST_BYTES", 4)
+
+    def unknown(_segment: object) -> None:
+        raise FedstreamError("no such rule")
+
+    monkeypatch.setattr(following, "rule_of", unknown)
     monkeypatch.setattr(following, "_PATIENCE", 0)
     follower = JournalFollower(scribe.folder)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
-        assert "too large" in all_of(follower).problem
+        assert all_of(follower).problem == "no such rule"
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -227,3 +232,45 @@ def test_what_is_read_again_counts_once(scribe: Scribe, monkeypatch: pytest.Monk
         assert all_of(follower).problem == "it is damaged"
     found = all_of(follower)
     assert (found.problem, found.rows["device"].tolist()) == ("", [1, 2, 3, 4])
+
+
+def test_models_that_are_too_large_are_not_tried_again(
+    scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe.update()
+    monkeypatch.setattr(following, "_PATIENCE", 0)
+    follower = JournalFollower(scribe.folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(following, "_MOST_BYTES", 4)
+        assert "too large" in all_of(follower).problem
+    found = all_of(follower)
+    assert (len(found.rows), "too large" in found.problem) == (0, True)
+
+
+def test_an_update_that_cannot_be_applied_is_no_figure(
+    scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe.update(1)
+    follower = JournalFollower(scribe.folder)
+    all_of(follower)
+    scribe.update(2)
+
+    def refusing(*_: object) -> None:
+        raise FedstreamError("no rule makes this")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rebuild, "take", refusing)
+        found = all_of(follower)
+    assert (found.problem, found.rows["device"].tolist()) == ("no rule makes this", [1])
+
+
+def test_a_device_may_have_a_number_that_no_column_holds(scribe: Scribe) -> None:
+    scribe.update(device=(1 << 63) + 5)
+    found = all_of(JournalFollower(scribe.folder))
+    assert (found.problem, found.rows["device"].tolist()) == ("", [(1 << 63) - 1])
+
+
+def test_rows_have_the_version_that_an_update_made(scribe: Scribe) -> None:
+    for device in (4, 5):
+        scribe.update(device)
+    assert all_of(JournalFollower(scribe.folder)).rows["version"].tolist() == [1, 2]

@@ -79,9 +79,8 @@ def test_the_device_that_stands_out_is_first_and_marked() -> None:
 
 
 def test_figures_of_the_journal_are_means_of_what_was_read() -> None:
-    rows = np.array(
-        [(0, 2.0, 1.0, 0.5), (0, 4.0, 2.0, nan), (5, 9.0, 9.0, 0.9), (2, 1.0, 1.0, nan)], PUSHED
-    )
+    read = [(0, 1, 2.0, 1.0, 0.5), (0, 2, 4.0, 2.0, nan), (5, 3, 9.0, 9.0, 0.9)]
+    rows = np.array([*read, (2, 4, 1.0, 1.0, nan)], PUSHED)
     moment = scene(ended=ended([{"device": 0}, {"device": 1}, {"device": 2}]))
     heat = device_heat(replace(moment, pushes=SeenPushes(rows, 7)), "-sent")
     found = [
