@@ -43,8 +43,20 @@ def is_in_order(layout: Layout) -> bool:
     return not layout.integers and layout.floats == layout.parameters
 
 
+def memory_of(layout: Layout) -> int:
+    """Bytes of memory that a model takes with its objects, about: they are views of its own bytes,
+    but for arrays that Flower gets in another dtype.
+    """
+    copied = 0
+    for tensor in layout.tensors:
+        own = np.float32 if _is_float(tensor) else np.int64
+        dtype = _given_as(tensor)
+        copied += 0 if dtype == own else tensor.count * dtype.itemsize
+    return layout.nbytes + copied
+
+
 def arrays_of(model: Model) -> FlowerObject:
-    """A model as an ArrayRecord."""
+    """A model as an ArrayRecord, whose arrays are views of the model: it may not change."""
     return objects.refers(
         "ArrayRecord", {tensor.name: _array(tensor, values) for tensor, values in _views(model)}
     )
@@ -54,22 +66,48 @@ def _views(model: Model) -> Iterator[tuple[Tensor, npt.NDArray[Any]]]:
     """Each tensor's values, as views into the model."""
     at = {True: 0, False: 0}
     for tensor in model.layout.tensors:
-        is_float = tensor.kind in ("parameter", "buffer", "control")
+        is_float = _is_float(tensor)
         vector: npt.NDArray[Any] = model.floats if is_float else model.integers
         begin = at[is_float]
         at[is_float] = begin + tensor.count
         yield tensor, vector[begin : begin + tensor.count].reshape(tensor.shape)
 
 
+def _given_as(tensor: Tensor) -> np.dtype[Any]:
+    return np.dtype(_WIDENED.get(tensor.dtype, tensor.dtype))
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.kind in ("parameter", "buffer", "control")
+
+
+def _cut(file: list[memoryview]) -> Iterator[list[memoryview]]:
+    """A file in chunks of Flower's length, each in pieces."""
+    chunk: list[memoryview] = []
+    room = objects.CHUNK
+    for part in file:
+        rest = part
+        while rest:
+            chunk.append(rest[:room])
+            room -= len(chunk[-1])
+            rest = rest[len(chunk[-1]) :]
+            if not room:
+                yield chunk
+                chunk, room = [], objects.CHUNK
+    if chunk:
+        yield chunk
+
+
 def _array(tensor: Tensor, values: npt.NDArray[Any]) -> FlowerObject:
-    dtype = np.dtype(_WIDENED.get(tensor.dtype, tensor.dtype))
+    dtype = _given_as(tensor)
+    given = np.asarray(values, dtype)
     file = io.BytesIO()
-    npy.write_array(file, np.asarray(values, dtype), allow_pickle=False)
-    data = file.getvalue()
-    chunks = [
-        objects.packed("ArrayChunk", data[at : at + objects.CHUNK])
-        for at in range(0, len(data), objects.CHUNK)
-    ]
+    npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(given))
+    data = given.reshape(-1).view(np.uint8).data
+    if given.dtype != values.dtype:
+        data = memoryview(data.tobytes())
+    pieces = list(_cut([memoryview(file.getvalue()), data]))
+    chunks = [objects.packed("ArrayChunk", piece) for piece in pieces]
     places = {one: number for number, one in enumerate(dict.fromkeys(one.id for one in chunks))}
     about = {
         "dtype": str(dtype), "shape": list(tensor.shape), "stype": "numpy.ndarray",
@@ -190,7 +228,7 @@ def _read(data: bytes, tensor: Tensor, who: str) -> npt.NDArray[Any]:
         raise DataError(f"{what} cannot be read: {error}") from error
     if shape != tensor.shape:
         raise DataError(f"{what} has shape {shape}, in the model it has {tensor.shape}")
-    is_float = tensor.kind in ("parameter", "buffer", "control")
+    is_float = _is_float(tensor)
     if dtype.kind not in "fiub" or (dtype.kind == "f") != is_float:
         raise DataError(f"{what} is of dtype {dtype}, in the model it is of {tensor.dtype}")
     if len(data) - file.tell() != tensor.count * dtype.itemsize:

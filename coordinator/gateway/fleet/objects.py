@@ -24,8 +24,13 @@ class FlowerObject:
     """An object as it travels, and its parts, each once."""
 
     id: str
-    content: bytes
+    pieces: tuple[bytes | memoryview, ...]  # of its content; views are a model's own bytes
     parts: tuple[FlowerObject, ...] = ()
+
+    @property
+    def content(self) -> bytes:
+        """What travels, made anew."""
+        return b"".join(self.pieces)
 
     def every(self) -> Iterator[FlowerObject]:
         """The object and all that it consists of."""
@@ -34,11 +39,18 @@ class FlowerObject:
         yield self
 
 
-def packed(kind: str, body: bytes, parts: Sequence[FlowerObject] = ()) -> FlowerObject:
-    """An object of this kind."""
+def packed(
+    kind: str, body: bytes | Sequence[bytes | memoryview], parts: Sequence[FlowerObject] = ()
+) -> FlowerObject:
+    """An object of this kind; ``body``: all of it, or in pieces, which are kept as they are."""
+    pieces = (body,) if isinstance(body, bytes) else tuple(body)
     once = {part.id: part for part in parts}
-    content = b"%s %s %d\0%s" % (kind.encode(), ",".join(once).encode(), len(body), body)
-    return FlowerObject(hashlib.sha256(content).hexdigest(), content, tuple(once.values()))
+    size = sum(len(piece) for piece in pieces)
+    head = b"%s %s %d\0" % (kind.encode(), ",".join(once).encode(), size)
+    digest = hashlib.sha256(head)
+    for piece in pieces:
+        digest.update(piece)
+    return FlowerObject(digest.hexdigest(), (head, *pieces), tuple(once.values()))
 
 
 def refers(kind: str, parts: Mapping[str, FlowerObject]) -> FlowerObject:

@@ -248,7 +248,7 @@ class FleetRoutes:
                 whole.id,
                 given,
                 float(rate) if isinstance(rate, int | float) else 0.0,
-                {one.id: one.content for one in whole.every()},
+                {one.id: one for one in whole.every()},
             ),
         )
         self._running.metrics.offered.inc()
@@ -267,7 +267,7 @@ class FleetRoutes:
                 given = GivenVersion(head, found.model, found.arrays)
                 self._works.give(given)
                 return given
-            self._works.check_room(2 * run.layout.nbytes)
+            self._works.check_room(models.memory_of(run.layout))
             model = Model(run.layout)
             try:
                 await read_newest(self._client, self._keys, head, model)
@@ -292,13 +292,16 @@ class FleetRoutes:
 
     async def _pull_object(self, device: int, said: Any) -> Any:
         work = self._works.get(device)
-        content = work.objects.get(said.object_id) if work is not None else None
-        if content is None:
+        found = work.objects.get(said.object_id) if work is not None else None
+        if found is None:
             self._miss(device)
             return protobuf.message("PullObjectResponse", object_found=False)
         self._end_search(device)
         return protobuf.message(
-            "PullObjectResponse", object_found=True, object_available=True, object_content=content
+            "PullObjectResponse",
+            object_found=True,
+            object_available=True,
+            object_content=found.content,
         )
 
     async def _confirm(self, device: int, said: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from fedstream.coordinator.gateway.fleet.models import RECORDS
+from fedstream.coordinator.gateway.fleet.models import RECORDS, memory_of
 from fedstream.coordinator.gateway.fleet.objects import CHUNK, FlowerObject, Received
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 
@@ -32,8 +32,8 @@ class GivenVersion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, about: the model, and its objects."""
-        return 2 * self.model.buffer.nbytes
+        """Bytes of memory, about: the model, and what its objects don't share with it."""
+        return memory_of(self.model.layout)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class NodeWork:
     message: str  # id of what it was given
     given: GivenVersion
     lr: float
-    objects: dict[str, bytes]  # until it has them
+    objects: dict[str, FlowerObject]  # until it has them
     reply: Incoming | None = None
 
 
