@@ -76,6 +76,7 @@ mutants: .venv/installed  ## 200 small faults, one at a time: would a test notic
 
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.end_to_end
+	$(BIN)/python -m benchmarks.chain
 	$(BIN)/python -m benchmarks.devices
 	$(BIN)/python -m benchmarks.journal
 	$(BIN)/python -m benchmarks.replay

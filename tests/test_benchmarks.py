@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import flat, gateway, plan
+from benchmarks import chain, flat, gateway, plan
 from benchmarks.results import RESULTS, conditions, keep
+from fedstream.local.redis_server import RedisServer
 from fedstream.planning import StepCosts, TaskCost
 
 # A crowd that is told to stop while it forks; its members end by themselves, but later.
@@ -69,6 +71,29 @@ def test_deployment_that_cannot_start_is_stopped(
     with pytest.raises(OSError, match="no more processes"):
         flat.measured(flat.CELLS[0], 1.0)
     assert (len(started), ended) == (fails_at, started)
+
+
+@pytest.mark.process
+def test_chain_passes_updates_on_and_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "UPDATES", 40)
+    with RedisServer() as server:
+        found = chain.chain(server.url, 4, digests=True)
+    assert found["updates_per_s"] > 0
+    assert multiprocessing.active_children() == []
+
+
+def test_chains_page_compares_what_was_measured_in_the_same_round() -> None:
+    runs = [
+        {"in_flight": 4, "round": number, "what": name, "updates_per_s": rate} | cost
+        for number, bare in enumerate([100.0, 200.0, 400.0])
+        for name, rate, cost in (
+            ("bare loop", bare, {}), ("chain", bare / 2, {"cpu_ms": 2.0 + number}),
+            ("chain with digests", bare / 4, {"cpu_ms": 3.0}), ("fedstream", 90.0, {"cpu_ms": 4.0}),
+        )
+    ]  # fmt: skip
+    text = chain.page({"machine": {"cores": 2}, "runs": runs})
+    assert "| 4 | chain | 100 | 0.50 | 0.50, 0.50, 0.50 | 3.00 |" in text
+    assert "| 4 | fedstream | 90 | 0.45 | 0.90, 0.45, 0.23 | 4.00 |" in text
 
 
 def test_most_devices_that_came_back_within_a_second() -> None:
