@@ -217,7 +217,7 @@ def first_looks(chromium: Any | None, folder: Path, versions: int) -> Found:
     for wait_s in [*drawn, READING_S]:
         when = f"{wait_s:.0f} s after the overview" if wait_s else "overview just drawn"
         looks = found[f"models, first look, {when}"] = []
-        for _ in range(LOOKS // 5):
+        for _ in range(LOOKS // 10):
             with serving(folder) as server, _seen(chromium, server):
                 time.sleep(wait_s)
                 looks.append(server.took(f"/versions/{rng.randrange(versions)}?models=1"))
