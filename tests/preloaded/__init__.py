@@ -47,7 +47,8 @@ class Preloaded:
 def descendants(process: psutil.Process, programs: Path) -> list[psutil.Process]:
     """Its children and theirs, also where a program of the folder only stands for the process."""
     found = process.children()
-    with suppress(FileNotFoundError, psutil.NoSuchProcess):
+    with suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+        # ValueError: it is just being written.
         pid = (programs.parent / FORKED / str(process.pid)).read_text()
         found.append(psutil.Process(int(pid)))
     for child in [*found]:
