@@ -5,7 +5,9 @@ BIN := .venv/bin
 
 # Nothing is installed but what requirements/ lists, and of it no other files than those of its hashes. Little of it is ever
 # imported, so nothing is compiled ahead.
-INSTALL := pip install --quiet --disable-pip-version-check --no-compile --require-hashes --no-deps
+INSTALL := install --quiet --disable-pip-version-check --no-compile --require-hashes --no-deps
+# One pip fills all environments: to install pip takes as long as to install a small one.
+PIP := $(BIN)/pip
 
 # Tests start hundreds of Python processes: none is to compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -94,53 +96,57 @@ reproduce: .venv/installed  ## AFL's tables 2 and 3 and figures 1, 2, 5 on MNIST
 
 # $(1) with what requirements/ lists of $(2), and torch: PyTorch's CPU build where pip finds one, else the index's.
 define locked
-$(PYTHON) -m venv $(1)
-$(1)/bin/$(INSTALL) --requirement requirements/torch-cpu.txt || { \
+$(PIP) --python $(1)/bin/python $(INSTALL) --requirement requirements/torch-cpu.txt || { \
     echo "pip finds no CPU build of torch: taking the one of the index, and what it asks for"; \
-    $(1)/bin/$(INSTALL) --requirement requirements/torch-cuda.txt; }
-$(1)/bin/$(INSTALL) $(patsubst %,--requirement requirements/%.txt,$(2))
+    $(PIP) --python $(1)/bin/python $(INSTALL) --requirement requirements/torch-cuda.txt; }
+$(PIP) --python $(1)/bin/python $(INSTALL) $(patsubst %,--requirement requirements/%.txt,$(2))
 endef
 TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 
 # What takes longest to compile, so that processes that start side by side don't all do it.
 LARGE := fedstream.cli.app, matplotlib.figure, sklearn.datasets, torch._dynamo, torch.onnx
-.venv/installed: pyproject.toml $(TORCH) requirements/runtime.txt requirements/dev.txt
+.venv/installed: pyproject.toml $(TORCH) requirements/runtime.txt requirements/dev.txt | $(PIP)
 	$(call locked,.venv,runtime dev)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	$(BIN)/pip check
 	$(BIN)/python -c "import $(LARGE)"
 	touch $@
 
+$(PIP):
+	$(PYTHON) -m venv .venv
+
 # What a user has, and no more; without pip, which nobody needs to run.
-.venv-runtime/installed: pyproject.toml $(TORCH) requirements/runtime.txt
+.venv-runtime/installed: pyproject.toml $(TORCH) requirements/runtime.txt | $(PIP)
+	$(PYTHON) -m venv --without-pip .venv-runtime
 	$(call locked,.venv-runtime,runtime)
-	.venv-runtime/bin/pip check
-	.venv-runtime/bin/pip uninstall --quiet --yes pip
+	$(PIP) --python .venv-runtime/bin/python check
 	touch $@
 
 # Flower wants older releases of what .venv has. Beside it lies Flower alone in other releases, whose supernodes are tested too.
 SUPERNODES := $(patsubst requirements/supernode-%.txt,%,$(wildcard requirements/supernode-*.txt))
-.venv-flower/installed: pyproject.toml $(TORCH) requirements/flower.txt $(SUPERNODES:%=requirements/supernode-%.txt)
+.venv-flower/installed: pyproject.toml $(TORCH) requirements/flower.txt $(SUPERNODES:%=requirements/supernode-%.txt) | $(PIP)
+	$(PYTHON) -m venv --without-pip .venv-flower
 	$(call locked,.venv-flower,flower)
 	for release in $(SUPERNODES); do \
-	    .venv-flower/bin/$(INSTALL) --upgrade --target .venv-flower/supernodes/$$release \
+	    $(PIP) --python .venv-flower/bin/python $(INSTALL) --upgrade --target .venv-flower/supernodes/$$release \
 	        --requirement requirements/supernode-$$release.txt || exit 1; \
 	done
-	.venv-flower/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	.venv-flower/bin/pip check
+	$(PIP) --python .venv-flower/bin/python install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) --python .venv-flower/bin/python check
 	touch $@
 
 # A peer to compare with (benchmarks/peers.py), on the same torch.
-.venv-fedlab/installed: $(TORCH) requirements/fedlab.txt
+.venv-fedlab/installed: $(TORCH) requirements/fedlab.txt | $(PIP)
+	$(PYTHON) -m venv --without-pip .venv-fedlab
 	$(call locked,.venv-fedlab,fedlab)
 	touch $@
 
 # Environments of their own: what checkov depends on fights with what we do, and nothing of ours needs the
 # tools of a release or of the documentation.
-.venv-%/installed: requirements/%.txt
-	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/$(INSTALL) --requirement $<
-	.venv-$*/bin/pip check
+.venv-%/installed: requirements/%.txt | $(PIP)
+	$(PYTHON) -m venv --without-pip .venv-$*
+	$(PIP) --python .venv-$*/bin/python $(INSTALL) --requirement $<
+	$(PIP) --python .venv-$*/bin/python check
 	touch $@
 
 lock: .venv-tools/installed  ## requirements/ anew: the hashes of what constraints.txt and pyproject.toml ask for

@@ -132,7 +132,9 @@ def installs(path: str) -> list[str]:
     """Every command of a file that installs packages, its continuation lines joined."""
     text = re.sub(r"\\\n\s*", " ", (ROOT / path).read_text())
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    return [line for line in lines if re.search(r"pip install|\$\(INSTALL\)", line)]
+    return [
+        line for line in lines if re.search(r"pip install|bin/python install|\$\(INSTALL\)", line)
+    ]
 
 
 @pytest.mark.parametrize(
