@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from pydantic import SecretStr
 
-from fedstream.runtime.http import problem
+from fedstream.runtime.problems import problem
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

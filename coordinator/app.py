@@ -19,7 +19,7 @@ from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.records import Tally
 from fedstream.coordinator.access import Handler, guarded
 from fedstream.coordinator.downloads import Downloads, send
-from fedstream.runtime.http import problem
+from fedstream.runtime.problems import problem
 
 _DIGITS = 18  # more than any version has
 _PAGE = 100  # trainers of the register in one response

@@ -6,7 +6,7 @@ port can't get a service restarted. The first may speak TLS, the second never do
 
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
 and headers, and applies back-pressure to clients that send too fast. It neither limits the number
-of connections nor drops slow readers: this module does. Connections count from when they are
+of connections nor drops slow readers: ``connections.py`` does. Connections count from when they are
 accepted. One too many is told so, unless that would take an agreement on TLS: then it is closed.
 """
 
@@ -15,34 +15,30 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 from aiohttp import HttpVersion11, web
 from pydantic import Field, SecretStr
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.runtime.config import Section
-from fedstream.runtime.crowd import Crowd, TooMany
-from fedstream.runtime.plain import PlainReader
-from fedstream.runtime.quick import QUICK, Idle, QuickRoute
-from fedstream.runtime.tls import CurrentTls, TlsBuffers, TlsConnection, TlsFailure
+from fedstream.runtime.connections import Entrance, SecuredConnection, ServedConnection
+from fedstream.runtime.crowd import Crowd
+from fedstream.runtime.problems import problem
+from fedstream.runtime.quick import QUICK, Idle, QuickRoute, QuickRoutes
+from fedstream.runtime.tls import CurrentTls, TlsBuffers
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from aiohttp.typedefs import Middleware
     from prometheus_client import Counter
     from structlog.typing import FilteringBoundLogger
 
-    from fedstream.runtime.quick import Quick
-
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 NOWHERE = "nowhere"  # name of the page, if there is one, for browsers that ask for no known route
 _CLOSE_S = 2.0  # for requests still being answered when the service has ended
-_LINGER_S = 2.0  # for the unread rest of a request's body
-_HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
 # Connections that wait to be accepted: after a restart, thousands of devices come back at once.
 _BACKLOG = 4096
@@ -51,11 +47,6 @@ REFUSED = (
     "malformed", "no such route", "method", "busy", "address", "arrivals", "tls", "timeout",
     "certificate", "internal",
 )  # fmt: skip
-_TOO_MANY: dict[TooMany, str] = {
-    "busy": "too many connections: try again later",
-    "address": "too many connections from this address",
-    "arrivals": "too many new connections from this address: slow down",
-}
 
 
 class HttpSettings(Section):
@@ -71,272 +62,6 @@ class HttpSettings(Section):
     address_arrivals: Annotated[float, Field(gt=0)] | None = None
     idle_s: Annotated[float, Field(gt=0)] = 15.0  # then a connection without a request is closed
     write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
-
-
-def problem(
-    status: int, text: str, *, reason: str | None = None, retry_after_s: int | None = None
-) -> web.Response:
-    """An error response in the form that all routes use.
-
-    ``reason``: the same for programs, in a word. ``retry_after_s``: when to try again.
-    """
-    headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    body = {"error": text} if reason is None else {"error": text, "reason": reason}
-    return web.json_response(body, status=status, headers=headers)
-
-
-class _Entrance:
-    """Where connections of a port are counted, and refused if there are too many."""
-
-    def __init__(self, crowd: Crowd, log: FilteringBoundLogger, refused: Counter | None) -> None:
-        self._crowd = crowd
-        self._log = log
-        self._refused = refused
-
-    def enter(self, who: object, wire: asyncio.BaseTransport) -> TooMany | None:
-        """Count a connection that was accepted; if it is one too many, only that it was refused."""
-        peer = wire.get_extra_info("peername")
-        now = asyncio.get_running_loop().time()
-        reason = self._crowd.enter(who, str(peer[0]) if peer else "", now)
-        if reason is not None:
-            crowd = self._crowd
-            limits = {"busy": crowd.most, "address": crowd.of_address, "arrivals": crowd.arrivals}
-            most = limits[reason]
-            self._log.warning("connection refused: too many", reason=reason, most=most)
-            if self._refused is not None:
-                self._refused.labels(reason).inc()
-        return reason
-
-    def leave(self, who: object) -> None:
-        """Count a connection no more, if it was."""
-        self._crowd.leave(who)
-
-    def failed(self, reason: TlsFailure, said: str, peer: object) -> None:
-        """Count a connection that ended because of TLS."""
-        # Anybody can cause any number of these: no warnings.
-        self._log.debug("TLS failed", reason=reason, said=said, remote=peer)
-        if self._refused is not None:
-            self._refused.labels(reason).inc()
-
-
-class _Secured(TlsConnection):
-    """A connection that is to agree on TLS; one too many is closed without a word."""
-
-    __slots__ = ("_entrance",)
-
-    def __init__(
-        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffers: TlsBuffers,
-        entrance: _Entrance, *, within_s: float,
-    ) -> None:  # fmt: skip
-        super().__init__(make, context, buffers, within_s=within_s)
-        self._entrance = entrance
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._entrance.enter(self, transport) is None:
-            super().connection_made(transport)
-        else:
-            cast("asyncio.Transport", transport).abort()
-
-    def failed(self, reason: TlsFailure, said: str) -> None:
-        self._entrance.failed(reason, said, self.get_extra_info("peername"))
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._entrance.leave(self)
-        super().connection_lost(exc)
-
-
-def _refusal(reason: TooMany) -> bytes:
-    body = json.dumps({"error": _TOO_MANY[reason], "reason": reason})
-    return (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
-        f"Retry-After: 1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
-    ).encode()
-
-
-class _Refused(asyncio.Protocol):
-    """A connection over the limit: it gets a 503, and its input is ignored."""
-
-
-class _Connection(web.RequestHandler):
-    """A connection that is aborted when its reader takes nothing for ``write_s`` seconds.
-
-    While aiohttp has nothing to do, plain requests go to their quick routes.
-    """
-
-    __slots__ = (
-        "_behind", "_cut", "_entrance", "_http", "_idle", "_is_taken", "_log", "_plain", "_quick",
-        "_refused", "_wire",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        server: web.Server,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        http: HttpSettings,
-        entrance: _Entrance | None,
-        quick: Mapping[tuple[str, str], Quick],
-        idle: Idle,
-        log: FilteringBoundLogger,
-        refused: Counter | None,
-    ) -> None:
-        """``entrance``: None if the connection has come through it, with TLS. ``quick``: routes, by
-        method and path. ``idle``: the connections whose last request one of them answered.
-        """
-        super().__init__(
-            server, loop=loop, keepalive_timeout=http.idle_s, lingering_time=_LINGER_S,
-            max_headers=_HEADERS, auto_decompress=False,
-            access_log=cast("Any", None),  # probes and scrapes would be most of the lines
-        )  # fmt: skip
-        self._http = http
-        self._entrance = entrance
-        self._quick = quick
-        self._idle = idle
-        self._plain = PlainReader()
-        self._is_taken = False  # a request, by a quick route
-        self._behind = b""  # what has come behind it
-        self._log = log
-        self._refused = refused
-        self._wire: asyncio.Transport | None = None
-        self._cut: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        wire = cast("asyncio.Transport", transport)
-        if self._entrance is not None:
-            reason = self._entrance.enter(self, wire)
-            if reason is not None:
-                wire.set_protocol(_Refused())
-                wire.write(_refusal(reason))
-                wire.close()
-                return
-        # All bytes that the kernel has not yet taken count as unread, including the end of a
-        # response: closing a connection would wait for them for ever.
-        wire.set_write_buffer_limits(high=0)
-        self._wire = wire
-        super().connection_made(transport)
-
-    # quick routes
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_taken:
-            self._behind += data
-            if self._wire is not None:
-                self._wire.pause_reading()
-            return
-        if not (data and self._quick):  # aiohttp itself calls with nothing, to read on
-            super().data_received(data)
-            return
-        request = self._plain.take(data)
-        if request is not None and self._waits():
-            quick = self._quick.get((request.method, request.target))
-            if quick is not None:
-                self._is_taken = True
-                if quick(request, self):
-                    self.keep_alive(True)  # ends aiohttp's timer
-                    if self._is_taken:  # not answered yet
-                        self._idle.end(self)
-                    return
-                self._is_taken = False
-        super().data_received(data)
-        if not self._waits():
-            self._idle.end(self)  # aiohttp counts again, from its answer on
-
-    def _waits(self) -> bool:
-        """Whether aiohttp waits for a request."""
-        return self._waiter is not None and not self._waiter.done()
-
-    @property
-    def remote(self) -> str:
-        """The address of who asks."""
-        return str(self.peername[0]) if self.peername else ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether who asked is still there."""
-        return self.transport is not None
-
-    def answer(self, response: bytes, *, is_last: bool = False) -> None:
-        """Answer the request that a quick route has taken."""
-        self._is_taken = bool(self._behind)
-        if self._wire is None or self.transport is None:
-            return
-        self._wire.write(response)
-        if is_last:
-            self.force_close()
-            return
-        self._idle.begin(self)
-        if self._behind:
-            self._loop.call_soon(self._go_on)
-
-    def _go_on(self) -> None:
-        """Take what has come behind a request that is answered now."""
-        self._is_taken = False
-        if self._wire is not None:
-            behind, self._behind = self._behind, b""
-            self._wire.resume_reading()
-            self.data_received(behind)
-
-    def expire(self) -> None:
-        """Close the connection if aiohttp would, had it answered the last request."""
-        if self._waits():
-            self.force_close()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._wire is not None:
-            self._cut = self._loop.call_later(self._http.write_s, self._wire.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._keep()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._keep()
-        self._wire = None
-        self._behind = b""
-        self._idle.end(self)
-        if self._entrance is not None:
-            self._entrance.leave(self)
-        super().connection_lost(exc)
-
-    def _keep(self) -> None:
-        if self._cut is not None:
-            self._cut.cancel()
-            self._cut = None
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer an unreadable request or a handler's failure, and close the connection."""
-        begun = request.writer.output_size > 0
-        if isinstance(exc, ConnectionError) and (begun or request.transport is None):
-            raise exc  # the client went away, or was cut off
-        if isinstance(exc, UnicodeEncodeError) and not request.headers.get("Expect", "").isascii():
-            # aiohttp's own answer fails, where there is no route that could have another.
-            status, message = 417, "only Expect: 100-continue is met"
-        if status < 500:
-            said = " ".join((message or str(exc)).split())
-            text = f"malformed request: {said}"[:200]
-            reason = "malformed"
-            self._log.warning("bad request", remote=request.remote, reason=text)
-        else:
-            text = "internal error: see the service's log"
-            reason = "internal"
-            self._log.error("request failed", path=request.path, exc_info=exc)
-        self._count(reason)
-        if begun:
-            raise ConnectionError("the response was already partly sent")
-        response = problem(status, text, reason=reason)
-        response.force_close()
-        return response
-
-    def _count(self, reason: str) -> None:
-        if self._refused is not None:
-            self._refused.labels(reason).inc()
 
 
 def _as_json(refused: Counter | None) -> Middleware:
@@ -421,9 +146,7 @@ def application(
         if isinstance(route, web.RouteDef):
             route = web.RouteDef(route.method, route.path, route.handler, expecting | route.kwargs)
         route.register(app.router)
-    app[QUICK] = {
-        (route.method, route.path): route.quick for route in routes if isinstance(route, QuickRoute)
-    }
+    app[QUICK] = QuickRoutes(route for route in routes if isinstance(route, QuickRoute))
     app.on_response_prepare.append(end_connection)
     return app
 
@@ -447,22 +170,22 @@ async def listening(
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 
-    entrance, idle = _Entrance(crowd, log, refused), Idle(http.idle_s)
-    quick = app.get(QUICK, {})  # pages have none
+    entrance, idle = Entrance(crowd, log, refused), Idle(http.idle_s)
+    quick = app.get(QUICK, QuickRoutes())  # pages have none
     buffers = TlsBuffers()
 
-    def connection() -> _Connection:
+    def connection() -> ServedConnection:
         assert runner.server is not None  # noqa: S101  (it was set up)
-        return _Connection(
+        return ServedConnection(
             runner.server, loop=loop, http=http, entrance=entrance if tls is None else None,
             quick=quick, idle=idle, log=log, refused=refused,
         )  # fmt: skip
 
-    def connected() -> _Connection | _Secured:
+    def connected() -> ServedConnection | SecuredConnection:
         if tls is None:
             return connection()
         # A client that is slow to agree on TLS has as long as for a request.
-        return _Secured(connection, tls.context, buffers, entrance, within_s=http.idle_s)
+        return SecuredConnection(connection, tls.context, buffers, entrance, within_s=http.idle_s)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)

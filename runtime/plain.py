@@ -32,12 +32,13 @@ _BODILESS: Final = (204, 304)
 
 @dataclass(frozen=True, slots=True)
 class PlainRequest:
-    """A request, all of it."""
+    """A request, perhaps without the end of its body."""
 
     method: str
     target: str  # as it was sent
     headers: Mapping[str, str]  # by name, in small letters
-    body: bytes
+    body: bytes  # as far as it came with the rest
+    missing: int = 0  # bytes of it that are still to come
 
 
 class PlainReader:
@@ -50,7 +51,7 @@ class PlainReader:
         self._rest = 0  # bytes of a body that are still to come
 
     def take(self, data: bytes) -> PlainRequest | None:
-        """The request that these bytes are, no more and no less; None if they are anything else.
+        """The request that these bytes are, or begin; None if they are anything else.
 
         They must be all that was received since the last call.
         """
@@ -69,9 +70,13 @@ class PlainReader:
         body = data[end + len(_END) :]
         self._rest = length - len(body)
         self._is_plain = self._rest >= 0
-        if self._rest or "expect" in headers:
+        if not self._is_plain or "expect" in headers:
             return None
-        return PlainRequest(method, target, headers, body)
+        return PlainRequest(method, target, headers, body, self._rest)
+
+    def skip(self, size: int) -> None:
+        """Note that so many bytes of a body have come."""
+        self._rest -= size
 
 
 def _parsed(head: str) -> tuple[str, str, dict[str, str], int] | None:
@@ -97,12 +102,14 @@ def _parsed(head: str) -> tuple[str, str, dict[str, str], int] | None:
     return line[1], line[2], headers, int(length)
 
 
-def response(status: int, headers: Mapping[str, str], body: bytes = b"") -> bytes:
-    """A response, with the headers that aiohttp adds too. ``headers``: the others."""
+def response(status: int, headers: Mapping[str, str], body: bytes = b"", *, more: int = 0) -> bytes:
+    """A response, with the headers that aiohttp adds too. ``headers``: the others. ``more``: bytes
+    of its body that are sent behind it.
+    """
     lines = [f"HTTP/1.1 {status} {_PHRASES[status]}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if status not in _BODILESS:
-        lines.append(f"Content-Length: {len(body)}")
+        lines.append(f"Content-Length: {len(body) + more}")
     lines += [f"Date: {rfc822_formatted_time()}", f"Server: {SERVER_SOFTWARE}", "", ""]
     return "\r\n".join(lines).encode("latin-1") + body
 

@@ -6,11 +6,12 @@ the limits allow. Nothing of it ends the service.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from fedstream.runtime.service import Context
 
 CHECK_IN: Final = "/v1/check-in"
+MODEL: Final = "/v1/models/{digest}"
 
 B = TypeVar("B", bound=Body)
 
@@ -106,6 +108,7 @@ class GatewayApp:
         self._rng = random.Random()
         self._opened: Opened | None = None
         self._waits: QuickCheckIns | None = None
+        self._answering: set[asyncio.Task[None]] = set()
         self._openapi = json.dumps(openapi.document()).encode()
 
     def open(self, opened: Opened) -> None:
@@ -119,7 +122,7 @@ class GatewayApp:
         """All routes under /v1, each within the limits; ``others``: of enrolment and uploads."""
         own = (
             web.post(CHECK_IN, self._check_in),
-            web.get("/v1/models/{digest}", self._model),
+            web.get(MODEL, self._model),
             web.get("/v1/models/{digest}/changes/{has}", self._changes),
             web.post("/v1/tasks/{task}/heartbeat", self._heartbeat),
             web.post("/v1/tasks/{task}/give-up", self._give_up),
@@ -138,6 +141,9 @@ class GatewayApp:
         )
         return [
             QuickRoute("POST", CHECK_IN, self._quick_check_in),
+            QuickRoute("GET", MODEL, self._quick_model),
+            QuickRoute("POST", upload_requests.PATH, self._quick_upload, in_parts=True),
+            QuickRoute("PATCH", upload_requests.PATH, self._quick_upload, in_parts=True),
             *(
                 web.RouteDef(route.method, route.path, self.answering(route.handler), route.kwargs)
                 for route in own
@@ -166,29 +172,33 @@ class GatewayApp:
         status, about, body = self._offered(offer)
         return web.Response(status=status, headers=about, body=body)
 
-    def _quick_check_in(self, request: PlainRequest, exchange: Exchange) -> bool:
+    def _quick_check_in(
+        self, request: PlainRequest, exchange: Exchange, _names: Mapping[str, str]
+    ) -> bool:
         """Take a check-in that only waits, by a device that is known without asking anybody."""
         if self._opened is None or self._waits is None:
             return False
         device, said = self._identity.known(request.headers), check_in_of(request)
         if device is None or said is None or not self._opened.check_ins.only_waits(device, said):
             return False
+        if not self._charged(request, exchange, device):
+            return False
+        self._waits.wait(device, said, exchange)
+        return True
+
+    def _charged(self, request: PlainRequest, exchange: Exchange, device: int) -> bool:
+        """Whether a request is within the quotas, and was charged to them."""
         network = self._network(exchange.remote, request.headers.get("x-forwarded-for", ""))
         if not (self._of_address.has_room(network) and self._of_device.has_room(device)):
             return False
         self._of_address.take(network)
         self._of_device.take(device)
-        self._waits.wait(device, said, exchange)
         return True
 
     def _answered(self, said: bytes | Exception | None) -> bytes:
         """The response to a check-in that waited: with an offer, without one, or to an error."""
         if isinstance(said, Exception):
-            refusal = self._refusal(said, CHECK_IN)
-            if refusal is None:
-                refusal = Refusal(500, "internal", "internal error: the gateway's log says which")
-                self._running().context.log.error("request failed", path=CHECK_IN, exc_info=said)
-            status, about, body = self._refused(refusal)
+            status, about, body = self._failed(said, CHECK_IN)
         else:
             status, about, body = self._offered(said)
         if self._is_stopping():
@@ -206,7 +216,7 @@ class GatewayApp:
         device = await self.device_of(request)
         said = await self.said(request, Beat)
         task = request.match_info["task"]
-        self._desk.heard(device, time.monotonic())
+        self._heard(device)
         try:
             held = await self._running().moves.find(task, device)
         except NotHeld:
@@ -228,7 +238,7 @@ class GatewayApp:
         device = await self.device_of(request)
         said = await self.said(request, Surrender)
         task = request.match_info["task"]
-        self._desk.heard(device, time.monotonic())
+        self._heard(device)
         try:
             held = await self._running().moves.find(task, device)
         except NotHeld:
@@ -241,25 +251,85 @@ class GatewayApp:
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
-        self._desk.heard(device, time.monotonic())
+        self._heard(device)
         if self._is_stopping() and request.method in ("POST", "PATCH"):
             raise self._not_yet()
         return await self._running().uploads.answer(request, device)
 
+    def _quick_upload(
+        self, request: PlainRequest, exchange: Exchange, names: Mapping[str, str]
+    ) -> bool:
+        """Take a request to an upload, of a device that is known without asking anybody."""
+        device = self._identity.known(request.headers)
+        if device is None or self._is_stopping() or _INTEROP in request.headers:
+            return False
+        if not self._charged(request, exchange, device):
+            return False
+        self._heard(device)
+        upload = upload_requests.PlainUpload(request, names, exchange.incoming(request))
+        self._begin(self._answer_upload(upload, device, exchange), exchange, upload.path)
+        return True
+
+    async def _answer_upload(
+        self, request: upload_requests.PlainUpload, device: int, exchange: Exchange
+    ) -> None:
+        said = await self._running().uploads.answer(request, device)
+        assert said.body is None or isinstance(said.body, bytes)  # noqa: S101  (see there)
+        self._answer(exchange, said.status, dict(said.headers), said.body or b"")
+
     # the rest
+
+    def _quick_model(
+        self, request: PlainRequest, exchange: Exchange, names: Mapping[str, str]
+    ) -> bool:
+        """Take a request for all of a model that one write can send."""
+        device = self._identity.known(request.headers)
+        if device is None or self._is_stopping() or _CONDITIONS & request.headers.keys():
+            return False
+        head = self._models.quick(names["digest"], device)
+        if head is None or not self._charged(request, exchange, device):
+            return False
+        self._heard(device)
+        if not self._models.send(head, device, exchange):
+            sending = self._models.send_soon(head, device, exchange, self._is_stopping)
+            self._begin(sending, exchange, request.target)
+        return True
+
+    def _begin(self, answer: Coroutine[None, None, None], exchange: Exchange, path: str) -> None:
+        """Answer a request that a quick route has taken, in a task."""
+
+        async def answered() -> None:
+            try:
+                await answer
+            except Exception as error:  # whatever it is, the device has to be answered
+                if exchange.is_open:
+                    self._answer(exchange, *self._failed(error, path))
+
+        task = asyncio.create_task(answered(), name=path)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def _answer(self, exchange: Exchange, status: int, about: dict[str, str], body: bytes) -> None:
+        is_last = self._is_stopping() or status in _UNREAD
+        if is_last:
+            about[hdrs.CONNECTION] = "close"
+        exchange.answer(response(status, about, body), is_last=is_last)
+
+    def _heard(self, device: int) -> None:
+        self._desk.heard(device, time.monotonic())
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
-        self._desk.heard(device, time.monotonic())
+        self._heard(device)
         response = await self._models.get(request, device)
-        self._desk.heard(device, time.monotonic())
+        self._heard(device)
         return response
 
     async def _changes(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
-        self._desk.heard(device, time.monotonic())
+        self._heard(device)
         response, saved = await self._models.get_changes(request, device)
-        self._desk.heard(device, time.monotonic())
+        self._heard(device)
         self._running().metrics.saved_bytes.inc(saved)
         return response
 
@@ -319,6 +389,14 @@ class GatewayApp:
             case _:
                 return None
 
+    def _failed(self, error: Exception, path: str) -> tuple[int, dict[str, str], bytes]:
+        """The status, headers and body of what an error is answered, outside of aiohttp."""
+        refusal = self._refusal(error, path)
+        if refusal is None:
+            refusal = Refusal(500, "internal", "internal error: the gateway's log says which")
+            self._running().context.log.error("request failed", path=path, exc_info=error)
+        return self._refused(refusal)
+
     def _refused(self, refusal: Refusal) -> tuple[int, dict[str, str], bytes]:
         """The status, headers and body of a refusal, which is counted."""
         if self._opened is not None:
@@ -352,6 +430,8 @@ class GatewayApp:
 
 
 _UNREAD = (408, 413)
+_INTEROP = headers.INTEROP.lower()  # of clients that want interim responses
+_CONDITIONS = frozenset({"range", "if-range", "if-none-match"})
 
 
 class _AiohttpLine:

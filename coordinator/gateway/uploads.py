@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.turns import Turn
+    from fedstream.coordinator.gateway.upload_requests import UploadRequest
     from fedstream.coordinator.gateway.upload_stops import Revoked
     from fedstream.protocol.messages import UpdateReport
     from fedstream.wire import Format
@@ -119,7 +120,7 @@ class Uploads:
         """Wait until no request to an upload is being answered."""
         await self._turns.end()
 
-    async def answer(self, request: web.Request, device: int) -> web.StreamResponse:
+    async def answer(self, request: UploadRequest, device: int) -> web.Response:
         """Answer a device's request to its upload; ``device`` is that of its token.
 
         Raises Refusal, and BrokerError while Redis is away or full: the upload goes on later, after
@@ -179,7 +180,7 @@ class Uploads:
 
     # the four methods
 
-    async def _create(self, request: web.Request, mine: _Mine) -> web.StreamResponse:
+    async def _create(self, request: UploadRequest, mine: _Mine) -> web.Response:
         """Begin with a first part, with all of it, or with nothing yet.
 
         The same again begins nothing; another report begins anew.
@@ -204,7 +205,7 @@ class Uploads:
             return await self._whole(request, mine, note)
         return await self._received(request, mine, note, part, anew=not goes_on)
 
-    async def _append(self, request: web.Request, mine: _Mine) -> web.StreamResponse:
+    async def _append(self, request: UploadRequest, mine: _Mine) -> web.Response:
         """Go on where the upload has got to; or hear again what became of it."""
         part = upload_requests.part(request)
         note, at = await self._begun(mine)
@@ -215,11 +216,11 @@ class Uploads:
             raise Refusal(400, "length", f"the upload was to have {note.length} bytes")
         return await self._received(request, mine, note, part)
 
-    async def _look(self, _request: web.Request, mine: _Mine) -> web.StreamResponse:
+    async def _look(self, _request: UploadRequest, mine: _Mine) -> web.Response:
         note, at = await self._begun(mine)
         return upload_answers.state(204, note, at)
 
-    async def _cancel(self, _request: web.Request, mine: _Mine) -> web.StreamResponse:
+    async def _cancel(self, _request: UploadRequest, mine: _Mine) -> web.Response:
         """Forget the upload; the task stays in hand."""
         note, _ = await self._begun(mine)
         if note.complete:
@@ -260,9 +261,7 @@ class Uploads:
         finally:
             self._receiving -= 1
 
-    async def _whole(
-        self, request: web.Request, mine: _Mine, note: UploadNote
-    ) -> web.StreamResponse:
+    async def _whole(self, request: UploadRequest, mine: _Mine, note: UploadNote) -> web.Response:
         """An update of one chunk, all of it in this request: written together with its answer."""
         found: list[bytearray] = []
         note = note.model_copy(update={"complete": True})
@@ -280,13 +279,13 @@ class Uploads:
 
     async def _received(
         self,
-        request: web.Request,
+        request: UploadRequest,
         mine: _Mine,
         note: UploadNote,
         part: UploadPart,
         *,
         anew: bool = False,
-    ) -> web.StreamResponse:
+    ) -> web.Response:
         """Write the chunks of this part as they come, and answer the task if it is the last.
 
         ``anew``: the upload begins with it.
@@ -315,7 +314,7 @@ class Uploads:
 
     async def _take(
         self,
-        request: web.Request,
+        request: UploadRequest,
         mine: _Mine,
         chunks: Chunks,
         use: Callable[[int, bytearray], Awaitable[None]],
@@ -381,7 +380,7 @@ class Uploads:
 
     # the end
 
-    async def _finished(self, mine: _Mine, note: UploadNote) -> web.StreamResponse:
+    async def _finished(self, mine: _Mine, note: UploadNote) -> web.Response:
         """Answer the task, unless that was done before, and wait for the receipt.
 
         Raises BlobMissing if the update is gone: the upload has to begin anew.
@@ -405,7 +404,7 @@ class Uploads:
             raise BlobMissing(upload.blob)
         self._tasks.answered(upload, said=said == "said")
 
-    async def _told(self, mine: _Mine, note: UploadNote) -> web.StreamResponse:
+    async def _told(self, mine: _Mine, note: UploadNote) -> web.Response:
         """Wait for what becomes of the update. Raises BlobMissing if nobody knows any more."""
         receipt = await self._receipts.of(mine.task, mine.attempt, mine.turn)
         if receipt is not None and receipt.state == "received":

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
 import structlog
 from aiohttp import web
 
 from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.plain import PlainRequest, response
-from fedstream.runtime.quick import Exchange, Idle, QuickRoute
+from fedstream.runtime.quick import Exchange, Idle, IncomingBody, QuickRoute
 from tests.support import wait_until
 
 QUICK = b"GET /ask HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -28,7 +29,7 @@ class Counter:
     port: int = 0
     taken: list[Exchange] = field(default_factory=list)
 
-    def quick(self, request: PlainRequest, exchange: Exchange) -> bool:
+    def quick(self, request: PlainRequest, exchange: Exchange, _names: Mapping[str, str]) -> bool:
         if "slow" in request.headers:
             return False
         self.taken.append(exchange)
@@ -198,3 +199,166 @@ async def test_idle_connections_share_a_timer() -> None:
     idle.end(all_[5])
     await wait_until(lambda: all_[3].expired)
     assert [one.expired for one in all_] == [1, 1, 1, 1, 1, 0, 1, 1, 1, 1]
+
+
+@dataclass
+class Library:
+    """A service with quick routes for the pages of a book, one sent and one taken."""
+
+    page: bytes = b"page"
+    port: int = 0
+    numbers: list[str] = field(default_factory=list)
+    bodies: list[IncomingBody] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    sent: int = 0
+
+    def send(self, _request: PlainRequest, exchange: Exchange, names: Mapping[str, str]) -> bool:
+        self.numbers.append(names["number"])
+        exchange.answer(response(200, {}, more=len(self.page)), memoryview(self.page), then=self.ok)
+        return True
+
+    def ok(self) -> None:
+        self.sent += 1
+
+    def take(self, request: PlainRequest, exchange: Exchange, _names: Mapping[str, str]) -> bool:
+        self.bodies.append(exchange.incoming(request))
+        self.exchanges.append(exchange)
+        return True
+
+    async def comes(self) -> IncomingBody:
+        await wait_until(lambda: self.bodies, what="a request with a body")
+        return self.bodies.pop()
+
+    def answer(self, *, is_last: bool = False) -> None:
+        self.exchanges.pop().answer(response(200, {}, b"taken"), is_last=is_last)
+
+
+@asynccontextmanager
+async def library(page: bytes = b"page") -> AsyncIterator[Library]:
+    its = Library(page)
+
+    async def slow(_request: web.Request) -> web.Response:
+        return web.Response(body=b"slowly")
+
+    routes = [
+        QuickRoute("GET", "/pages/{number}", its.send),
+        QuickRoute("POST", "/pages/{number}/text", its.take, in_parts=True),
+        web.route("*", "/{path:.*}", slow),
+    ]
+    app = application(routes, lambda: False)
+    async with listening(app, HttpSettings(), 0, Crowd(100), structlog.get_logger()) as its.port:
+        yield its
+
+
+def posting(length: int) -> bytes:
+    return f"POST /pages/7/text HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def getting(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+
+
+async def test_quick_route_is_found_by_the_parts_of_its_path() -> None:
+    async with library() as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        for path, said in {
+            "/pages/a-9_Z": b"page", "/pages/": b"slowly", "/pages/..": b"slowly",
+            "/pages/%37": b"slowly", "/pages/1?2": b"slowly", "/pages/1/2": b"slowly",
+        }.items():  # fmt: skip
+            writer.write(getting(path))
+            assert await body(reader) == said, path
+        assert its.numbers == ["a-9_Z"]
+        writer.close()
+
+
+async def test_body_is_read_as_it_comes_and_what_is_behind_is_another_request() -> None:
+    async with library() as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        writer.write(posting(6) + b"ab")
+        incoming = await its.comes()
+        assert await incoming.readany() == b"ab"
+        coming = asyncio.create_task(incoming.readany())
+        writer.write(b"cdef" + getting("/pages/1"))
+        assert await coming == b"cdef"
+        assert await incoming.readany() == b""
+        its.answer()
+        assert [await body(reader), await body(reader)] == [b"taken", b"page"]
+        writer.close()
+
+
+@pytest.mark.parametrize("behind", [b"", getting("/pages/1")])
+async def test_rest_of_a_body_whose_request_was_answered_is_passed_over(behind: bytes) -> None:
+    async with library() as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        writer.write(posting(1 << 20) + bytes(1000))
+        await its.comes()
+        its.answer()
+        assert await body(reader) == b"taken"
+        writer.write(bytes((1 << 20) - 1000) + behind)
+        if not behind:
+            await writer.drain()
+            writer.write(getting("/pages/1"))
+        assert await body(reader) == b"page"
+        writer.close()
+
+
+async def test_request_that_does_not_end_is_closed_after_its_answer() -> None:
+    async with library() as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        writer.write(posting(9))
+        await its.comes()
+        its.answer()
+        assert await body(reader) == b"taken"
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+
+
+async def test_who_goes_away_amid_a_body_is_heard_of() -> None:
+    async with library() as its:
+        _, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        writer.write(posting(9) + b"ab")
+        incoming = await its.comes()
+        assert await incoming.readany() == b"ab"
+        writer.close()
+        with pytest.raises(ConnectionError, match="went away"):
+            await incoming.readany()
+        its.answer()  # nobody hears it
+
+
+async def test_body_that_nobody_reads_is_not_taken() -> None:
+    async with library() as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        writer.write(posting(1 << 26) + bytes(1 << 26))
+        incoming = await its.comes()
+        try:
+            async with asyncio.timeout(0.5):
+                await writer.drain()
+        except TimeoutError:
+            pass
+        else:
+            raise AssertionError("64 MiB were taken")
+        assert incoming.size < 1 << 20
+        size = 0
+        while part := await incoming.readany():
+            size += len(part)
+        assert size == 1 << 26
+        its.answer()
+        assert await body(reader) == b"taken"
+        writer.close()
+
+
+async def test_answer_ends_when_its_reader_has_taken_it() -> None:
+    page = bytes(1 << 24)
+    async with library(page) as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        writer.write(getting("/pages/1"))
+        await wait_until(lambda: its.numbers)
+        assert its.sent == 0, "16 MiB fit into no socket"
+        writer.write(getting("/pages/2"))
+        assert await body(reader) == page
+        assert await body(reader) == page
+        await wait_until(lambda: its.sent == 2)
+        writer.write(getting("/pages/3"))
+        await wait_until(lambda: len(its.numbers) == 3)
+        writer.transport.abort()
+        await wait_until(lambda: its.sent == 3, what="the end of an answer that nobody takes")
