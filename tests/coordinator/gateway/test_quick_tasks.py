@@ -1,0 +1,74 @@
+"""What a task needs of a gateway bypasses aiohttp, if it is asked for plainly."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from fedstream.coordinator.gateway.app import GatewayApp
+from tests.coordinator.gateway.uploading import DEVICE, Scene
+
+_PARAMETERS = 60_000  # 240 kB, which one write sends
+
+
+@pytest.fixture
+def by_aiohttp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Methods of requests for models and of uploads that came to aiohttp's handlers."""
+    found: list[str] = []
+    for name in ("_model", "_upload"):
+        handler = getattr(GatewayApp, name)
+
+        async def noted(
+            self: GatewayApp, request: web.Request, handler: Any = handler
+        ) -> web.StreamResponse:
+            found.append(request.method)
+            response: web.StreamResponse = await handler(self, request)
+            return response
+
+        monkeypatch.setattr(GatewayApp, name, noted)
+    return found
+
+
+async def test_plain_requests_of_a_task_bypass_aiohttp(
+    make: Any, scene: Scene, by_aiohttp: list[str]
+) -> None:
+    hand = await make(_PARAMETERS)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        model = phone.offer.model
+        got = await at.ask("GET", model.url, DEVICE)
+        assert (got.status, hashlib.sha256(got.body).hexdigest()) == (200, model.digest)
+        assert (await phone.posts(at, complete=False)).status == 201
+        async with scene.deciding():
+            assert (await phone.patches(at, 0)).receipt == (200, "admitted", None)
+    assert by_aiohttp == []
+    await hand.balanced()
+
+
+async def test_other_requests_are_left_to_aiohttp(
+    make: Any, scene: Scene, by_aiohttp: list[str]
+) -> None:
+    await make(_PARAMETERS)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        url = phone.offer.model.url
+        part = await at.ask("GET", url, DEVICE, headers={"Range": "bytes=0-9"})
+        assert (part.status, len(part.body)) == (206, 10)
+        assert (await at.ask("HEAD", url, DEVICE)).status == 200
+        assert (await phone.posts(at, complete=False)).status == 201
+        assert (await phone.looks(at)).status == 204
+    assert by_aiohttp == ["GET", "HEAD", "HEAD"]
+
+
+async def test_large_model_is_left_to_aiohttp(
+    make: Any, scene: Scene, by_aiohttp: list[str]
+) -> None:
+    await make(70_000)  # 280 kB
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        got = await at.ask("GET", phone.offer.model.url, DEVICE)
+        assert hashlib.sha256(got.body).hexdigest() == phone.offer.model.digest
+    assert by_aiohttp == ["GET"]
