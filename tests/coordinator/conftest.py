@@ -1,11 +1,18 @@
-"""The services' tests need one Redis; the contract suite has tried them all."""
+"""A coordinator for the tests, and a run for it. One Redis is enough: the contract suite has tried
+them all."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from tests.support import Clock
+from fedstream.broker.keys import Keys
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.runtime.tasks import LeaseSettings
+from tests.support import Clock, Hand
 
 
 @pytest.fixture
@@ -18,3 +25,27 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In place of the scheduler's own."""
     return Clock(monkeypatch, "fedstream.coordinator.scheduler")
+
+
+@pytest.fixture
+def make(redis: RedisSettings, keys: Keys) -> Any:
+    """A coordinator."""
+
+    def make(
+        *, name: str = "coordinator-0", redis: RedisSettings = redis, lease_s: float = 15.0,
+        anarchic: bool = False, **settings: Any,
+    ) -> Coordinator:  # fmt: skip
+        return Coordinator(
+            CoordinatorSettings(**settings), LeaseSettings(seconds=lease_s),
+            keys=keys, redis=redis, name=name, anarchic=anarchic,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+async def run(hand: Hand) -> Hand:
+    """A run that was created, in which others than the coordinator are played by hand."""
+    await hand.create()
+    await hand.tasks.ensure()
+    return hand

@@ -1,0 +1,205 @@
+"""The coordinator against a real Redis: trainers that fall silent are removed, and the tasks of a
+silent owner are given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.messages import Assignment, GiveUp
+from fedstream.broker.streams import Group
+from fedstream.coordinator.policies import InFlight
+from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
+from tests.coordinator.waiting import is_open, tasks
+from tests.support import Hand, context, counted, running, wait_until
+
+
+async def silent(hand: Hand, name: str, seconds: int = 60) -> None:
+    """It was heard so long ago; below zero: it will not be silent for that much longer."""
+    await hand.client.call("ZINCRBY", hand.keys.alive, -seconds, name)
+
+
+@pytest.fixture
+def long_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator has listened for ever: whoever is silent now was not heard."""
+    monkeypatch.setattr("fedstream.coordinator.sweep._DEAF_S", float("inf"))
+
+
+@pytest.mark.usefixtures("long_there")
+async def test_silent_trainer_is_removed_with_its_consumer(
+    make: Any, run: Hand, client: Client
+) -> None:
+    for name in ("ann", "bob", "cat"):
+        await run.announce(name)
+        await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, name)
+    await run.request()
+    await run.dispatch()
+    await Group(client, run.keys.tasks, TRAINERS, "cat").read()
+    await silent(run, "ann")
+    for name in ("bob", "cat"):
+        await silent(run, name, -3600)
+    async with running(make(trainer_silence_s=2.0), context()):
+        await wait_until(lambda: consumers(client, run.keys, {"cat"}))  # cat is at work
+        await wait_until(lambda: texts(run, "ann was not heard from for 2 s"))
+        assert list(await run.ledger.trainers()) == ["bob", "cat"]
+
+
+async def test_junk_in_the_register_is_removed(make: Any, run: Hand, client: Client) -> None:
+    """Any trainer's user may write there."""
+    await client.call("ZADD", run.keys.alive, 0, b"\xfe", 1, b"\xff")
+
+    async def none_left() -> bool:
+        return bool(await client.call("ZCARD", run.keys.alive) == 0)
+
+    with capture_logs() as logs:
+        async with running(make(trainer_silence_s=0.5), context()):
+            await wait_until(none_left)
+            await wait_until(lambda: "trainer lost" in [line["event"] for line in logs])
+    [lost] = [line for line in logs if line["event"] == "trainer lost"]
+    assert lost["trainer"] == "\ufffd"
+
+
+async def test_trainers_are_not_removed_before_they_could_be_heard(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.announce("ann")
+    await silent(run, "ann")
+    watched = context()
+
+    async def swept() -> bool:
+        return counted(watched, "fedstream_run_trainers") == 1
+
+    async with running(make(trainer_silence_s=30.0), watched):  # it has just come itself
+        await wait_until(swept)
+        assert list(await run.ledger.trainers()) == ["ann"]
+    monkeypatch.setattr(
+        "fedstream.coordinator.sweep._DEAF_S", 0.0
+    )  # as if every sweep followed an outage
+    watched = context()
+    async with running(make(trainer_silence_s=0.001), watched):
+        await wait_until(swept)
+        await run.client.call("XADD", run.keys.queue, "*", "m", b"junk")
+        await wait_until(lambda: counted(watched, "fedstream_run_queue") == 1)  # a second sweep
+        assert list(await run.ledger.trainers()) == ["ann"]
+
+
+async def texts(hand: Hand, last: str) -> bool:
+    return [event.text for event in await hand.events("trainer")][-1] == last
+
+
+async def test_idle_consumer_is_not_reaped(make: Any, run: Hand, client: Client) -> None:
+    await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, "t")
+    coordinator = make(trainer_silence_s=3600.0)
+    watched = context()
+    async with running(coordinator, watched):
+        await wait_until(lambda: counted(watched, "fedstream_run_looked_timestamp_seconds"))
+    assert await consumers(client, run.keys, {"t"})
+
+
+async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
+    rows = await client.call("XINFO", "CONSUMERS", keys.tasks, TRAINERS)
+    return {row[1].decode() for row in rows} == expected
+
+
+@pytest.mark.usefixtures("long_there")
+async def test_tasks_of_a_silent_owner_are_given_up(make: Any, run: Hand) -> None:
+    await run.announce("owner", 3, 4)
+    await run.announce("ann")  # serves the pool: nothing there is given up
+    await silent(run, "ann", -3600)
+    async with running(make(trainer_silence_s=30.0), context()):
+        await run.request(device=3)
+        await run.request(device=5)
+        await tasks(run, 1)
+        await wait_until(lambda: routed(run, 1))
+        await silent(run, "owner")
+        await wait_until(lambda: gone(run, "owner"))
+        await wait_until(lambda: is_open(run, 1))
+        view = await run.ledger.look()
+        assert view.reasons("given_up") == {"owner gone": 1}
+        assert view.owned == ()
+        assert not await routed(run, 1)
+        await run.balanced()
+
+
+async def gone(hand: Hand, name: str) -> bool:
+    return name not in await hand.ledger.trainers()
+
+
+async def routed(hand: Hand, n: int) -> bool:
+    return int(await hand.client.call("XLEN", hand.keys.tasks_of("owner"))) == n
+
+
+# owners, with a scheduler
+
+
+async def all_is_heard(hand: Hand) -> bool:
+    return (await hand.ledger.look(inboxes=True)).inbox == 0
+
+
+async def test_run_served_only_by_owners_survives_a_restart(
+    make: Any, run: Hand, redis: RedisSettings, client: Client
+) -> None:
+    await run.scheduler.release()
+    scheduler = Scheduler(
+        SchedulerSettings(), InFlight(n=4), keys=run.keys, redis=redis, name="scheduler-0", seed=1
+    )
+    served: dict[str, list[int]] = {"ann": [], "bob": []}
+
+    async def serve(name: str, devices: list[int]) -> None:
+        """A trainer that owns devices, and gives up what it is asked."""
+        group = Group(client, run.keys.tasks_of(name), TRAINERS, name)
+        await group.ensure()
+        while True:
+            await run.outbox.announce(name, devices)
+            for entry in await group.read(block_ms=50):
+                task = Assignment.decode(entry.data)
+                served[name].append(task.device)
+                tired = GiveUp(
+                    task=task.task,
+                    attempt="1",
+                    device=task.device,
+                    trainer=name,
+                    reason="dropped out",
+                )
+                await run.outbox.answer(group.stream, entry, tired)
+
+    @asynccontextmanager
+    async def serving(name: str, devices: list[int]) -> AsyncIterator[None]:
+        serving = asyncio.create_task(serve(name, devices))
+        try:
+            yield
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
+    async with running(scheduler, context()), running(make(), context()):
+        # Without a trainer one task is drawn for the pool, then ann comes: hers, or nobody's.
+        await wait_until(lambda: is_open(run, 4))
+        async with serving("bob", [5, 6, 7]):
+            async with serving("ann", [0, 1, 2]):
+                await wait_until(lambda: len(served["ann"]) > 20 and len(served["bob"]) > 20)
+            await wait_until(lambda: all_is_heard(run))  # else she is back by her last words
+            await run.ledger.leave(b"ann")  # her tasks are given up, bob goes on
+            bobs = len(served["bob"])
+            await wait_until(lambda: len(served["bob"]) > bobs + 10)
+            served["ann"].clear()
+            async with serving("ann", [1, 2]):
+                await wait_until(lambda: len(served["ann"]) > 20)
+                assert set(served["ann"]) == {1, 2}
+                assert await run.ledger.owners() == dict.fromkeys((1, 2), "ann") | dict.fromkeys(
+                    (5, 6, 7), "bob"
+                )
+
+                async def pool_is_empty() -> bool:
+                    return int(await client.call("XLEN", run.keys.tasks)) == 0
+
+                await wait_until(pool_is_empty)
+    assert set(served["bob"]) == {5, 6, 7}
+    await run.balanced()
