@@ -29,6 +29,7 @@ from fedstream.page.live.past import Pasts
 from fedstream.page.live.scene import Scene, SeenPushes
 from fedstream.page.live.sessions import LASTS_S, Sessions, Who
 from fedstream.runtime.buckets import Buckets
+from fedstream.runtime.crowd import network_of
 from fedstream.runtime.http import NOWHERE
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
@@ -143,13 +144,6 @@ class LiveService:
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._may(request, who):
                 return await handler(request)
-            header = request.headers.get("Authorization", "")
-            if who == "viewer" and self._sessions.is_shown(header):
-                if (wait_s := self._guesses.wait_s(request.remote or "", time.monotonic())) > 0:
-                    return await self._too_often(request.rel_url.raw_path_qs, who, wait_s)
-                if self._sessions.is_bearer(header):
-                    return await handler(request)
-                self._note_guess("bearer refused", request)
             if who == "operator" and not self._sessions.has_operators:
                 return await self._nobody_may("act")
             return await self._login(request.rel_url.raw_path_qs, who)
@@ -190,7 +184,8 @@ class LiveService:
         now = self._who(request)
         if who == "operator":
             return now == "operator"
-        return self._sessions.is_open or now is not None
+        header = request.headers.get("Authorization", "")
+        return self._sessions.is_open or now is not None or self._sessions.is_bearer(header)
 
     def _who(self, request: web.Request) -> Who | None:
         return self._sessions.who(self._cookie(request), time.time())
@@ -353,11 +348,13 @@ class LiveService:
         said = await form_of(request, _FORM)
         to = _local(said.get("to", "/"))
         who: Who = "operator" if said.get("as") == "operator" else "viewer"
-        if (wait_s := self._guesses.wait_s(request.remote or "", time.monotonic())) > 0:
+        guesser = network_of(request.remote or "")
+        if (wait_s := self._guesses.wait_s(guesser, time.monotonic())) > 0:
             return await self._too_often(to, who, wait_s)
         begun = self._sessions.begun(said.get("token", ""), time.time())
         if begun is None or (who == "operator" and begun[0] != "operator"):
-            self._note_guess("login refused", request, to=to[:80])
+            self._guesses.charge(guesser, time.monotonic())
+            self._say("login refused", request, to=to[:80])
             return await self._login(to, who, "This is not the token.")
         if to.startswith("/operate/"):  # a form that was sent after its time: begin with the page
             to = "/operate"
@@ -368,10 +365,6 @@ class LiveService:
             samesite="Strict", secure=is_secure, path="/",
         )  # fmt: skip
         return response
-
-    def _note_guess(self, what: str, request: web.Request, **about: object) -> None:
-        self._guesses.charge(request.remote or "", time.monotonic())
-        self._say(what, request, **about)
 
     async def _too_often(self, to: str, who: Who, wait_s: float) -> web.Response:
         seconds = ceil(wait_s)

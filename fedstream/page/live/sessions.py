@@ -46,14 +46,10 @@ class Sessions:
                 return who if _same(self._signed(who, int(until)), cookie) else None
         return None
 
-    @staticmethod
-    def is_shown(header: str) -> bool:
-        """Whether an ``Authorization`` header has a token, right or wrong."""
-        return header.partition(" ")[0].lower() == "bearer"
-
     def is_bearer(self, header: str) -> bool:
         """Whether an ``Authorization`` header has the viewers' token."""
-        return self.is_shown(header) and self._is("viewer", header.partition(" ")[2])
+        kind, _, token = header.partition(" ")
+        return kind.lower() == "bearer" and self._is("viewer", token)
 
     def form_of(self, cookie: str) -> str:
         """What the forms of a session must contain, which a page elsewhere can't know."""

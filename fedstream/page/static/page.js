@@ -141,7 +141,7 @@ function follow() {
   range.addEventListener("input", () => move(range.value));
   form.addEventListener("submit", (event) => {
     // What is no number is the server's to answer: the slider would take it for its middle.
-    if (/\D/.test(number.value.trim())) return;
+    if (!/^\d+$/.test(number.value.trim())) return;
     event.preventDefault();
     move(document.activeElement === range ? range.value : number.value);
   });

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from fedstream.coordinator.gateway.app import GatewayApp
-from tests.coordinator.gateway.uploading import DEVICE, Scene
+from tests.coordinator.gateway.uploading import BY_AIOHTTP, DEVICE, Scene
 
 _PARAMETERS = 60_000  # 240 kB, which one write sends
 
@@ -60,7 +60,10 @@ async def test_other_requests_are_left_to_aiohttp(
         assert (await at.ask("HEAD", url, DEVICE)).status == 200
         assert (await phone.posts(at, complete=False)).status == 201
         assert (await phone.looks(at)).status == 204
-    assert by_aiohttp == ["GET", "HEAD", "HEAD"]
+        phone.always = BY_AIOHTTP
+        async with scene.deciding():
+            assert (await phone.patches(at, 0)).receipt == (200, "admitted", None)
+    assert by_aiohttp == ["GET", "HEAD", "HEAD", "PATCH"]
 
 
 async def test_large_model_is_left_to_aiohttp(

@@ -8,7 +8,7 @@ import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from tests.support import Hand, counted, wait_until
 
 DEVICE = 3
 FORTY_FOUR_MB = 11_000_000  # parameters of 4 bytes
+# A client that wants interim responses, of a draft that is not ours: aiohttp serves it.
+BY_AIOHTTP = {headers.INTEROP: "0"}
 CHUNKS = 5
 SEVERAL = CHUNKS * CHUNK // 4 - 1000  # parameters of an update of five chunks
 
@@ -46,6 +48,7 @@ class Sender:
     device: int
     sent: int = 0  # bytes of bodies
     offset: int = 0  # as the gateway said last
+    always: dict[str, str] = field(default_factory=dict)  # headers of each request
 
     @property
     def path(self) -> str:
@@ -53,7 +56,8 @@ class Sender:
 
     def about(self, **more: str) -> dict[str, str]:
         """Headers: of the token's device, and these."""
-        return {"Device": str(self.device), **{_dashed(name): said for name, said in more.items()}}
+        own = {"Device": str(self.device), **self.always}
+        return own | {_dashed(name): said for name, said in more.items()}
 
     def creating(self, *, complete: bool = True, length: int | None = None) -> dict[str, str]:
         return self.about(
@@ -214,16 +218,22 @@ class Sending:
 class Scene:
     """A run with a task in hand, and the device that has trained it."""
 
-    def __init__(self, hand: Hand, redis: RedisSettings) -> None:
+    def __init__(
+        self, hand: Hand, redis: RedisSettings, always: dict[str, str] | None = None
+    ) -> None:
+        """``always``: headers of each request to an upload."""
         self.hand = hand
         self.redis = redis
+        self._always = always or {}
 
     async def phone(
         self, at: Place, wire: Format = F32, *, device: int = DEVICE, **report: Any
     ) -> Sender:
         """A device that has trained a task, but sent nothing."""
         offer = await offered(self.hand, at, device)
-        return trained(self.hand, offer, wire, **report)
+        sender = trained(self.hand, offer, wire, **report)
+        sender.always = self._always
+        return sender
 
     async def sending(self, at: Place, phone: Sender, count: int) -> Sending:
         """A device that has sent so many bytes, on a connection that stays open."""

@@ -128,6 +128,11 @@ def test_what_is_no_version_is_told_in_the_form(tab: Tab) -> None:
         page.keyboard.press("Enter")
         page.get_by_text(said).wait_for()
         shown(page, 31)
+    page.goto(f"{page.url.partition('/versions')[0]}/versions/31")
+    with page.expect_navigation():
+        page.locator("input[name=number]").fill("")
+        page.keyboard.press("Enter")
+    shown(page, 31)  # not the slider's middle
     assert all("422" in one for one in tab.wrong)  # which browsers note
     tab.wrong.clear()
 
