@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from tests.chaos.driver import run
-from tests.chaos.faults import ALONE, GATEWAYS, WITH_GATEWAY, Kind, plan
+from tests.chaos.faults import ALONE, GATEWAYS, WITH_GATEWAY, Fault, Kind, plan
 from tests.chaos.report import came_over_http, told
 from tests.chaos.services import Zygote
 
@@ -40,15 +41,26 @@ async def test_devices_over_http_are_treated_as_trainers_are() -> None:
 
     Redis forgets which devices have enrolled, too.
     """
-    drawn = plan(0, len(WITH_GATEWAY), WITH_GATEWAY, gateway=True)
-    kills = [one for one in drawn.faults if one.kind in (Kind.KILL, Kind.PARTITION)]
-    aimed = tuple(replace(one, target=GATEWAYS[0]) if one in kills else one for one in drawn.faults)
+    came, did = 0, Counter[str]()
     async with Zygote() as zygote:
-        outcome = await run(replace(drawn, faults=aimed), zygote)
-    assert not outcome.complaints, told(outcome)
-    assert came_over_http(outcome) > 10
+        for seed in SEEDS:
+            drawn = plan(seed, len(WITH_GATEWAY), WITH_GATEWAY, gateway=True)
+            outcome = await run(replace(drawn, faults=tuple(map(aimed, drawn.faults))), zygote)
+            assert not outcome.complaints, told(outcome)
+            came += came_over_http(outcome)
+            did += outcome.did
+            # On busy cores, trainers may have made all versions before the gateway was back.
+            if came > 10:
+                break
+    assert came > 10
     for what in (
         "requests lost", "requests sent twice at once", "requests repeated behind later ones",
         "uploads cut amid their bodies", "answers lost", "devices that Redis forgot",
     ):  # fmt: skip
-        assert outcome.did[what], what
+        assert did[what], what
+
+
+def aimed(fault: Fault) -> Fault:
+    """The same fault, at a gateway if it has a target."""
+    is_aimed = fault.kind in (Kind.KILL, Kind.PARTITION)
+    return replace(fault, target=GATEWAYS[0]) if is_aimed else fault

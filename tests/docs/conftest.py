@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,10 +26,12 @@ BUILT = ("build", "dist", "runs", "site", "shared")  # what a clone does not hav
 
 @pytest.fixture(scope="session")
 def bin_folder(tmp_path_factory: pytest.TempPathFactory, quick_programs: Path) -> Path:
-    """Programs: fedstream and python, the newest Redis, and what stands in for a cluster's."""
+    """Programs: fedstream, python and pip, the newest Redis, and what stands in for a cluster's."""
     folder = tmp_path_factory.mktemp("programs")
     for program in quick_programs.iterdir():
         (folder / program.name).symlink_to(program)
+    # Where there is none, make makes the environment anew.
+    (folder / "pip").symlink_to(Path(sys.executable).with_name("pip"))
     if server := redis_7():
         (folder / "redis-server").symlink_to(server)
     stand_ins(folder, kubectl(), __version__)
