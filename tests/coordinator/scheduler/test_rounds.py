@@ -1,0 +1,172 @@
+"""The scheduler against a real Redis, in rounds: they follow the versions, are asked to close, and
+end or begin again when they time out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.messages import CloseRound, RoundEnd
+from fedstream.broker.records import Commit, End
+from fedstream.coordinator.rounds import Rounds
+from tests.coordinator.scheduler.steps import are_open, asked, give_up, has_issued, of_version
+from tests.support import Clock, Hand, awaits_news, context, counted, running, wait_until
+
+
+async def test_rounds_follow_versions_and_close_old_tasks(make: Any, run: Hand) -> None:
+    async with running(make(Rounds(k=3)), context()):
+        first = await are_open(run, 3)
+        assert {trigger.version for trigger in first} == {0}
+        answered, *late = first
+        upload = await run.trained(answered)
+        assert await run.admit(upload) == [("admitted", "")]
+        assert await run.commit(1, upload) == "done"
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        second = await wait_until(lambda: of_version(run, 1, 3))
+        assert {t.task for t in second}.isdisjoint({t.task for t in late})
+        assert (await run.ledger.look()).reasons("given_up") == {"round over": 2}
+        [(_, end)] = await run.queue()
+        assert end == RoundEnd(version=0, why="round over")
+        await run.balanced()
+
+
+async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> None:
+    async with running(make(Rounds(k=3)), context()):
+        first = await are_open(run, 3)
+        await give_up(run, first[0])
+        await has_issued(run, 4)
+        now = await are_open(run, 3)
+        assert {trigger.version for trigger in now} == {0}
+
+
+@pytest.mark.usefixtures("patient")
+async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, clock: Clock) -> None:
+    async with running(make(Rounds(k=3, timeout_s=600.0)), context()):
+        first = await are_open(run, 3)
+        upload = await run.trained(first[0])
+        assert await run.admit(upload) == [("admitted", "")]
+        clock.ahead_s = 601.0
+        await run.announce("bob")  # an event, which it looks at
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["withdrawn"]
+        # The updater is slow: what is in the queue is counted before anything is decided.
+        await run.announce("ann")
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
+        assert (await run.ledger.look()).issued == 3
+        buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
+        commit = Commit(held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered])
+        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        [(_, queued), (_, end)] = await run.queue()
+        assert (queued, end) == (upload, RoundEnd(version=0, why="round over"))
+        await run.announce("cat")
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
+        assert (await run.ledger.look()).issued == 3, "nor until the end of the round is seen"
+        entries = [id_ for id_, _ in await run.queue()]
+        assert await run.commit(1, entries=entries, updates=[upload.blob]) == "done"
+        # A version wakes it, though no task ended with it.
+        second = await wait_until(lambda: of_version(run, 1, 3))
+        assert all(t.deadline and t.deadline > time.time() + 601.0 for t in second)
+
+
+async def test_timed_out_round_without_arrivals_restarts(
+    make: Any, run: Hand, client: Client, clock: Clock
+) -> None:
+    async with running(make(Rounds(k=2, timeout_s=600.0)), context()):
+        await are_open(run, 2)
+        clock.ahead_s = 601.0
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["withdrawn"]
+        await has_issued(run, 4)
+        again = await are_open(run, 2)
+        assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
+        assert (await run.ledger.look()).reasons("given_up") == {"deadline passed": 2}
+        assert await run.queue() == []
+        await run.balanced()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_round_with_too_few_answers_keeps_them_and_asks_others(
+    make: Any, run: Hand, clock: Clock
+) -> None:
+    watched = context()
+    async with running(make(Rounds(k=3, min_answers=2, timeout_s=600.0)), watched):
+        first, *late = await are_open(run, 3)
+        upload = await run.trained(first)
+        assert await run.admit(upload) == [("admitted", "")]
+        held = Commit(
+            held=[upload.device], mean_staleness=0.0,
+            ends=[End(task=upload.task, attempt=upload.attempt, outcome="buffered")],
+            entries=[entry for entry, _ in await run.queue()], updates=[upload.blob],
+        )  # fmt: skip
+        assert (await run.ledger.commit(run.updater.token, held)).what == "done"
+        clock.ahead_s = 601.0
+        await run.announce("bob")  # an event, which it looks at
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["withdrawn"]
+        await has_issued(run, 5)
+        again = await are_open(run, 2)
+        assert first.device not in {t.device for t in again}
+        assert {t.task for t in again}.isdisjoint({t.task for t in late})
+        assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
+        assert await run.queue() == [], "no end of the round"
+        await wait_until(lambda: counted(watched, "fedstream_rounds_again_total") == 1)
+        await run.balanced()
+
+
+async def test_closing_a_round_is_requested_once(make: Any, run: Hand, client: Client) -> None:
+    await one_is_held(run)
+    async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
+        await wait_until(lambda: asked_to_close(run, 1))
+        for _ in range(3):  # events, at which it looks again
+            await run.announce("ann")
+            await run.ledger.leave(b"ann")
+        await wait_until(lambda: awaits_news(run.client, "scheduler-0"))
+        assert await asked_to_close(run, 1)
+
+
+async def one_is_held(hand: Hand) -> None:
+    """A device has answered: the round can end with that."""
+    head = Commit(held=[0], mean_staleness=0.0)
+    assert (await hand.ledger.commit(hand.updater.token, head)).what == "done"
+
+
+async def asked_to_close(hand: Hand, n: int) -> bool:
+    rows = await hand.client.call("XRANGE", hand.keys.triggers, "-", "+")
+    return sum(CloseRound.kind.encode() in row[1][1] for row in rows) == n
+
+
+async def test_lost_round_end_is_requested_again(
+    make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.coordinator.scheduler._ASK_AGAIN_S", 0.5)
+    await one_is_held(run)
+    async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
+        await wait_until(lambda: asked_to_close(run, 1))
+        await client.call("DEL", run.keys.triggers)
+        await wait_until(lambda: asked_to_close(run, 1))
+        await run.dispatch()
+        assert [type(message) for _, message in await run.queue()] == [RoundEnd]
+
+
+async def test_device_that_answered_does_not_replace_one_that_gave_up(
+    make: Any, run: Hand, client: Client
+) -> None:
+    await client.call("HSET", run.keys.run, "devices", 3)
+    async with running(make(Rounds(k=2)), context()):
+        first, second = await are_open(run, 2)
+        upload = await run.trained(first)
+        assert await run.admit(upload) == [("admitted", "")]
+        buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
+        commit = Commit(held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered])
+        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
+        for n in range(3, 12):
+            await give_up(run, second)
+            await has_issued(run, n)
+            [second] = await are_open(run, 1)
+            assert second.device != first.device
