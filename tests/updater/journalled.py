@@ -17,7 +17,7 @@ from fedstream.strategies import FedAsyncSettings
 from fedstream.strategies.staleness import Constant
 from fedstream.updater.service import Updater
 from fedstream.updater.state import RunState
-from tests.support import Hand, context, running
+from tests.support import Hand, context, running, wait_until
 
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
 
@@ -100,3 +100,12 @@ async def forget_newest(hand: Hand, upload: Upload, *more: Command) -> None:
             ("EXEC",),
         ]
     )
+
+
+async def refused(hand: Hand, reason: str, n: int = 1) -> None:
+    """Waits until so many updates were refused for a reason."""
+
+    async def are() -> bool:
+        return (await hand.ledger.look()).reasons("refused").get(reason) == n
+
+    await wait_until(are, what=f"{n} refused: {reason}")

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BlobMissing, ConfigError, Fenced
+from fedstream.broker.errors import BlobMissing, ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
-from fedstream.broker.messages import CloseRound, RoundEnd, Upload
-from fedstream.broker.scripts import Script
+from fedstream.broker.messages import Upload
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 from fedstream.strategies.staleness import Constant, Polynomial
 from fedstream.updater.intake import BATCH, LARGE
@@ -31,17 +30,7 @@ from tests.support import (
     running,
     wait_until,
 )
-from tests.updater.journalled import HALF, backed_up, fails, go_back
-
-
-async def refused(hand: Hand, reason: str, n: int = 1) -> None:
-    """Waits until so many updates were refused for a reason."""
-
-    async def are() -> bool:
-        return (await hand.ledger.look()).reasons("refused").get(reason) == n
-
-    await wait_until(are, what=f"{n} refused: {reason}")
-
+from tests.updater.journalled import HALF, fails, refused
 
 # the run of things
 
@@ -229,292 +218,6 @@ async def test_queued_junk_becomes_dead_letters(make: Any, hand: Hand, client: C
         assert await hand.queue() == []
 
 
-# rounds
-
-
-async def test_journal_keeps_buffered_updates_until_their_version(
-    make: Any, hand: Hand, client: Client, keys: Keys
-) -> None:
-    async with running(make(FedAvgSettings(clients_per_round=3)), context()):
-        await hand.join()
-        uploads = [await hand.admitted(3.0), await hand.admitted(6.0)]
-        await wait_until(lambda: buffered(hand, 2))
-        assert await hand.queue() == []
-        assert await client.call("EXISTS", *(keys.queued(u.blob) for u in uploads)) == 0
-        assert await hand.version() == 0
-        head = await hand.ledger.head()
-        assert head
-        assert head.held == tuple(upload.device for upload in uploads)
-        uploads.append(await hand.admitted(0.0))
-        await hand.reaches(1)
-        assert await hand.queue() == []
-        assert await client.call("EXISTS", *(keys.queued(u.blob) for u in uploads)) == 0
-    _, version = await hand.published()
-    assert [u.task for u in version.updates] == [u.task for u in uploads]
-    assert (await hand.model(version)).floats == pytest.approx([3.0] * 4)
-    view = await hand.ledger.look()
-    assert (view.outcomes["buffered"], view.outcomes["applied"]) == (2, 1)
-    assert view.head.buffered == 0
-    await hand.balanced()
-
-
-async def buffered(hand: Hand, n: int) -> bool:
-    head = await hand.ledger.head()
-    return head is not None and head.buffered == n
-
-
-async def test_successor_rebuilds_the_buffer_to_the_same_bits(make: Any, hand: Hand) -> None:
-    hand.layout = layout_of(100)
-    rng = np.random.default_rng(5)
-    values = [rng.standard_normal(100).astype(np.float32) for _ in range(4)]
-    strategy = FedAvgSettings(clients_per_round=4)
-    async with running(make(strategy, name="updater-0"), context()):
-        await hand.join()
-        for n in range(3):
-            await hand.admitted(*values[n])
-        await wait_until(lambda: buffered(hand, 3))
-    async with running(make(strategy, name="updater-1"), context()):
-        await hand.admitted(*values[3])
-        await hand.reaches(1)
-    rule, state = strategy.build(), State(0, model_of(hand.layout))
-    for one in values:
-        update = Update(model_of(hand.layout, *one), 0, 0, 10, 5, 0.1)
-        state, _ = rule.receive(state, update, Model(hand.layout))
-    _, version = await hand.published()
-    assert (version.digest, version.epoch, len(version.updates)) == (state.model.digest(), 2, 4)
-    view = await hand.ledger.look()
-    assert (view.outcomes["buffered"], view.outcomes["applied"]) == (3, 1)  # counted once
-    assert len(await hand.events()) == 4
-    await hand.balanced()
-
-
-async def test_round_end_makes_a_version_of_its_arrivals(make: Any, hand: Hand) -> None:
-    async with running(make(FedAvgSettings(clients_per_round=10)), context()):
-        await hand.join()
-        uploads = [await hand.admitted(2.0), await hand.admitted(4.0)]
-        for _ in range(2):  # told twice, it ends one round
-            await hand.ledger.ask(CloseRound(version=0, tasks=(), why="time is up"))
-        await hand.dispatch()
-        await hand.reaches(1)
-        await wait_until(lambda: empty(hand))
-    _, version = await hand.published()
-    assert [u.task for u in version.updates] == [u.task for u in uploads]
-    assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
-    await hand.balanced()
-
-
-async def empty(hand: Hand) -> bool:
-    return await hand.queue() == []
-
-
-async def test_round_without_arrivals_makes_no_version(
-    make: Any, hand: Hand, client: Client
-) -> None:
-    async with running(make(FedAvgSettings(clients_per_round=2)), context()):
-        await hand.join()
-        await client.call("XADD", hand.keys.queue, "*", "m", RoundEnd(version=0).encode())
-        await wait_until(lambda: empty(hand))
-        assert await hand.version() == 0
-        for value in (1.0, 3.0):
-            await hand.admitted(value)
-        await hand.reaches(1)
-
-
-# what it survives
-
-
-async def test_restarted_updater_continues(make: Any, hand: Hand) -> None:
-    async with running(make(), context()):
-        await hand.join()
-        await hand.admitted(4.0)
-        await hand.reaches(1)
-    await hand.admitted(4.0)  # while nobody is there
-    async with running(make(), context()):
-        await hand.reaches(2)
-    *_, version = await hand.published()
-    assert (version.epoch, version.parent) == (2, 1)
-    assert version.blob.startswith("2.2.")
-    assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
-    await hand.balanced()
-
-
-async def test_standby_takes_over_and_fences_the_leader(
-    make: Any, hand: Hand, client: Client, keys: Keys
-) -> None:
-    async with running(make(name="updater-0"), context(), may_fail=True) as deposed:
-        await hand.join()
-        async with running(make(name="updater-1", lease_s=0.2), context()) as standing_by:
-            await hand.admitted(1.0)
-            await hand.reaches(1)
-            assert not standing_by.done()
-
-            async def lease_is_the_seconds() -> bool:
-                """As if the first had been stopped for longer than its lease."""
-                await client.call("SET", keys.leader("updater"), "updater-1|", "PX", 1000)
-                return deposed.done()
-
-            await wait_until(lease_is_the_seconds)
-            assert isinstance(error := deposed.exception(), BaseExceptionGroup)
-            assert error.subgroup(Fenced)
-            await hand.admitted(1.0)
-            await hand.reaches(2)
-    assert [version.epoch for version in await hand.published()] == [1, 1, 2]
-    await hand.balanced()
-
-
-async def test_commit_with_a_lost_reply_happens_once(
-    make: Any, hand: Hand, redis: RedisSettings, client: Client, keys: Keys
-) -> None:
-    commit = Script("commit")._sha.encode()
-    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
-        await hand.join()
-        await hand.admitted(4.0)
-        await hand.reaches(1)
-        proxy.cut_reply_to = lambda data: commit in data
-        await hand.admitted(4.0)
-        await wait_until(lambda: proxy.cut_replies == 1)
-        await hand.admitted(4.0)
-        await hand.reaches(3)
-        versions = await hand.published()
-        assert [version.version for version in versions] == [0, 1, 2, 3]
-        for version in versions:
-            assert await client.call("PTTL", keys.model(version.blob)) == -1
-            await hand.model(version)
-        assert (await hand.ledger.look()).outcomes["applied"] == 3
-        await hand.balanced()
-
-
-async def test_lost_connections_neither_lose_nor_repeat_updates(
-    make: Any, hand: Hand, redis: RedisSettings
-) -> None:
-    rng = np.random.default_rng(11)
-    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
-        await hand.join()
-        for number in range(1, 16):
-            skip = int(rng.integers(0, 6))
-
-            def some(_data: bytes, left: list[int] = [skip]) -> bool:  # noqa: B006
-                left[0] -= 1
-                return left[0] < 0
-
-            proxy.cut_reply_to = some
-            await hand.admitted(4.0)
-            await hand.reaches(number)
-        assert proxy.cut_replies > 3
-    assert [version.version for version in await hand.published()] == list(range(16))
-    assert (await hand.ledger.look()).outcomes["applied"] == 15
-    await hand.balanced()
-
-
-@pytest.mark.parametrize("idle", [True, False])
-async def test_run_lost_by_redis_is_republished_without_going_back(
-    make: Any, hand: Hand, client: Client, idle: bool
-) -> None:
-    updater = make(lease_s=0.4)
-    async with running(updater, context()):
-        await hand.join()
-        for _ in range(3):
-            await hand.admitted(4.0)
-        await hand.reaches(3)
-        *_, newest = await hand.published()
-        if not idle:
-            for task in await hand.open(5):
-                await hand.admit(await hand.trained(task, 4.0))
-        await client.call("FLUSHALL")
-        await wait_until(lambda: published_again(hand))
-        # What it had decided on before may still become a version.
-        await wait_until(lambda: not updater._loop.unwritten and not updater._loop.commits.pending)
-        head = await hand.ledger.head()
-        assert head
-        assert head.epoch > newest.epoch
-        assert head.version >= newest.version
-        if idle:
-            assert head.digest == newest.digest
-        [again, *_] = await hand.published()
-        await hand.model(again)
-        await hand.join()
-        await hand.admitted(4.0)
-        await hand.reaches(head.version + 1)
-        await hand.balanced()
-
-
-async def test_republished_version_has_the_new_epoch(
-    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lease is taken again while its model is written."""
-    updater = make()
-    write, create = updater._publisher.write, updater._ledger.create
-    shown: list[int] = []
-
-    async def slowly_written(*args: Any) -> None:
-        await write(*args)
-        if not shown:
-            assert await updater._lease.acquire(at_least=updater._lease.number)
-
-    async def created(token: str, *args: Any, **about: Any) -> Any:
-        shown.append(int(token.partition(":")[0]))
-        return await create(token, *args, **about)
-
-    async with running(updater, context()):
-        await hand.reaches(0)
-        monkeypatch.setattr(updater._publisher, "write", slowly_written)
-        monkeypatch.setattr(updater._ledger, "create", created)
-        await client.call("FLUSHALL")
-        await hand.reaches(0)
-        assert len(shown) > 1  # the first was not good any more
-        assert [version.epoch for version in await hand.published()] == shown[-1:]
-
-
-async def published_again(hand: Hand) -> bool:
-    head = await hand.ledger.head()
-    return head is not None and head.epoch > 1
-
-
-async def test_redis_fallback_repeats_nothing(
-    make: Any, hand: Hand, redis: RedisSettings, client: Client
-) -> None:
-    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
-        await hand.join()
-        await hand.admitted(4.0)
-        await hand.reaches(1)
-        proxy.reading.clear()
-        await hand.admitted(8.0)
-        await hand.admitted(math.nan)
-        backup = await backed_up(client)
-        proxy.reading.set()
-        await refused(hand, "not finite")
-        before = (await hand.published())[-1]
-        proxy.reading.clear()  # the next look is ours, not the updater's
-        await go_back(client, backup)
-        assert await hand.version() == 1
-        proxy.reading.set()
-        await hand.reaches(2)
-        again = (await hand.published())[-1]
-        assert (again.version, again.digest) == (2, before.digest)
-        await wait_until(hand.queue_is_empty)
-        view = await hand.ledger.look()
-        assert (view.outcomes["applied"], view.reasons("refused")) == (2, {"not finite": 1})
-        assert view.open == ()
-        await hand.admitted(0.0)
-        await hand.reaches(3)
-        assert (await hand.model((await hand.published())[-1])).floats.tolist() == [2.5] * 4
-        await hand.balanced()
-
-
-async def test_finished_run_lost_by_redis_is_republished_as_finished(
-    make: Any, hand: Hand, client: Client
-) -> None:
-    async with running(make(lease_s=0.4, versions=1), context()):
-        await hand.join()
-        await hand.admitted(4.0)
-        await hand.reaches(1)
-        await client.call("FLUSHALL")
-        await wait_until(lambda: published_again(hand))
-        run = await hand.ledger.run()
-        assert (run.state, run.why) == ("finished", "version 1 reached")
-        assert await hand.version() == 1
-
-
 # what it keeps
 
 
@@ -582,7 +285,7 @@ async def test_run_finishes_at_the_last_version_and_gives_up_the_rest(
         uploads = [await hand.trained(task, 4.0) for task in await hand.open(6)]
         assert await hand.admit(*uploads) == [("admitted", "")] * 6
         await hand.reaches(3)
-        await wait_until(lambda: empty(hand))
+        await wait_until(hand.queue_is_empty)
         view = await hand.ledger.look()
         assert (view.run.state, view.run.why) == ("finished", "version 3 reached")
         assert view.outcomes["applied"] == 3
@@ -602,7 +305,7 @@ async def test_externally_finished_run_accepts_no_updates(make: Any, hand: Hand)
         await hand.ledger.finish("accuracy 0.9 reached")
         await wait_until(lambda: updater._loop.state.finished)
         await hand.slip_in(upload)  # was admitted in the last moment
-        await wait_until(lambda: empty(hand))
+        await wait_until(hand.queue_is_empty)
         assert await hand.version() == 1
         assert (await hand.ledger.look()).reasons("given_up") == {"run finished": 1}
         await hand.balanced()
@@ -616,7 +319,7 @@ async def test_restarted_updater_does_not_restart_a_finished_run(make: Any, hand
     held = await hand.trained(hand.trigger(), 4.0)
     async with running(make(versions=1), context()):
         await hand.slip_in(held)
-        await wait_until(lambda: empty(hand))
+        await wait_until(hand.queue_is_empty)
         assert await hand.version() == 1
         assert (await hand.ledger.run()).state == "finished"
 

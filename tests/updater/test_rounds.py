@@ -1,0 +1,95 @@
+"""The updater against a real Redis, in rounds: a buffer of updates, and how rounds end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import CloseRound, RoundEnd
+from fedstream.strategies import FedAvgSettings, State, Update
+from tests.support import Hand, context, layout_of, model_of, running, wait_until
+from tests.updater.journalled import held
+
+
+async def test_journal_keeps_buffered_updates_until_their_version(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    async with running(make(FedAvgSettings(clients_per_round=3)), context()):
+        await hand.join()
+        uploads = [await hand.admitted(3.0), await hand.admitted(6.0)]
+        await wait_until(lambda: held(hand, 2))
+        assert await hand.queue() == []
+        assert await client.call("EXISTS", *(keys.queued(u.blob) for u in uploads)) == 0
+        assert await hand.version() == 0
+        head = await hand.ledger.head()
+        assert head
+        assert head.held == tuple(upload.device for upload in uploads)
+        uploads.append(await hand.admitted(0.0))
+        await hand.reaches(1)
+        assert await hand.queue() == []
+        assert await client.call("EXISTS", *(keys.queued(u.blob) for u in uploads)) == 0
+    _, version = await hand.published()
+    assert [u.task for u in version.updates] == [u.task for u in uploads]
+    assert (await hand.model(version)).floats == pytest.approx([3.0] * 4)
+    view = await hand.ledger.look()
+    assert (view.outcomes["buffered"], view.outcomes["applied"]) == (2, 1)
+    assert view.head.buffered == 0
+    await hand.balanced()
+
+
+async def test_successor_rebuilds_the_buffer_to_the_same_bits(make: Any, hand: Hand) -> None:
+    hand.layout = layout_of(100)
+    rng = np.random.default_rng(5)
+    values = [rng.standard_normal(100).astype(np.float32) for _ in range(4)]
+    strategy = FedAvgSettings(clients_per_round=4)
+    async with running(make(strategy, name="updater-0"), context()):
+        await hand.join()
+        for n in range(3):
+            await hand.admitted(*values[n])
+        await wait_until(lambda: held(hand, 3))
+    async with running(make(strategy, name="updater-1"), context()):
+        await hand.admitted(*values[3])
+        await hand.reaches(1)
+    rule, state = strategy.build(), State(0, model_of(hand.layout))
+    for one in values:
+        update = Update(model_of(hand.layout, *one), 0, 0, 10, 5, 0.1)
+        state, _ = rule.receive(state, update, Model(hand.layout))
+    _, version = await hand.published()
+    assert (version.digest, version.epoch, len(version.updates)) == (state.model.digest(), 2, 4)
+    view = await hand.ledger.look()
+    assert (view.outcomes["buffered"], view.outcomes["applied"]) == (3, 1)  # counted once
+    assert len(await hand.events()) == 4
+    await hand.balanced()
+
+
+async def test_round_end_makes_a_version_of_its_arrivals(make: Any, hand: Hand) -> None:
+    async with running(make(FedAvgSettings(clients_per_round=10)), context()):
+        await hand.join()
+        uploads = [await hand.admitted(2.0), await hand.admitted(4.0)]
+        for _ in range(2):  # told twice, it ends one round
+            await hand.ledger.ask(CloseRound(version=0, tasks=(), why="time is up"))
+        await hand.dispatch()
+        await hand.reaches(1)
+        await wait_until(hand.queue_is_empty)
+    _, version = await hand.published()
+    assert [u.task for u in version.updates] == [u.task for u in uploads]
+    assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
+    await hand.balanced()
+
+
+async def test_round_without_arrivals_makes_no_version(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    async with running(make(FedAvgSettings(clients_per_round=2)), context()):
+        await hand.join()
+        await client.call("XADD", hand.keys.queue, "*", "m", RoundEnd(version=0).encode())
+        await wait_until(hand.queue_is_empty)
+        assert await hand.version() == 0
+        for value in (1.0, 3.0):
+            await hand.admitted(value)
+        await hand.reaches(1)
