@@ -17,12 +17,6 @@ from tests.journals import Scribe
 FORMATS = ("bf16", "int8", "int8+zstd")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where the journal is."""
-    return tmp_path / "journal"
-
-
 def replayed(folder: Path) -> int:
     """How many versions are identical."""
     with Replayer(folder) as replayer:

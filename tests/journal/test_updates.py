@@ -22,11 +22,6 @@ from tests.support import layout_of
 LAYOUT = layout_of(700, 2, 1)  # three blocks
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "journal"
-
-
 def written(folder: Path, *formats: str, count: int = 6) -> Scribe:
     """Updates in these formats by turns."""
     scribe = Scribe(folder, FedBuffSettings(buffer_size=2), layout=LAYOUT)

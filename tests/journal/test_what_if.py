@@ -31,12 +31,6 @@ from tests.support import layout_of
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where the journal is."""
-    return tmp_path / "journal"
-
-
 class Told(Scribe):
     """A scribe whose models hold one number everywhere: those told, in order."""
 
