@@ -11,8 +11,9 @@ from collections import OrderedDict
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, RLock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 KEPT = 20  # answers
 _REMEMBERED = 1000  # addresses of answers that were forgotten
-_LOOK_S = 1.0  # between two looks whether a process that says nothing is still there
+_LOOK_S = 1.0  # between two looks whether a process is still there
+_REST_S = 30.0  # at most, to read what an ended process has sent: no more than a pipe holds
 # What answering any question takes, and what takes long to import.
 _PRELOADED = ["torch", "fedstream.page.work", "fedstream.recordings.measuring"]
 
@@ -99,19 +101,24 @@ class PageJob:
             why = (error.strerror if isinstance(error, OSError) else str(error)) or repr(error)
             self._stop(f"it can't be started: {why}")
             return
+        is_over, is_read = Event(), Event()
+        watch = Thread(
+            target=self._watch, args=(process, where, is_over, is_read), name="question's end",
+            daemon=True,
+        )  # fmt: skip
+        watch.start()
         try:
             with channel:
-                self._follow(channel, process, where)
+                self._follow(channel, is_over)
         except Exception as error:  # what it sent can't be taken in
             self._stop(f"its answer can't be read: {type(error).__name__}: {error}")
         finally:
+            is_read.set()
+            watch.join()  # two threads must not ask for the exit code at once
             process.join(_LOOK_S)  # a task may have something to put away
             _kill(process)  # and whatever it has started
             process.join()
-        self._stop(
-            f"the process that worked on it ended with exit code {process.exitcode}: what it "
-            f"printed is in {where.log}"
-        )
+        self._stop(_ended(process, where))
 
     def _start(self, where: Workplace) -> tuple[Connection, BaseProcess]:
         from multiprocessing import get_context
@@ -155,17 +162,32 @@ class PageJob:
                 if self._process is not None:
                     _kill(self._process)
 
-    def _follow(self, channel: Connection, process: BaseProcess, where: Workplace) -> None:
-        """Take in all news until there is an answer, a problem, or no process any more."""
+    def _watch(
+        self, process: BaseProcess, where: Workplace, is_over: Event, is_read: Event
+    ) -> None:
+        """Bound the reading, which alone could wait for ever for the rest of an answer.
+
+        ``is_over`` is set when the process has ended; ``is_read`` ends this.
+        """
         most = where.bounds.seconds
-        while self.is_going_on:
-            if most is not None and monotonic() - self._began > most:
+        while process.exitcode is None:
+            left = _LOOK_S if most is None else self._began + most - monotonic()
+            if most is not None and left <= 0:
                 self._stop(f"it took longer than {most:g} s (page.question_s)")
                 return
-            left = _LOOK_S if most is None else self._began + most - monotonic()
-            has_ended = process.exitcode is not None  # before the look at what it left behind
-            if not channel.poll(max(0.0, min(_LOOK_S, left))):
-                # What the task started may hold the channel open after its end.
+            if is_read.wait(min(_LOOK_S, left)):
+                return
+        # What the task started may hold the channel open. What was sent stays readable.
+        _kill(process)
+        is_over.set()
+        if not is_read.wait(_REST_S):  # something that left the group holds it
+            self._stop(_ended(process, where))
+
+    def _follow(self, channel: Connection, is_over: Event) -> None:
+        """Take in all news until there is an answer, a problem, or no process any more."""
+        while self.is_going_on:
+            has_ended = is_over.is_set()  # before the look at what it left behind
+            if not channel.poll(_LOOK_S):
                 if has_ended:
                     return
                 continue
@@ -191,6 +213,14 @@ class PageJob:
                         self.answer = answer
 
 
+def _ended(process: BaseProcess, where: Workplace) -> str:
+    """That a process ended without an answer."""
+    return (
+        f"the process that worked on it ended with exit code {process.exitcode}: what it "
+        f"printed is in {where.log}"
+    )
+
+
 def _kill(process: BaseProcess) -> None:
     """End a process, and all that it has started, which are its group."""
     if process.pid is None:
@@ -211,12 +241,15 @@ class PageJobs:
         self._where = where
         self._is_over = False
         self._jobs: OrderedDict[str, PageJob] = OrderedDict()  # by address, the newest last
-        self._forgotten: OrderedDict[str, None] = OrderedDict()  # addresses
+        # Digests of addresses, which may be long.
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        self._changing = RLock()  # questions begin in one thread, and end in another
 
     @property
     def current(self) -> PageJob | None:
         """The one that is being worked on."""
-        return next((job for job in self._jobs.values() if job.is_going_on), None)
+        with self._changing:
+            return next((job for job in self._jobs.values() if job.is_going_on), None)
 
     def at(self, address: str) -> PageJob | None:
         """What became of a question."""
@@ -224,7 +257,7 @@ class PageJobs:
 
     def has_forgotten(self, address: str) -> bool:
         """Whether a question was worked on, and what became of it is no longer kept."""
-        return address in self._forgotten
+        return _digest(address) in self._forgotten
 
     @property
     def shares(self) -> MeasuredShares | None:
@@ -234,35 +267,42 @@ class PageJobs:
 
     def _measured(self) -> list[tuple[str, MeasuredShares]]:
         """All that was measured of devices' updates, with its address."""
-        return [(job.address, job.answer) for job in self._jobs.values()
-                if isinstance(job.answer, MeasuredShares)]  # fmt: skip
+        with self._changing:
+            return [(job.address, job.answer) for job in self._jobs.values()
+                    if isinstance(job.answer, MeasuredShares)]  # fmt: skip
 
     def begin(self, question: Question, address: str) -> None:
         """Work on a question, also if it was answered before. Raises Occupied."""
-        if self.current is not None:
-            if self.current.address == address:
-                return
-            raise Occupied("another question is being worked on")
-        if self._is_over:
-            raise Occupied("no question is taken any more: the server is stopping")
-        for older, _ in self._measured()[:-1]:
-            self._forget(older)
-        job = self._jobs[address] = PageJob(question, address)
-        self._jobs.move_to_end(address)
-        self._forgotten.pop(address, None)
-        while len(self._jobs) > KEPT:
-            self._forget(next(iter(self._jobs)))
-        job.begin(self._where)
+        with self._changing:
+            if self.current is not None:
+                if self.current.address == address:
+                    return
+                raise Occupied("another question is being worked on")
+            if self._is_over:
+                raise Occupied("no question is taken any more: the server is stopping")
+            for older, _ in self._measured()[:-1]:
+                self._forget(older)
+            job = self._jobs[address] = PageJob(question, address)
+            self._jobs.move_to_end(address)
+            self._forgotten.pop(_digest(address), None)
+            while len(self._jobs) > KEPT:
+                self._forget(next(iter(self._jobs)))
+            job.begin(self._where)
 
     def _forget(self, address: str) -> None:
         del self._jobs[address]
-        self._forgotten[address] = None
+        self._forgotten[_digest(address)] = None
         while len(self._forgotten) > _REMEMBERED:
             self._forgotten.popitem(last=False)
 
     def end(self) -> None:
         """Cancel what is being worked on, and take no more."""
-        self._is_over = True
-        current = self.current
-        if current is not None:
-            current.cancel()
+        with self._changing:
+            self._is_over = True
+            current = self.current
+            if current is not None:
+                current.cancel()
+
+
+def _digest(address: str) -> bytes:
+    return sha256(address.encode(errors="surrogatepass")).digest()

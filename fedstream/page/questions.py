@@ -22,6 +22,7 @@ from fedstream.recordings.bisect import Limit, limit_of
 
 _MEASUREMENTS = 50  # approximate number of versions that a curve of another rule has
 _MOST_SETTINGS = 50
+_LONGEST = 200  # characters of a metric's name
 _DIGITS = 18  # more than any version or device has
 _PROGRAM = re.compile(r"[:\\]")  # its name has a colon, which a quoted value can also escape
 
@@ -115,6 +116,10 @@ def bisection(fields: Fields, run: RecordedRun) -> tuple[Bisection | None, Probl
     until = reading.until(run)
     if not metric:
         reading.problems["metric"] = "which metric? Give one of the task's, such as accuracy"
+    elif len(metric) > _LONGEST:
+        reading.problems["metric"] = (
+            f"a metric's name has at most {_LONGEST} characters, not {len(metric):,}"
+        )
     bound, above = reading.real("bound"), reading.text("side") == "above"
     limit = None
     if "bound" not in reading.problems:

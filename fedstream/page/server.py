@@ -229,10 +229,10 @@ class PageServer:
     async def _go(self, request: web.Request) -> web.Response:
         """The form's answer without JavaScript: whichever field was changed counts."""
         asked = request.query
-        was, slid = _optional("at", asked), _optional("version", asked)
+        was = _optional("at", asked)
 
         def make(run: RecordedRun) -> str:
-            (number, to), fields, problems = _filled(run, asked, "number", "to")
+            (number, to, slid), fields, problems = _filled(run, asked, "number", "to", "version")
             wanted = number if number is not None and number != was else slid
             at = run.newest if wanted is None else run.columns.nearest(wanted)
             if not problems:

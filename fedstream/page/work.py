@@ -117,7 +117,7 @@ def _end_with_server(access: TaskAccess) -> None:
             del os.environ[name]
     os.environ[VARIABLE] = str(os.getppid())  # the server, or what ends with it
     end_with_parent()
-    # The system means the thread that began it: one of a pool, which lasts as long as the server.
+    # The system means the thread that began it: the question's own, which outlasts this process.
     if (die := death_with_parent()) is not None:
         die()
     server = parent_process()

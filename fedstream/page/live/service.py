@@ -201,8 +201,10 @@ class LiveService:
         except web.HTTPException as error:  # a redirect, or a form that is too long
             return web.Response(status=error.status, headers=error.headers)
         except (NoRun, TimeoutError) as error:
-            make = await self._made()
-            said = f"{error or 'Redis has not answered yet'}: this page is loaded again by itself"
+            make, why = await self._made(), str(error) or "Redis has not answered yet"
+            if isinstance(error, NoRun):  # seen most often where one is about to begin
+                why = f"there is no run {self._run!r}, or it is still being set up"
+            said = f"{why}: this page is loaded again by itself"
             return _html(make.waiting(self._run, said), 503, retry=True)
         except FedstreamError as error:
             status = 503 if error.retriable else 500

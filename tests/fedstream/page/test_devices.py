@@ -84,3 +84,4 @@ def test_distances_are_shown_beside_what_else_there_was_at_their_version(recorde
     width = len(DEVICE_COLUMNS)
     used = Page(text).cells[width + 1 :: width]
     assert sum(map(int, used)) == 20
+    assert "?sort=" not in text  # that is the table of the whole run

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
@@ -14,9 +15,9 @@ from urllib.request import Request, urlopen
 import pytest
 
 from fedstream.page import jobs
-from fedstream.page.jobs import PageJob, PageJobs, Workplace
+from fedstream.page.jobs import Occupied, PageJob, PageJobs, Workplace
 from fedstream.page.questions import Bisection, Distances
-from fedstream.page.work import MeasuredShares, TaskAccess
+from fedstream.page.work import MeasuredShares, TaskAccess, WorkBounds
 from fedstream.recordings.bisect import Limit, Search
 from tests.integration.command import TEST_GUARD_S
 from tests.support import wait_until
@@ -79,6 +80,30 @@ async def test_death_is_told_though_what_the_task_started_lives(
     await wait_until(lambda: not is_there(pid), TEST_GUARD_S, "the end of its process")
 
 
+HALF = """
+import gc
+from multiprocessing.connection import Connection
+
+for one in gc.get_objects():
+    if isinstance(one, Connection) and one.writable and not one.readable:
+        os.write(one.fileno(), bytes([0, 0, 1, 0]) + b"half")  # of 256 bytes
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds", "problem"),
+    [("os._exit(7)", None, "exit code 7"), ("time.sleep(600)", 8, "longer than 8 s")],
+    ids=["dies", "hangs"],
+)
+async def test_half_an_answer_is_not_waited_for(
+    place: Workplace, tmp_path: Path, end: str, seconds: float | None, problem: str
+) -> None:
+    """What the task started holds the channel, so that reading alone would never end."""
+    job = begun(replace(place, bounds=WorkBounds(seconds)), tmp_path, f"{HALF}\n{end}")
+    await wait_until(lambda: not job.is_going_on, TEST_GUARD_S / 2, "a problem")
+    assert problem in job.problem
+
+
 async def test_an_answer_that_cannot_be_taken_in_is_told(
     poisoned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +148,17 @@ def test_addresses_of_forgotten_answers_are_bounded(
     for n in range(5):
         asked.begin(QUESTION, f"/{n}")
     assert [asked.has_forgotten(f"/{n}") for n in range(5)] == [False, False, True, True, False]
+    asked.begin(QUESTION, f"/{'x' * 100_000}")
+    asked.begin(QUESTION, "/")
+    assert asked.has_forgotten(f"/{'x' * 100_000}")
+    assert max(map(len, asked._forgotten)) == 32
+
+
+def test_no_question_begins_after_the_end(poisoned: Path) -> None:
+    asked = PageJobs(Workplace(poisoned, TaskAccess()))
+    asked.end()
+    with pytest.raises(Occupied, match="the server is stopping"):
+        asked.begin(QUESTION, "/bisect")
 
 
 def test_while_torch_is_imported_pages_answer_and_ctrl_c_ends_at_once(

@@ -41,6 +41,7 @@ def test_a_bisection_as_the_form_has_it(run: RecordedRun) -> None:
         ({"bound": "1e999"}, "bound", "--below inf: must be a finite number"),
         ({"bound": "half"}, "bound", "'half' is not a number"),
         ({"metric": " "}, "metric", "which metric?"),
+        ({"metric": "x" * 201}, "metric", "at most 200 characters, not 201"),
         ({"every": "0"}, "every", "'0' is not a whole number from 1 on"),
         ({"every": "1e3"}, "every", "is not a whole number"),
         ({"until": "61"}, "until", "version 61 is not in the journal, which has 0 to 60"),

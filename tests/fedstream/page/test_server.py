@@ -363,6 +363,12 @@ async def test_what_is_wrong_with_a_version_is_told_beside_the_form(
         assert re.search(f'id="{name}-problem" role="alert">[^<]*{said}', text)
 
 
+async def test_a_wrong_place_of_the_slider_is_told_in_the_form(get: Get) -> None:
+    status, text = await get("/versions?version=abc&at=5")
+    assert (status, f"<h1>Version {VERSIONS}</h1>" in text) == (422, True)
+    assert re.search('id="version-problem" role="alert">[^<]*is not a whole number', text)
+
+
 async def test_other_hosts_names_and_methods_are_refused(client: Client) -> None:
     """A page elsewhere may give its own name this machine's address."""
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example"):

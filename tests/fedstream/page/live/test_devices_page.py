@@ -75,7 +75,7 @@ async def test_a_device_has_curves_of_what_was_read_along(
             return text if "up to version 30." in text else ""
 
         text = str(await wait_until(read, 60, "the end of the journal"))
-        assert "Norm, distance and cosine over its newest 1 update: as far as" in text
+        assert "Norm, distance over its newest update: as far as" in text
         for name in ("norm", "distance"):  # the cosine takes ten versions more than there are
             assert f'data-chart="newest-{name}"' in text
         first = page.service._pushed().rows["device"][0]
