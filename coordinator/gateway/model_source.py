@@ -55,7 +55,7 @@ class ModelSource:
         if self._volume is None:
             assert self._chunk is not None  # noqa: S101  (one of the two is there)
             if not self._begin <= begin < self._begin + len(self._data):
-                self._begin = begin - begin % CHUNK
+                self._begin, self._data = begin - begin % CHUNK, memoryview(b"")  # one at a time
                 self._data = memoryview(await self._chunk(begin // CHUNK))
         return self._data[begin - self._begin : end - self._begin]
 

@@ -66,7 +66,9 @@ class UploadStops:
             return
         if (why := await self._why_over(held, attempt)) is not None:
             await self._tasks.give_up(held, why)
-            raise StoppedUpload(Receipt(state="given up", reason=why))
+            # Another replica may have had an answer decided meanwhile: then that counts.
+            decided = await self._receipts.now(task, attempt)
+            raise StoppedUpload(decided or Receipt(state="given up", reason=why))
 
     async def _why_over(self, held: Held, attempt: str) -> str | None:
         """Why a task in hand is to be given up; None: it isn't."""
