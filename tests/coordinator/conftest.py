@@ -44,8 +44,14 @@ def make(redis: RedisSettings, keys: Keys) -> Any:
 
 
 @pytest.fixture
-async def run(hand: Hand) -> Hand:
-    """A run that was created, in which others than the coordinator are played by hand."""
+async def created(hand: Hand) -> Hand:
+    """A run that was created, and no more."""
     await hand.create()
-    await hand.tasks.ensure()
     return hand
+
+
+@pytest.fixture
+async def run(created: Hand) -> Hand:
+    """A run in which others than the coordinator are played by hand."""
+    await created.tasks.ensure()
+    return created

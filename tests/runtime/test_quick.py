@@ -258,6 +258,17 @@ def getting(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
 
 
+async def amid_a_body(
+    its: Library, length: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, IncomingBody]:
+    """A connection on which two bytes of a body, ``ab``, were sent and read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+    writer.write(posting(length) + b"ab")
+    incoming = await its.comes()
+    assert await incoming.readany() == b"ab"
+    return reader, writer, incoming
+
+
 async def test_quick_route_is_found_by_the_parts_of_its_path() -> None:
     async with library() as its:
         reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
@@ -273,10 +284,7 @@ async def test_quick_route_is_found_by_the_parts_of_its_path() -> None:
 
 async def test_body_is_read_as_it_comes_and_what_is_behind_is_another_request() -> None:
     async with library() as its:
-        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
-        writer.write(posting(6) + b"ab")
-        incoming = await its.comes()
-        assert await incoming.readany() == b"ab"
+        reader, writer, incoming = await amid_a_body(its, 6)
         coming = asyncio.create_task(incoming.readany())
         writer.write(b"cdef" + getting("/pages/1"))
         assert await coming == b"cdef"
@@ -315,10 +323,7 @@ async def test_request_that_does_not_end_is_closed_after_its_answer() -> None:
 
 async def test_who_goes_away_amid_a_body_is_heard_of() -> None:
     async with library() as its:
-        _, writer = await asyncio.open_connection("127.0.0.1", its.port)
-        writer.write(posting(9) + b"ab")
-        incoming = await its.comes()
-        assert await incoming.readany() == b"ab"
+        _, writer, incoming = await amid_a_body(its, 9)
         writer.close()
         with pytest.raises(ConnectionError, match="went away"):
             await incoming.readany()

@@ -33,11 +33,10 @@ def make(redis: RedisSettings, keys: Keys) -> Any:
 
 
 @pytest.fixture
-async def run(hand: Hand) -> Hand:
+async def run(created: Hand) -> Hand:
     """A run, whose scheduler is still to come."""
-    await hand.create()
-    await hand.scheduler.release()
-    return hand
+    await created.scheduler.release()
+    return created
 
 
 @pytest.fixture
