@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from aiohttp import web
@@ -125,8 +126,8 @@ class ServedConnection(web.RequestHandler):
     """
 
     __slots__ = (
-        "_behind", "_cut", "_ending", "_entrance", "_http", "_idle", "_incoming", "_is_taken",
-        "_log", "_plain", "_quick", "_refused", "_wire",
+        "_answered", "_behind", "_cut", "_ending", "_entrance", "_http", "_idle", "_incoming",
+        "_is_taken", "_log", "_plain", "_quick", "_refused", "_wire",
     )  # fmt: skip
 
     def __init__(
@@ -158,6 +159,7 @@ class ServedConnection(web.RequestHandler):
         self._incoming: IncomingBody | None = None  # its body, until all of that has come
         self._behind = b""  # what has come behind it
         self._ending: _Ending | None = None  # of an answer that was written
+        self._answered: asyncio.Future[None] | None = None  # set if the end waits for it
         self._log = log
         self._refused = refused
         self._wire: asyncio.Transport | None = None
@@ -280,6 +282,8 @@ class ServedConnection(web.RequestHandler):
     def _forget(self) -> None:
         """Note that an answer has ended, whatever became of it."""
         ending, self._ending, self._is_taken = self._ending, None, False
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
         if ending is not None and ending.then is not None:
             ending.then()
 
@@ -300,6 +304,21 @@ class ServedConnection(web.RequestHandler):
         """Close the connection if aiohttp would, had it answered the last request."""
         if self._waits():
             self.force_close()
+
+    def close(self) -> None:
+        """Take no more requests. What a quick route has taken is answered first."""
+        if not self._is_taken:
+            super().close()
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        """End the connection; what was begun has ``timeout`` seconds to be answered and taken."""
+        if self._is_taken:
+            self._answered = self._loop.create_future()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._answered
+            super().close()
+        await super().shutdown(timeout)
 
     def pause_writing(self) -> None:
         super().pause_writing()

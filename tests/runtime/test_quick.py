@@ -182,6 +182,28 @@ async def test_last_answer_closes_the_connection() -> None:
         writer.close()
 
 
+async def test_what_a_quick_route_has_taken_is_answered_before_the_end() -> None:
+    async with served() as counter:
+        reader, writer = await counter.connected()
+        writer.write(QUICK)
+        await counter.wait()
+        asyncio.get_running_loop().call_later(0.2, counter.answer)  # it is ending by then
+    assert await body(reader) == b"quick"
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
+
+
+async def test_end_does_not_wait_for_ever_for_a_quick_answer() -> None:
+    async with asyncio.timeout(30):
+        async with served() as counter:
+            reader, writer = await counter.connected()
+            writer.write(QUICK)
+            await counter.wait()
+        assert await reader.read() == b""
+    counter.answer()  # nobody hears it
+    writer.close()
+
+
 class Watched:
     def __init__(self) -> None:
         self.expired = 0
@@ -350,6 +372,18 @@ async def test_body_that_nobody_reads_is_not_taken() -> None:
         its.answer()
         assert await body(reader) == b"taken"
         writer.close()
+
+
+async def test_answer_that_is_being_taken_is_taken_before_the_end() -> None:
+    page = bytes(1 << 24)
+    async with library(page) as its:
+        reader, writer = await asyncio.open_connection("127.0.0.1", its.port)
+        writer.write(getting("/pages/1"))
+        await wait_until(lambda: its.numbers)
+        taken = asyncio.create_task(body(reader))
+    assert await taken == page
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
 
 
 async def test_answer_ends_when_its_reader_has_taken_it() -> None:
