@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from aiohttp import web
 
 from fedstream.runtime.crowd import Crowd, TooMany
-from fedstream.runtime.plain import PlainReader
+from fedstream.runtime.plain import PlainReader, response
 from fedstream.runtime.problems import problem
 from fedstream.runtime.quick import Idle, IncomingBody, QuickRoutes
 from fedstream.runtime.tls import TlsBuffers, TlsConnection, TlsFailure
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedstream.runtime.plain import PlainRequest
 
 _LINGER_S = 2.0  # for the unread rest of a request's body
+_AHEAD = 1 << 13  # bytes behind a request that a quick route has taken; then no more are read
 _HELD = 1 << 17  # bytes of a body that a quick route has not read; then no more are taken
 _NO_BODY = memoryview(b"")
 _HEADERS = 64  # of a request, each of at most 8 KiB
@@ -186,7 +187,8 @@ class ServedConnection(web.RequestHandler):
         if self._is_taken:
             if behind := self._into_body(data):
                 self._behind += behind
-                if self._wire is not None:
+                # Who is not read is not seen to go away, either.
+                if len(self._behind) > _AHEAD and self._wire is not None:
                     self._wire.pause_reading()
             self._end()
             return
@@ -196,7 +198,7 @@ class ServedConnection(web.RequestHandler):
         request = self._plain.take(data)
         if request is not None and self._waits():
             self._is_taken = True
-            if self._quick.take(request, self):
+            if self._takes(request):
                 self.keep_alive(True)  # ends aiohttp's timer
                 if self._is_taken:  # not answered yet
                     self._idle.end(self)
@@ -205,6 +207,22 @@ class ServedConnection(web.RequestHandler):
         super().data_received(data)
         if not self._waits():
             self._idle.end(self)  # aiohttp counts again, from its answer on
+
+    def _takes(self, request: PlainRequest) -> bool:
+        """Whether a quick route has taken the request. Its failure is answered as a handler's is,
+        and closes the connection.
+        """
+        try:
+            return self._quick.take(request, self)
+        except Exception as error:
+            text, reason = self._failed(request.target, error)
+            if not self._is_taken or self._ending is not None:  # it was answered before that
+                self.force_close()
+                return True
+            about = {"Content-Type": "application/json; charset=utf-8", "Connection": "close"}
+            body = json.dumps({"error": text, "reason": reason}).encode()
+            self.answer(response(500, about, body), is_last=True)
+            return True
 
     def _waits(self) -> bool:
         """Whether aiohttp waits for a request."""
@@ -367,16 +385,20 @@ class ServedConnection(web.RequestHandler):
             text = f"malformed request: {said}"[:200]
             reason = "malformed"
             self._log.warning("bad request", remote=request.remote, reason=text)
+            self._count(reason)
         else:
-            text = "internal error: see the service's log"
-            reason = "internal"
-            self._log.error("request failed", path=request.path, exc_info=exc)
-        self._count(reason)
+            text, reason = self._failed(request.path, exc)
         if begun:
             raise ConnectionError("the response was already partly sent")
         response = problem(status, text, reason=reason)
         response.force_close()
         return response
+
+    def _failed(self, path: str, error: BaseException | None) -> tuple[str, str]:
+        """Log and count that a request can't be answered; the text and reason for the client."""
+        self._log.error("request failed", path=path, exc_info=error)
+        self._count("internal")
+        return "internal error: see the service's log", "internal"
 
     def _count(self, reason: str) -> None:
         if self._refused is not None:

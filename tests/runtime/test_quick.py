@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import structlog
 from aiohttp import web
+from prometheus_client import Counter as Metric
 
 from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
@@ -33,6 +34,10 @@ class Counter:
         if "slow" in request.headers:
             return False
         self.taken.append(exchange)
+        if "broken" in request.headers:
+            if request.headers["broken"] == "late":
+                self.answer()
+            raise ValueError("broken")
         return True
 
     def answer(self, *, is_last: bool = False) -> None:
@@ -58,7 +63,7 @@ class Counter:
 
 
 @asynccontextmanager
-async def served(idle_s: float = 15.0) -> AsyncIterator[Counter]:
+async def served(idle_s: float = 15.0, refused: Metric | None = None) -> AsyncIterator[Counter]:
     counter = Counter()
 
     async def slow(request: web.Request) -> web.Response:
@@ -72,7 +77,8 @@ async def served(idle_s: float = 15.0) -> AsyncIterator[Counter]:
     ]
     app = application(routes, lambda: False)
     http = HttpSettings(idle_s=idle_s)
-    async with listening(app, http, 0, Crowd(100), structlog.get_logger()) as counter.port:
+    log = structlog.get_logger()
+    async with listening(app, http, 0, Crowd(100), log, refused=refused) as counter.port:
         yield counter
 
 
@@ -160,12 +166,14 @@ async def test_waiting_for_a_quick_answer_is_not_idle() -> None:
         writer.close()
 
 
-async def test_hang_up_is_noticed_and_an_answer_goes_nowhere() -> None:
+@pytest.mark.parametrize("behind", [b"", b"G", SLOW])
+async def test_hang_up_is_noticed_and_an_answer_goes_nowhere(behind: bytes) -> None:
     async with served() as counter:
         _, writer = await counter.connected()
         writer.write(QUICK)
         await counter.wait()
         assert counter.taken[0].remote == "127.0.0.1"
+        writer.write(behind)
         writer.close()
         await wait_until(lambda: not counter.taken[0].is_open)
         counter.answer()
@@ -202,6 +210,22 @@ async def test_end_does_not_wait_for_ever_for_a_quick_answer() -> None:
         assert await reader.read() == b""
     counter.answer()  # nobody hears it
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("when", "said"), [("at once", b'"reason": "internal"'), ("late", b"quick")]
+)
+async def test_failure_of_a_quick_route_is_answered_counted_and_ends(
+    when: str, said: bytes
+) -> None:
+    refused = Metric("refused", "requests", ["reason"], registry=None)
+    async with served(refused=refused) as counter:
+        reader, writer = await counter.connected()
+        writer.write(QUICK[:-2] + b"Broken: " + when.encode() + b"\r\n\r\n")
+        assert said in await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        sample = next(iter(refused.collect())).samples[0]
+    assert (sample.labels, sample.value) == ({"reason": "internal"}, 1)
 
 
 class Watched:
