@@ -472,15 +472,16 @@ async def test_a_journal_that_is_gone_and_back_again(recorded: Path, tmp_path: P
     run, aside = tmp_path / "run", tmp_path / "aside"
     shutil.copytree(recorded, run)
     server = PageServer(RecordedRun(run))
+    server.run.journal.rename(aside)  # before it is served: then it is read without being asked
     async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
-        for kind in ("text/plain", "text/html"):  # nothing was asked before, something was
-            server.run.journal.rename(aside)
+        for kind in ("text/plain", "text/html"):  # nothing was read before, something was
             for path, status in (("/", 500), ("/versions/3?models=1", 500), ("/nowhere", 404)):
                 answer = await client.get(path)
                 assert (answer.status, answer.content_type) == (status, kind), path
             assert "no run with a journal there" in await (await client.get("/")).text()
             aside.rename(server.run.journal)
             assert (await client.get("/versions/3?models=1")).status == 200
+            server.run.journal.rename(aside)
 
 
 async def test_names_from_a_strangers_journal_do_no_harm(tmp_path: Path) -> None:
