@@ -153,7 +153,9 @@ class Chaos:
             "REDIS__TIMEOUT_S": "2.0",
             "STRATEGY__NAME": plan.strategy, "SCHEDULER__POLICY": policy,
             "WIRE__MODEL": plan.model,
-            "DEVICES__LATENCY": "{kind='fixed', mean_s=0.02}",
+            # Faster trainers would make all versions while the devices over HTTP enrol that Redis
+            # forgot.
+            "DEVICES__LATENCY": f"{{kind='fixed', mean_s={0.15 if plan.over_http else 0.02}}}",
             "JOURNAL__DIR": str(self._folder / "journal"), "JOURNAL__SYNC": plan.sync,
             "JOURNAL__SYNC_S": "0.3", "JOURNAL__SEGMENT_VERSIONS": "30",
             "UPDATER__LEASE_S": "1.0", "COORDINATOR__REDELIVER_S": "2.0",
@@ -181,9 +183,13 @@ class Chaos:
         """From the start to the end of the run, or until it is stuck."""
         watching = asyncio.create_task(self._watcher.watch())
         try:
-            await self.services.start()
-            if self._plan.over_http:
+            names = self._plan.names
+            if self._plan.over_http:  # trainers come last, or the run gets ahead of the devices
+                await self.services.start(*(name for name in names if name not in TRAINERS))
                 await self._phones.start(self._stuck_s)
+                await self.services.start(*TRAINERS)
+            else:
+                await self.services.start(*names)
             await self._faults()
             await self._last_version()
             await self._phones.over()

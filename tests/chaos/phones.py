@@ -21,8 +21,6 @@ from tests.support import EveryRole, wait_until
 
 _AGAIN_S = 0.2  # before a device that was killed begins again
 _ENDS_S = 90.0  # after the run, on a machine as busy as it is
-# So that some are at work whenever something happens.
-_SLOW = {"FEDSTREAM_DEVICES__LATENCY": "{kind='fixed', mean_s=0.3}"}
 # What a device says last that Redis has forgotten: its invite, or that it enrolled.
 _FORGOTTEN = ("no such invite", "unknown device")
 
@@ -51,7 +49,7 @@ class Phones:
         self._operator: asyncio.Task[None] | None = None
         self._url = url
         ours = {n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")}
-        self._env = ours | dict(settings) | {"OMP_NUM_THREADS": "1", **_SLOW}
+        self._env = ours | dict(settings) | {"OMP_NUM_THREADS": "1"}
         self._children: dict[int, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self.findings: list[str] = []
@@ -59,12 +57,17 @@ class Phones:
         self.forgotten = 0  # times that Redis did not know one any more
 
     async def start(self, stuck_s: float) -> None:
-        """Invite all devices, once there is a run, and start them."""
+        """Invite all devices, once there is a run, and start them; until all have enrolled."""
         await wait_until(self._invite, timeout=stuck_s, what="devices are invited")
         self._operator = asyncio.create_task(self._operate(), name="operator")
         for device, invite in self._invites.items():
             keeper = asyncio.create_task(self._keep(device, invite), name=f"device-{device}")
             self._keepers.append(keeper)
+        await wait_until(self._have_all_enrolled, timeout=stuck_s, what="all devices have enrolled")
+
+    async def _have_all_enrolled(self) -> bool:
+        enrolled, _, _ = await self._ledger.access(GATEWAY)
+        return self._invites.keys() <= enrolled.keys()
 
     async def _invite(self) -> bool:
         """Invite those that Redis does not know, and have them start anew; whether that worked."""

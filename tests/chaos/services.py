@@ -193,12 +193,12 @@ class Services:
         """The process that has the name now."""
         return self._children[name]
 
-    async def start(self) -> None:
-        """Starts all, and keeps them."""
-        for name in self._env:
+    async def start(self, *names: str) -> None:
+        """Starts some, and keeps them."""
+        for name in names:
             self._may[name].set()
             self._keepers.append(asyncio.create_task(self._keep(name), name=name))
-        await asyncio.gather(*(self.alive(name) for name in self._env))
+        await asyncio.gather(*map(self.alive, names))
 
     async def stop(self) -> None:
         """Tells all to stop: each must, in time and cleanly."""
