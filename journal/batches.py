@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fedstream.journal.frames import FRAME_BYTES, filled, frame_of, whole_parts
 
-MOST = 8192  # records in a batch, whose messages take some 6 MB
+BATCH = 8192  # records in a batch, whose messages take some 6 MB
 _MESSAGE = 1024  # bytes that are read for a frame and its message; most are shorter
 
 
@@ -22,14 +22,14 @@ class RecordBatch:
 
 
 def batch_at(file: int, salt: bytes, at: int, end: int, chain: bytes) -> RecordBatch:
-    """The whole records from an offset on, each following the one before it, at most ``MOST``.
+    """The whole records from an offset on, each following the one before it, at most ``BATCH``.
 
     ``salt``: 8 bytes, as hashed; ``end``: where the last one must end; ``chain``: what the first
     must follow. Fewer where a record is not whole. Raises OSError.
     """
     offsets: list[int] = []
     messages: list[bytes] = []
-    while at < end and len(offsets) < MOST:
+    while at < end and len(offsets) < BATCH:
         data = os.pread(file, _MESSAGE, at)
         parts = whole_parts(salt, data)
         if parts is None and (frame := frame_of(data)) is not None:  # a longer one, perhaps

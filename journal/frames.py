@@ -22,7 +22,7 @@ from pathlib import Path
 from fedstream.broker.layout import PAGE
 
 FORMAT = 2
-MOST = 16 << 20  # bytes of a message; none of ours is longer
+LONGEST = 16 << 20  # bytes of a message; none of ours is longer
 BEGINNING = bytes(32)  # what a segment's first record follows; its message names the predecessor
 
 _FILE = struct.Struct("<8sI4xQ")  # magic, format, salt; alone on its page
@@ -105,7 +105,7 @@ def frame_parts(data: bytes | memoryview) -> tuple[int, int, int, int, bytes, by
     if len(data) < FRAME_BYTES:
         return None
     mark, length, payload, synced, offset, follows = _FRAME.unpack_from(data)
-    if mark != _MARK or length > MOST:
+    if mark != _MARK or length > LONGEST:
         return None
     return length, payload, synced, offset, follows, bytes(data[_FRAME.size : FRAME_BYTES])
 
@@ -119,7 +119,7 @@ def whole_parts(salt: bytes, data: bytes) -> tuple[bytes, int, int, bytes, bytes
         return None
     mark, length, payload, _, offset, follows, checksum = _WHOLE.unpack_from(data)
     message = data[FRAME_BYTES : FRAME_BYTES + length]
-    if mark != _MARK or len(message) < length or length > MOST:
+    if mark != _MARK or len(message) < length or length > LONGEST:
         return None
     if hashlib.sha256(salt + data[: _FRAME.size] + message).digest() != checksum:
         return None

@@ -20,7 +20,7 @@ from fedstream.broker.errors import Fenced
 from fedstream.broker.layout import PAGE, Payload, vector_of
 from fedstream.broker.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
-from fedstream.journal.frames import BEGINNING, MOST, file_page, filled, packed
+from fedstream.journal.frames import BEGINNING, LONGEST, file_page, filled, packed
 from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Writer:
         Raises JournalFull and leaves the file as it was, or JournalError.
         """
         encoded = message.encode()
-        if len(encoded) > MOST:
+        if len(encoded) > LONGEST:
             raise JournalError(
-                f"{self.path}: a message of {len(encoded)} bytes; the limit is {MOST}"
+                f"{self.path}: a message of {len(encoded)} bytes; the limit is {LONGEST}"
             )
         begin, checksum = packed(
             encoded, payload=sum(one.buffer.nbytes for one in blocks), synced=self._synced,

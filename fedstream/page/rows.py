@@ -27,7 +27,7 @@ from fedstream.journal.alike import Alike, Path, alike
 from fedstream.journal.records import is_used
 from fedstream.page.columns import MADE, NONE, UPDATE, Reasons, RowArray, SegmentRows
 
-_MOST = 2**63 - 1
+_HIGHEST = 2**63 - 1  # that a column holds
 
 _NUMBERS: dict[str, Path] = {
     "version": ("version",), "time": ("time",), "device": ("upload", "device"),
@@ -116,7 +116,7 @@ def _fill(rows: RowArray, group: Alike, reasons: Reasons) -> None:
     for name, path in names.items():
         if path in group.numbers:
             values = group.numbers[path]
-            rows[name][places] = np.minimum(values, _MOST) if values.dtype == ">u8" else values
+            rows[name][places] = np.minimum(values, _HIGHEST) if values.dtype == ">u8" else values
     if isinstance(entry, Taken) and ("received",) in group.numbers:
         waited = rows["time"][places] - group.numbers["received",]
         rows["waited"][places] = np.maximum(waited, 0.0)
@@ -164,4 +164,4 @@ def _update(entry: Taken, reasons: Reasons, offset: int) -> tuple[Any, ...]:
 
 def _whole(number: int) -> int:
     """A count as it fits an array; a foreign journal may hold any."""
-    return min(number, _MOST)
+    return min(number, _HIGHEST)

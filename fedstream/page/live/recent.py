@@ -33,7 +33,7 @@ _UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
 _REASONS = 1000  # a closed set, but for a Redis that anybody may write to
 _TEXT = 2000  # characters of an error that are kept
 _OVER_S = 10.0  # for rates
-MOST = (1 << 63) - 1  # that a column holds; a device may say more
+HIGHEST = (1 << 63) - 1  # that a column holds; a device may say more
 _LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
 
 Told = TaskEnd | Note | SeenMetrics
@@ -193,7 +193,7 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 def _whole(count: int | None) -> int:
-    return -1 if count is None else min(count, MOST)
+    return -1 if count is None else min(count, HIGHEST)
 
 
 def _moment(seconds: float) -> float:

@@ -57,7 +57,7 @@ def test_every_strategy_and_format(
 
 def test_many_updates_of_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are read together, with refusals, and an end."""
-    monkeypatch.setattr(batches, "MOST", 100)
+    monkeypatch.setattr(batches, "BATCH", 100)
     scribe = Scribe(tmp_path)
     rng = np.random.default_rng(1)
     for n in range(450):

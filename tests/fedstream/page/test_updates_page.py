@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ async def test_a_field_that_cant_be_read_is_told_beside_it(
     assert (answer.status, "the filter can't be read" in text) == (422, True)
     field = f'value="{typed}" aria-invalid="true" aria-describedby="{name}-problem"'
     assert field in text
-    assert f'id="{name}-problem" role="alert">{name} ' in text
+    assert re.search(f'id="{name}-problem" role="alert">[^<]* is not a', text)
     assert text.count("aria-invalid") == 1
     assert "In the order in which they were decided" not in text
 

@@ -128,7 +128,7 @@ async def test_large_checkpoint_does_not_fill_a_segment(
 def test_unreadable_message_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scribe = Scribe(tmp_path)
     size = scribe.writer.size
-    monkeypatch.setattr("fedstream.journal.writer.MOST", 500)
+    monkeypatch.setattr("fedstream.journal.writer.LONGEST", 500)
     with pytest.raises(JournalError, match=r"a message of \d+ bytes; the limit is 500"):
         scribe.refuse(reason="x" * 500)
     scribe.close()
