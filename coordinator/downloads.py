@@ -16,9 +16,9 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
+from fedstream.runtime.connections import SLICE
 from fedstream.wire.newest import read_model
 
-_SLICE = 1 << 18  # bytes written to a connection at once, and so held up by a slow reader
 _MODELS = 2  # distinct, in memory at a time: the next version may come while one is being read
 
 
@@ -109,7 +109,7 @@ async def send(
     response.content_length = len(data)
     await response.prepare(request)
     if request.method != "HEAD":
-        for at in range(0, len(data), _SLICE):
-            await response.write(data[at : at + _SLICE])
+        for at in range(0, len(data), SLICE):
+            await response.write(data[at : at + SLICE])
     await response.write_eof()
     return response

@@ -167,6 +167,8 @@ class Rules:
     full: float = 0.6  # of a core
     devices: int = 20_000  # of a gateway's replica (gateway.devices)
     models: int = 256 << 20  # bytes of models in its memory (gateway.model_bytes)
+    # New connections per second that it takes from one address (gateway.address_arrivals).
+    address_arrivals: float = 200.0
     spare: int = 1  # replicas more than needed
 
 
@@ -190,6 +192,8 @@ class Forecast:
     cores: Mapping[str, float]  # by service
     replicas: int  # of the gateway
     replica_gb: float  # of memory, of one of them
+    # New connections per second of one of them, if those to spare are away.
+    replica_arrivals: float
     runs: int  # 1: one run takes it; else into how many it has to be divided
     most_tasks_a_day: float  # of each device, that one run takes
 
@@ -256,6 +260,7 @@ def forecast(fleet: Fleet, costs: StepCosts, rules: Rules) -> Forecast:
         replica_gb=(
             costs.gateway_mb * _MB + present / replicas * costs.device_kb * 1000
         ) / _GB,
+        replica_arrivals=arrivals / (replicas - rules.spare),
         runs=max(1, math.ceil(tightest)),
         most_tasks_a_day=_over(fleet.tasks_a_day, of_tasks),
     )  # fmt: skip

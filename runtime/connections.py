@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedstream.runtime.http import HttpSettings
     from fedstream.runtime.plain import PlainRequest
 
+SLICE = 1 << 18  # bytes of a long body to write at once, and so held up by a slow reader
 _LINGER_S = 2.0  # for the unread rest of a request's body
 _AHEAD = 1 << 13  # bytes behind a request that a quick route has taken; then no more are read
 _HELD = 1 << 17  # bytes of a body that a quick route has not read; then no more are taken

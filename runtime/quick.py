@@ -151,6 +151,9 @@ def _pattern(path: str) -> re.Pattern[str]:
 QUICK = web.AppKey("quick", QuickRoutes)
 
 
+_READ_S = 0.002  # not 0: uvloop would read nothing in between
+
+
 class Expiring(Protocol):
     """What may be idle."""
 
@@ -180,10 +183,13 @@ class Idle:
         self._ends.pop(who, None)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        # A busy loop comes late, and may not have read yet what has come in time.
+        self._timer = loop.call_later(_READ_S, self._expire, loop, loop.time())
+
+    def _expire(self, loop: asyncio.AbstractEventLoop, until: float) -> None:
         self._timer = None
-        now = loop.time()
         for who, end in tuple(self._ends.items()):
-            if end > now:
+            if end > until:
                 self._timer = loop.call_at(end, self._look, loop)
                 return
             del self._ends[who]

@@ -23,8 +23,12 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.quick_check_ins import QuickCheckIns, check_in_of
-from fedstream.coordinator.gateway.quotas import Quota
+from fedstream.coordinator.gateway.quick_check_ins import (
+    AnswerCancelled,
+    QuickCheckIns,
+    check_in_of,
+)
+from fedstream.coordinator.gateway.quotas import Quotas
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
@@ -103,8 +107,7 @@ class GatewayApp:
         self._current = current
         self._models = models
         self._identity = identity
-        self._of_device = Quota("device", settings.device_rate)
-        self._of_address = Quota("address", settings.address_rate)
+        self._quotas = Quotas(settings.device_rate, settings.address_rate)
         self._rng = random.Random()
         self._opened: Opened | None = None
         self._waits: QuickCheckIns | None = None
@@ -155,7 +158,7 @@ class GatewayApp:
         if self._opened is None:
             raise self._not_yet()
         device = await self._identity.device_of(request)
-        self._of_device.take(device)
+        self._quotas.take_device(device)
         return device
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
@@ -189,11 +192,7 @@ class GatewayApp:
     def _charged(self, request: PlainRequest, exchange: Exchange, device: int) -> bool:
         """Whether a request is within the quotas, and was charged to them."""
         network = self._network(exchange.remote, request.headers.get("x-forwarded-for", ""))
-        if not (self._of_address.has_room(network) and self._of_device.has_room(device)):
-            return False
-        self._of_address.take(network)
-        self._of_device.take(device)
-        return True
+        return self._quotas.take_both(network, device)
 
     def _answered(self, said: bytes | Exception | None) -> bytes:
         """The response to a check-in that waited: with an offer, without one, or to an error."""
@@ -250,22 +249,17 @@ class GatewayApp:
         return _json(Nothing())
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
-        device = await self.device_of(request)
-        self._heard(device)
-        if self._is_stopping() and request.method in ("POST", "PATCH"):
-            raise self._not_yet()
-        return await self._running().uploads.answer(request, device)
+        return await self._uploaded(request, await self.device_of(request))
 
     def _quick_upload(
         self, request: PlainRequest, exchange: Exchange, names: Mapping[str, str]
     ) -> bool:
         """Take a request to an upload, of a device that is known without asking anybody."""
         device = self._identity.known(request.headers)
-        if device is None or self._is_stopping() or _INTEROP in request.headers:
+        if self._opened is None or device is None or _INTEROP in request.headers:
             return False
         if not self._charged(request, exchange, device):
             return False
-        self._heard(device)
         upload = upload_requests.PlainUpload(request, names, exchange.incoming(request))
         self._begin(self._answer_upload(upload, device, exchange), exchange, upload.path)
         return True
@@ -273,9 +267,16 @@ class GatewayApp:
     async def _answer_upload(
         self, request: upload_requests.PlainUpload, device: int, exchange: Exchange
     ) -> None:
-        said = await self._running().uploads.answer(request, device)
+        said = await self._uploaded(request, device)
         assert said.body is None or isinstance(said.body, bytes)  # noqa: S101  (see there)
         self._answer(exchange, said.status, dict(said.headers), said.body or b"")
+
+    async def _uploaded(self, request: upload_requests.UploadRequest, device: int) -> web.Response:
+        """Answer a request to an upload, whichever route has it. Raises Refusal."""
+        self._heard(device)
+        if self._is_stopping() and request.method in ("POST", "PATCH"):
+            raise self._not_yet()
+        return await self._running().uploads.answer(request, device)
 
     # the rest
 
@@ -305,9 +306,16 @@ class GatewayApp:
                 if exchange.is_open:
                     self._answer(exchange, *self._failed(error, path))
 
+        def ended(task: asyncio.Task[None]) -> None:
+            self._answering.discard(task)
+            if task.cancelled():
+                answer.close()
+                if exchange.is_open:
+                    self._answer(exchange, *self._failed(AnswerCancelled(), path))
+
         task = asyncio.create_task(answered(), name=path)
         self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        task.add_done_callback(ended)
 
     def _answer(self, exchange: Exchange, status: int, about: dict[str, str], body: bytes) -> None:
         is_last = self._is_stopping() or status in _UNREAD
@@ -358,7 +366,8 @@ class GatewayApp:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 chain = request.headers.getall(hdrs.X_FORWARDED_FOR, ())
-                self._of_address.take(self._network(request.remote or "", ",".join(chain)))
+                network = self._network(request.remote or "", ",".join(chain))
+                self._quotas.take_address(network)
                 return await handler(request)
             except Exception as error:
                 refusal = self._refusal(error, request.path)

@@ -15,12 +15,18 @@ from fedstream.broker import blobs
 from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Payload
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
-from fedstream.coordinator.gateway.model_source import SLICE, ModelSource, send
+from fedstream.coordinator.gateway.model_source import (
+    InRedis,
+    ModelSource,
+    RedisReaders,
+    send,
+)
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.protocol import headers
 from fedstream.protocol.messages import SHA256
+from fedstream.runtime.connections import SLICE
 from fedstream.runtime.plain import response as plain_response
 from fedstream.wire import format_of
 
@@ -48,6 +54,7 @@ class ModelCopies:
         self._keys = keys
         self._current = current
         self._most = settings.downloads
+        self._redis_readers = RedisReaders(settings.redis_downloads)
         self._within_s = settings.chunk_s
         self._copies = Shelf(settings.model_bytes)
         self._changes = ModelChanges(settings.changes_bytes)
@@ -220,13 +227,14 @@ class ModelCopies:
         """
         size = self._size(head)
         seekable = head.chunks in (None, blobs.chunks_of(size))  # not by another release
-        chunk = partial(self._chunk, head, size) if seekable else None
+        readers = self._redis_readers
+        stored = InRedis(partial(self._chunk, head, size), readers) if seekable else None
         try:
-            return ModelSource(await self._copy(head), chunk)
+            return ModelSource(await self._copy(head), stored)
         except NoRoom as error:
-            if chunk is None:
+            if stored is None or not readers.has_room:
                 raise _busy("others are read, and there is no room for one more model") from error
-            return ModelSource(None, chunk)
+            return ModelSource(None, stored)
 
     async def _copy(self, head: Head) -> Volume:
         """The copy of a version's model; read from Redis by whoever asks first.

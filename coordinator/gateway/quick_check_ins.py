@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fedstream.coordinator.gateway.refusals import Refusal
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.desk import Desk, Woken
     from fedstream.runtime.plain import PlainRequest
     from fedstream.runtime.quick import Exchange
+
+
+class AnswerCancelled(Exception):
+    """The task that was to answer a request was cancelled; whoever asked is answered all the same.
+
+    aiohttp closes the connection of such a request; one of a quick route has no timer.
+    """
 
 
 class QuickCheckIns:
@@ -69,7 +77,7 @@ class QuickCheckIns:
         if why == "look":
             task = asyncio.create_task(self._offer(wait), name=f"offer to {wait.device}")
             self._offering.add(task)
-            task.add_done_callback(self._offering.discard)
+            task.add_done_callback(partial(self._offered, wait))
             return
         try:
             if why == "nothing" and self._check_ins.waited(wait.device, wait.exchange):
@@ -87,6 +95,11 @@ class QuickCheckIns:
             self._answer(wait, error)
         else:
             self._answer(wait, offer)
+
+    def _offered(self, wait: _Wait, task: asyncio.Task[None]) -> None:
+        self._offering.discard(task)
+        if task.cancelled():
+            self._answer(wait, AnswerCancelled())
 
     def _answer(self, wait: _Wait, said: bytes | Exception | None) -> None:
         wait.exchange.answer(self._answered(said), is_last=self._is_stopping())

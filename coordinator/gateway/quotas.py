@@ -35,3 +35,28 @@ class Quota:
                 retry_after_s=1.0,
             )  # fmt: skip
         self._buckets.charge(who, now)
+
+
+class Quotas:
+    """What a request is charged to: its address first, then its device, once that is known."""
+
+    def __init__(self, device_rate: float, address_rate: float) -> None:
+        """Both in requests per second."""
+        self._device = Quota("device", device_rate)
+        self._address = Quota("address", address_rate)
+
+    def take_address(self, network: str) -> None:
+        """Charge a request to where it comes from. Raises Refusal if there were too many."""
+        self._address.take(network)
+
+    def take_device(self, device: int) -> None:
+        """Charge it to its device, too. Raises Refusal likewise."""
+        self._device.take(device)
+
+    def take_both(self, network: str, device: int) -> bool:
+        """Charge a request to both, or to neither if one of them has no room: whether it was."""
+        if not (self._address.has_room(network) and self._device.has_room(device)):
+            return False
+        self.take_address(network)
+        self.take_device(device)
+        return True

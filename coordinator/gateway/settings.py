@@ -36,6 +36,7 @@ class GatewaySettings(Section):
     # New ones per second from an address, beyond as many at once; likewise. Each costs a handshake.
     address_arrivals: Positive = 200.0
     downloads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of models
+    redis_downloads: Annotated[int, Field(ge=1)] = 64  # of these, that find no room in memory
     model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of models kept in memory
     # Of changes between models kept in memory; 0: devices get whole models.
     changes_bytes: Annotated[int, Field(ge=0)] = 64 << 20

@@ -36,6 +36,9 @@ class Teller:
     def header(self, rows: Mapping[str, str]) -> None:
         self._tell(kind="header", rows=dict(rows))
 
+    def add(self, name: str, value: str) -> None:
+        self._tell(kind="header", rows={name: value})
+
     def say(self, text: str) -> None:
         self._tell(kind="say", text=text)
 

@@ -63,6 +63,15 @@ def plan(
     per_replica: Annotated[
         int, typer.Option(metavar="N", min=1, help="devices present at a gateway's replica")
     ] = 20_000,
+    address_arrivals: Annotated[
+        float,
+        typer.Option(
+            metavar="N",
+            min=0.01,
+            help="gateway.address_arrivals: new connections a second that a gateway takes from an "
+            "address",
+        ),
+    ] = 200.0,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -92,7 +101,7 @@ def plan(
         train_s=train_s, peak=peak,
     )  # fmt: skip
     each = StepCosts() if costs is None else StepCosts.measured(_read(costs))
-    rules = Rules(full=full, devices=per_replica)
+    rules = Rules(full=full, devices=per_replica, address_arrivals=address_arrivals)
     found = forecast(fleet, each, rules)
     if as_json:
         told = {
@@ -102,6 +111,7 @@ def plan(
         verbatim(json.dumps(told, indent=2) + "\n")
         return
     _show(found)
+    _show_arrivals(found, rules)
     _show_assumptions(fleet, each, rules)
 
 
@@ -151,6 +161,17 @@ def _show(found: Forecast) -> None:
         )
 
 
+def _show_arrivals(found: Forecast, rules: Rules) -> None:
+    if found.replica_arrivals <= rules.address_arrivals:
+        return
+    most, asked = _many(rules.address_arrivals), _many(found.replica_arrivals)
+    line(
+        f"A gateway takes {most} new connections a second from an address, and this asks {asked} "
+        "of each. If many devices share an address, raise gateway.address_arrivals, or set "
+        "gateway.proxies if it is your proxy's."
+    )
+
+
 def _show_assumptions(fleet: Fleet, costs: StepCosts, rules: Rules) -> None:
     line()
     line("Assumed:")
@@ -166,7 +187,7 @@ def _show_assumptions(fleet: Fleet, costs: StepCosts, rules: Rules) -> None:
             "the busiest hour": f"{fleet.peak:g} times the mean; rates and cores are of that hour",
             "a check-in": f"waits {fleet.poll_s:g} s, and the next comes {fleet.retry_s:g} s later",
             "a gateway": f"{rules.devices} devices, {rules.full:.0%} of a core, {rules.spare} to "
-            "spare",
+            f"spare, {rules.address_arrivals:g} new connections a second from an address",
             "gateway's processor time": f"{costs.arrival_ms:.2f} ms for a connection with its "
             f"token, {costs.check_in_ms:.2f} ms for a check-in, {costs.beat_ms:.2f} ms for a "
             "heartbeat",

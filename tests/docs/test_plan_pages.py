@@ -37,4 +37,6 @@ def test_plan_devices(reader: Callable[..., Reader]) -> None:
         assert rows.pop("devices") == [f"{fleet:,}" for fleet in FLEETS]
         assert {what: [plan[what] for plan in plans] for what in plans[0]} == rows
         fits = {command: "One run takes this" in said for command, said in page.said.items()}
-        assert [*fits.values()] == [True, True, False, True, True, True]
+        assert [*fits.values()] == [True, True, False, True, True, True, True]
+        refused = ["raise gateway.address_arrivals" in said for said in page.said.values()]
+        assert refused == [False] * 6 + [True]

@@ -12,6 +12,7 @@ import pytest
 
 from fedstream.broker.errors import ConfigError
 from fedstream.cli.app import main
+from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.planning import (
     Fleet,
     Rules,
@@ -79,6 +80,32 @@ def test_replicas_follow_the_scarcer_of_cores_and_places() -> None:
     by_places = forecast(FLEET, COSTS, replace(RULES, devices=1000))
     assert by_places.replicas == 44 + 1
     assert forecast(replace(FLEET, devices=1), COSTS, RULES).replicas == 1 + 1
+
+
+def test_new_connections_of_a_gateway_are_those_of_all_without_the_spare_ones() -> None:
+    many = replace(FLEET, sessions_a_day=400.0)  # 800 a second, which take 8 of 9.7 cores
+    found = forecast(many, COSTS, RULES)
+    assert (found.arrivals, found.replicas) == (800, 20 + 1)
+    assert found.replica_arrivals == 40
+
+
+def test_default_rules_are_the_gateways() -> None:
+    assert Rules().address_arrivals == GatewaySettings().address_arrivals
+    assert Rules().devices == GatewaySettings().devices
+    assert Rules().models == GatewaySettings().model_bytes
+
+
+@pytest.mark.parametrize(("limit", "is_said"), [("1.2", True), ("1.3", False)])
+def test_command_says_if_an_address_may_be_refused(
+    capsys: pytest.CaptureFixture[str], limit: str, is_said: bool
+) -> None:
+    words = ["plan", "--devices", "100000", "--per-replica", "10000", "--address-arrivals", limit]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--sessions-a-day", "1.62"])  # 3.75 a second, for three gateways
+    assert not ended.value.code
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("raise gateway.address_arrivals" in said) == is_said
+    assert f"{limit} new connections a second from an address" in said
 
 
 def test_one_run_takes_what_its_updater_and_redis_take_with_one_core_each() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 import structlog
+import uvloop
 from aiohttp import web
 from prometheus_client import Counter as Metric
 
@@ -245,6 +249,37 @@ async def test_idle_connections_share_a_timer() -> None:
     idle.end(all_[5])
     await wait_until(lambda: all_[3].expired)
     assert [one.expired for one in all_] == [1, 1, 1, 1, 1, 0, 1, 1, 1, 1]
+
+
+def test_lateness_of_a_busy_loop_is_nobodys_idleness() -> None:
+    """uvloop runs timers before it reads what has come while it was busy."""
+
+    async def busy() -> None:
+        async with served(idle_s=0.2) as counter:
+            reader, writer = await counter.connected()
+            writer.write(QUICK)
+            await counter.wait()
+            counter.answer()
+            assert await body(reader) == b"quick"
+            wire = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+
+            def block() -> None:
+                loop.remove_reader(another)
+                wire.send(QUICK)  # in time
+                time.sleep(0.5)
+
+            loop = asyncio.get_running_loop()
+            one, another = socket.socketpair()
+            loop.add_reader(another, block)
+            one.send(b"x")
+            await counter.wait()
+            counter.answer()
+            assert await body(reader) == b"quick"
+            for each in (writer, wire, one, another):
+                each.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(busy())
 
 
 @dataclass

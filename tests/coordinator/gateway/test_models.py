@@ -238,6 +238,35 @@ async def test_slow_readers_keep_no_others_from_newer_versions(
         assert place.gateway._models.downloads == 0
 
 
+async def test_readers_of_redis_are_bounded(redis: RedisSettings, hand: Hand) -> None:
+    """Beyond the bound, copies stay with their readers, and there is no room for newer ones."""
+    hand.layout = layout_of(SLOW)
+    versions = [await hand.create()]
+    async with serving(hand, redis, model_bytes=hand.layout.nbytes + 1, redis_downloads=1) as place:
+        models = place.gateway._models
+        reads = {
+            device: await place.session.get(
+                f"{place.url}/v1/models/{versions[0].digest}", headers={"Device": str(device)}
+            )
+            for device in (3, 4)
+        }
+        versions.append(await hand.publish(1, 1.0))
+        assert await hand.commit(1, write=False, versions=versions[-1:]) == "done"
+        newer = f"{place.url}/v1/models/{versions[1].digest}"
+        reads[5] = await place.session.get(newer, headers={"Device": "5"})
+        assert (reads[5].status, models._redis_readers.now) == (200, 1)
+        answer = await place.ask("GET", f"/v1/models/{versions[1].digest}", 6)
+        assert (answer.status, answer.json["reason"]) == (503, "busy")
+        for device, number in ((3, 0), (4, 0), (5, 1)):
+            found = hashlib.sha256(await reads[device].read()).hexdigest()
+            assert found == versions[number].digest
+            assert models._redis_readers.now <= 1
+        await wait_until(lambda: not models.downloads)
+        assert models._redis_readers.now == 0
+        answer = await place.ask("GET", f"/v1/models/{versions[1].digest}", 6)
+        assert hashlib.sha256(answer.body).hexdigest() == versions[1].digest
+
+
 async def test_slow_reader_of_a_version_that_has_gone_is_cut_off(
     redis: RedisSettings, hand: Hand
 ) -> None:

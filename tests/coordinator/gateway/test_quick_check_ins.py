@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from fedstream.broker.client import RedisSettings
+from fedstream.coordinator.gateway.check_ins import CheckIns
 from tests.coordinator.gateway.places import Answer, Place, coordinating, ends, owned_by, serving
 from tests.support import Hand, counted, wait_until
 
@@ -116,3 +119,24 @@ async def test_quarantined_device_does_not_wait(redis: RedisSettings, hand: Hand
         assert (await place.check_in(3)).status == 204
         for said, status in (({"eligible": False}, 204), ({"formats": ["int8"]}, 406)):
             assert (await place.check_in(3, wait_s=50, **said)).status == status
+
+
+async def test_who_waits_is_answered_if_the_offer_is_cancelled(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_about: Any) -> None:
+        await asyncio.Event().wait()
+
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place, waiting(place) as asks:
+        await owned_by(hand, 3, "gw-0")
+        monkeypatch.setattr(CheckIns, "go_on", hang)
+        await hand.open(device=3)
+        offering = place.gateway._app._waits._offering  # type: ignore[union-attr]
+        await wait_until(lambda: offering, what="an offer that is being made")
+        for task in offering:
+            task.cancel()
+        answer = await asks
+        assert (answer.status, answer.json["reason"]) == (500, "internal")
+        assert counted(place.context, "fedstream_gateway_refused_total", reason="internal") == 1
+        assert not offering

@@ -5,31 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import pytest
-from aiohttp import web
-
-from fedstream.coordinator.gateway.app import GatewayApp
-from tests.coordinator.gateway.uploading import BY_AIOHTTP, DEVICE, Scene
+from tests.coordinator.gateway.uploading import BY_AIOHTTP, DEVICE, SEVERAL, Scene
+from tests.support import counted
 
 _PARAMETERS = 60_000  # 240 kB, which one write sends
-
-
-@pytest.fixture
-def by_aiohttp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Methods of requests for models and of uploads that came to aiohttp's handlers."""
-    found: list[str] = []
-    for name in ("_model", "_upload"):
-        handler = getattr(GatewayApp, name)
-
-        async def noted(
-            self: GatewayApp, request: web.Request, handler: Any = handler
-        ) -> web.StreamResponse:
-            found.append(request.method)
-            response: web.StreamResponse = await handler(self, request)
-            return response
-
-        monkeypatch.setattr(GatewayApp, name, noted)
-    return found
 
 
 async def test_plain_requests_of_a_task_bypass_aiohttp(
@@ -75,3 +54,21 @@ async def test_large_model_is_left_to_aiohttp(
         got = await at.ask("GET", phone.offer.model.url, DEVICE)
         assert hashlib.sha256(got.body).hexdigest() == phone.offer.model.digest
     assert by_aiohttp == ["GET"]
+
+
+async def test_upload_is_answered_if_its_task_is_cancelled(
+    make: Any, scene: Scene, by_aiohttp: list[str]
+) -> None:
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        sending = await scene.sending(at, phone, 9)
+        [task] = at.gateway._app._answering
+        task.cancel()
+        assert await sending.status() == 500
+        sending.close()
+        assert counted(at.context, "fedstream_gateway_refused_total", reason="internal") == 1
+        assert not at.gateway._app._answering
+        async with scene.deciding():
+            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
+    assert by_aiohttp == []

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from fedstream.broker import reasons
 from fedstream.broker.blobs import CHUNK
+from fedstream.broker.messages import GiveUp
 from fedstream.coordinator.gateway.upload_notes import upload_blob
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, Sending, connected, trained
-from tests.support import wait_until
+from tests.support import Clock, wait_until
 
 
 async def test_revoked_device_is_refused_where_only_its_note_is_known(
@@ -70,13 +73,14 @@ async def test_rest_of_an_update_that_has_become_too_stale_is_not_taken(
 
 
 async def test_rest_of_an_update_whose_deadline_passes_is_not_taken(
-    make: Any, scene: Scene
+    make: Any, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand = await make(SEVERAL)
+    clock = Clock(monkeypatch, "fedstream.coordinator.gateway.tasks")
     async with coordinating(hand, scene.redis), scene.replica() as at:
-        phone = await _in_time(scene, at, seconds=3.0)
+        phone = await _in_time(scene, at)
         sending = await scene.sending(at, phone, CHUNK)
-        await wait_until(lambda: time.time() > (phone.offer.task.deadline or 0))
+        clock.ahead_s = 2 * _DEADLINE_S
         sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
         assert await sending.status() == 422
         sending.close()
@@ -86,11 +90,43 @@ async def test_rest_of_an_update_whose_deadline_passes_is_not_taken(
     await hand.balanced()
 
 
-async def _in_time(scene: Scene, at: Place, *, seconds: float) -> Any:
-    """A device that has trained a task with a deadline in so many seconds."""
+async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken(
+    make: Any, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task has ended in another way, which this replica has not noticed yet."""
+    hand = await make(SEVERAL)
+    clock = Clock(monkeypatch, "fedstream.coordinator.gateway.tasks")
+    async with scene.replica(task_lease_s=3600.0) as at:
+        async with coordinating(hand, scene.redis):
+            phone = await _in_time(scene, at)
+        sending = await scene.sending(at, phone, CHUNK)
+        held = at.gateway._desk.held(phone.offer.task.id, DEVICE)
+        elsewhere = GiveUp(
+            task=held.task.task, attempt=held.attempt, device=DEVICE, trainer="gw-1",
+            reason=reasons.DROPPED_OUT,
+        )  # fmt: skip
+        await hand.client.call("XDEL", held.stream, held.entry.id)  # as who answers a task does
+        async with coordinating(hand, scene.redis):
+            await hand.said(elsewhere, site=SITE)
+            await ends(hand, "given_up", reasons.DROPPED_OUT)
+            assert phone.offer.task.id in at.gateway._desk
+            clock.ahead_s = 2 * _DEADLINE_S
+            sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
+            told = await sending.reader.readuntil(b"}")
+        assert b" 422 " in told
+        assert reasons.DROPPED_OUT.encode() in told
+        sending.close()
+    assert (await hand.ledger.tally()).reasons("given_up") == {reasons.DROPPED_OUT: 1}
+
+
+_DEADLINE_S = 3600.0
+
+
+async def _in_time(scene: Scene, at: Place) -> Any:
+    """A device that has trained a task with a deadline far away."""
     await at.check_in(DEVICE)
     await owned_by(scene.hand, DEVICE, "gw-0")
-    await scene.hand.open(device=DEVICE, deadline=time.time() + seconds)
+    await scene.hand.open(device=DEVICE, deadline=time.time() + _DEADLINE_S)
     return trained(scene.hand, (await at.check_in(DEVICE, wait_s=50)).offer)
 
 
