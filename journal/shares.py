@@ -64,12 +64,14 @@ class Share:
     norm: Spread = field(default_factory=Spread)  # of what was sent, x_new or a delta
     distance: Spread = field(default_factory=Spread)  # the norm of its direction
     cosine: Spread = field(default_factory=Spread)  # of its direction and the model's later one
+    compared: array[int] = field(default_factory=lambda: array("q"))  # their versions, in order
 
 
 @dataclass(frozen=True, slots=True)
 class _Direction:
     """A version's model, and by device the directions of the updates in it."""
 
+    version: int
     model: Floats
     directions: list[tuple[int, Floats]]
 
@@ -92,7 +94,7 @@ def stats(
     ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
     after the one that contains the update; it leaves out updates followed by fewer versions. At
     most 65,536 evenly spaced numbers stand for a large model, so memory holds the directions of
-    ``ahead`` versions whatever the models' size; besides, it holds six numbers per update.
+    ``ahead`` versions whatever the models' size; besides, it holds seven numbers per update.
     """
     shares: dict[int, Share] = {}
     courses: deque[_Direction] = deque()
@@ -108,7 +110,8 @@ def stats(
             courses.clear()
             arriving.clear()
         elif move.is_made:
-            courses.append(_Direction(sampled(move.after.parameters).copy(), arriving))
+            model = sampled(move.after.parameters).copy()
+            courses.append(_Direction(message.version, model, arriving))
             arriving = []
             if len(courses) > ahead:
                 _compare(courses.popleft(), courses[-1].model, shares)
@@ -146,6 +149,7 @@ def _compare(course: _Direction, later: Floats, shares: Mapping[int, Share]) -> 
     for device, wanted in course.directions:
         if (found := cosine(way, wanted)) is not None:
             shares[device].cosine.add(found)
+            shares[device].compared.append(course.version)
 
 
 def cosine(one: Floats, other: Floats) -> float | None:

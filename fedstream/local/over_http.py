@@ -6,7 +6,6 @@ run, and each device is a process of its own with a key and an invite of its own
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.rounds import Rounds
+from fedstream.local.ports import is_answering
 from fedstream.local.supervisor import Program
 from fedstream.operate.enrolment import invite
 from fedstream.settings.config import Settings
@@ -66,8 +66,7 @@ class OverHttp:
 
     def is_open(self) -> bool:
         """Whether the gateway takes connections by now."""
-        with socket.socket() as probe:
-            return probe.connect_ex((HOST, self.port)) == 0
+        return is_answering(HOST, self.port)
 
     async def devices(self, client: Client, settings: Settings, config: Path) -> Sequence[Program]:
         """The devices as programs, with fresh invites. Raises NoRun, FedstreamError."""

@@ -6,6 +6,8 @@ import socket
 import sys
 from typing import Any, Self
 
+_ANSWER_S = 0.1  # this machine takes or refuses a connection at once
+
 
 class HeldPort:
     """Port reserved until closed; a context manager closes it.
@@ -45,3 +47,12 @@ class HeldPort:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+def is_answering(host: str, port: int) -> bool:
+    """Whether a process takes connections there by now. ``host``: where it listens."""
+    try:
+        socket.create_connection((host, port), _ANSWER_S).close()
+    except OSError:
+        return False
+    return True

@@ -29,7 +29,7 @@ from fedstream.local.ending import Ending, ending, notices
 from fedstream.local.lives import Launcher, new_launcher
 from fedstream.local.over_http import FOLDER, GATEWAY, HOST, OverHttp
 from fedstream.local.picture import Drawn, Painter
-from fedstream.local.ports import HeldPort
+from fedstream.local.ports import HeldPort, is_answering
 from fedstream.local.preflight import Subject
 from fedstream.local.programs import environment, programs
 from fedstream.local.redis_server import RedisServer
@@ -158,7 +158,9 @@ class LocalRun:
             end_waits=None if server is None else self._end_waits,
         )
         self._painter = Painter()
-        self._header = _header(request, subject, self._client.address, port, over_http)
+        self._host, self._port = settings.http.host, port  # the coordinator's
+        self._has_page = has_page(settings.page, settings.http)
+        self._header = _header(request, subject, self._client.address, self._url, over_http)
         self._started = time.time()
         self._table: report.Table | None = None  # None: the run does not exist yet
         self._ending: Ending | None = None
@@ -190,6 +192,7 @@ class LocalRun:
             while not self._over.is_set():
                 await self._step(self._over)
                 self._judge()
+                self._show_page()
                 if self._later and self._observer.view is not None:
                     await self._let_in(self._observer.view)
                 if self._observer.history.newest > 0:  # from now on, there is something to draw
@@ -200,6 +203,17 @@ class LocalRun:
         finally:
             await self._stopped()
         return await self._reported()
+
+    @property
+    def _url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    def _show_page(self) -> None:
+        """Say where the page is, as soon as a browser would find it there."""
+        if self._has_page and "page" not in self._told and is_answering(self._host, self._port):
+            self._told.add("page")
+            self._display.add("page", f"{self._url}/")
 
     async def _let_in(self, view: Tally) -> None:
         """Start the devices that come over HTTPS, now that there is a run to invite them to, and a
@@ -397,11 +411,9 @@ class LocalRun:
 
 
 def _header(
-    request: RunRequest, subject: Subject, redis: str, port: int, over_http: OverHttp | None
+    request: RunRequest, subject: Subject, redis: str, url: str, over_http: OverHttp | None
 ) -> dict[str, str]:
     settings = request.settings
-    host = settings.http.host
-    host = f"[{host}]" if ":" in host else host
     whose = ", its own" if request.own_redis else ""
     goal = f"{settings.run.versions} versions"
     if settings.run.target_accuracy is not None:
@@ -415,8 +427,7 @@ def _header(
         + (", sinks" if settings.sinks else ""),
         **({"gateway": over_http.url} if over_http else {}),
         "Redis": f"{redis}{whose}",
-        **({"page": f"http://{host}:{port}/"} if has_page(settings.page, settings.http) else {}),
-        "status": f"http://{host}:{port}/v1/runs/{settings.run.name}",
+        "status": f"{url}/v1/runs/{settings.run.name}",
         "watch": f"fedstream top --config {request.out / CONFIG}",
         "out": str(request.out),
     }

@@ -18,6 +18,7 @@ from fedstream.terminal import cell, console, cut, line, measure, spaced
 
 _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
+_NAME = len("strategy")  # characters of the longest name in a header
 _MEAN = "device_mean_"  # of trainer/fairness.py
 
 
@@ -26,6 +27,9 @@ class Display(Protocol):
 
     def header(self, rows: Mapping[str, str]) -> None:
         """Show what runs, and where."""
+
+    def add(self, name: str, value: str) -> None:
+        """Show one more row of the header, which was not known before."""
 
     def say(self, text: str) -> None:
         """Report something that happened."""
@@ -169,8 +173,11 @@ class Lines:
 
     def header(self, rows: Mapping[str, str]) -> None:
         for name, value in rows.items():
-            line(f"{name:<10} {value}")
+            self.add(name, value)
         line()
+
+    def add(self, name: str, value: str) -> None:
+        line(f"{name:<10} {value}")
 
     def say(self, text: str) -> None:
         line(text)
@@ -197,6 +204,9 @@ class Quiet:
     """No output on stdout, which is reserved for JSON; events go to stderr."""
 
     def header(self, rows: Mapping[str, str]) -> None:
+        pass
+
+    def add(self, name: str, value: str) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -227,6 +237,9 @@ class Bar:
             auto_refresh=False, transient=True,
         )  # fmt: skip
         self._live.start()
+
+    def add(self, name: str, value: str) -> None:
+        self._console.print(two_columns([(f"{name:<{_NAME}}", value)]))
 
     def say(self, text: str) -> None:
         self._console.print(cell(text, style="yellow", lines=True))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlencode
 
 import numpy as np
 
+from fedstream.journal.shares import Share
 from fedstream.observe.curves import bars, medians
 from fedstream.page.columns import NONE, RowArray
 from fedstream.page.run import RecordedRun
@@ -149,45 +150,63 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
     """How a device's updates change over the run."""
     mine = run.columns.used & (run.columns.updates["device"] == device)
     rows = run.columns.updates[mine]
-    shares, until = run.directions.shares, run.directions.until
-    if shares is not None and device in shares:
-        apart, within = shares[device].distance.values, np.ones(len(rows), bool)
-        if until is not None:
-            contained = run.columns.contained[mine]
-            within = (contained != NONE) & (contained <= until)
-        if len(apart) == within.sum():  # all were recorded with their weights
-            rows["norm"][within] = apart
-    rows = rows[window.within(rows["version"])]
-    found = []
-    for name, title, label in (
-        ("norm", "How far its updates alone would move the model", "distance"),
-        ("loss", "Training loss that it reports", "loss"),
-        ("staleness", "Staleness of its updates", "versions late"),
-        ("weight", "Weight that its updates were given", "weight"),
-    ):
-        shown = rows[thinned(rows[name])] if len(rows) else rows
-        x = shown["version"].astype(float).tolist()
-        curve = Curve(label, _floats(shown[name]), "points")
-        found.append(Chart(f"device-{name}", title, "version", x, [curve]))
-    known = [chart for chart in found if any(one is not None for one in chart.series[0].values)]
-    return _over_time(run, known) if window.over_time else known
+    versions, sent = rows["version"], np.full(len(rows), nan)
+    share, until = (run.directions.shares or {}).get(device, Share()), run.directions.until
+    within = np.ones(len(rows), bool)
+    if until is not None:
+        contained = run.columns.contained[mine]
+        within = (contained != NONE) & (contained <= until)
+    for column, found in ((rows["norm"], share.distance.values), (sent, share.norm.values)):
+        if len(found) == within.sum():  # all were recorded with their weights
+            column[within] = found
+    compared, cosines = np.array(share.compared), np.array(share.cosine.values)
+    return _charts_of_points(
+        run, window,
+        [
+            ("device-sent", "Norm of its updates, as sent", "norm", versions, sent),
+            ("device-norm", "How far its updates alone would move the model", "distance",
+             versions, rows["norm"]),
+            ("device-cosine", "Cosine of its updates to the model's movement afterwards", "cosine",
+             compared, cosines),
+            ("device-loss", "Training loss that it reports", "loss", versions, rows["loss"]),
+            ("device-staleness", "Staleness of its updates", "versions late",
+             versions, rows["staleness"]),
+            ("device-weight", "Weight that its updates were given", "weight",
+             versions, rows["weight"]),
+        ],
+    )  # fmt: skip
 
 
 def of_pushes(run: RecordedRun, rows: RowArray, window: Window = WHOLE) -> list[Chart]:
     """A device's newest updates as vectors: norm, distance and cosine, where they are known."""
-    rows, found = rows[window.within(rows["version"])], []
-    for name, title in (
-        ("norm", "Norm of its newest updates, as sent"),
-        ("distance", "Distance that its newest updates alone would move the model"),
-        ("cosine", "Cosine of its newest updates to the model's movement afterwards"),
-    ):
-        known = rows[np.isfinite(rows[name])]
-        shown = known[thinned(known[name])] if len(known) else known
-        x = shown["version"].astype(float).tolist()
-        curve = Curve(name, _floats(shown[name]), "points")
-        found.append(Chart(f"newest-{name}", title, "version", x, [curve]))
-    drawn = [chart for chart in found if chart.x]
-    return _over_time(run, drawn) if window.over_time else drawn
+    return _charts_of_points(
+        run, window,
+        [
+            (f"newest-{name}", title, name, rows["version"], rows[name])
+            for name, title in (
+                ("norm", "Norm of its newest updates, as sent"),
+                ("distance", "Distance that its newest updates alone would move the model"),
+                ("cosine", "Cosine of its newest updates to the model's movement afterwards"),
+            )
+        ],
+    )  # fmt: skip
+
+
+def _charts_of_points(
+    run: RecordedRun,
+    window: Window,
+    figures: Sequence[tuple[str, str, str, RowArray, RowArray]],
+) -> list[Chart]:
+    """A chart of each figure that is known of any update: name, title, label, versions, values."""
+    found = []
+    for name, title, label, versions, values in figures:
+        known = np.isfinite(values) & window.within(versions)
+        x, y = versions[known], values[known].astype(float)
+        if len(x):
+            places = thinned(y)
+            curve = Curve(label, y[places].tolist(), "points")
+            found.append(Chart(name, title, "version", x[places].astype(float).tolist(), [curve]))
+    return _over_time(run, found) if window.over_time else found
 
 
 def _measured(run: RecordedRun, window: Window) -> list[Chart]:
@@ -256,10 +275,6 @@ def _staleness(rows: UsedUpdates) -> Chart | None:
         ],
         versions=False,
     )  # fmt: skip
-
-
-def _floats(values: Sequence[float]) -> list[float | None]:
-    return [finite(float(value)) for value in values]
 
 
 def finite(value: float | None) -> float | None:

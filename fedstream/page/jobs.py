@@ -222,7 +222,11 @@ def _ended(process: BaseProcess, where: Workplace) -> str:
 
 
 def _kill(process: BaseProcess) -> None:
-    """End a process, and all that it has started, which are its group."""
+    """End a process, and all that it has started, which are its group.
+
+    Also just after it was waited for: the system gives a number to no other process while a group
+    of that number has members, and takes longer than that to come back to one that is free.
+    """
     if process.pid is None:
         return
     with suppress(ProcessLookupError):  # it has ended, or has not made its group yet
@@ -233,7 +237,7 @@ def _kill(process: BaseProcess) -> None:
 class PageJobs:
     """The questions about one run, and their answers.
 
-    The newest answers are kept. Of distances, which take some 50 bytes an update, the newest alone
+    The newest answers are kept. Of distances, which take some 60 bytes an update, the newest alone
     stay when another question begins.
     """
 

@@ -115,6 +115,10 @@ class RecordedRun:
             self._portraits = Portraits(self.past, self.columns.numbers.tolist())
         return self._portraits
 
+    def knows(self, version: int) -> bool:
+        """Whether what a version's model says is known by now. Any thread may ask."""
+        return self._portraits is not None and self._portraits.known(version) is not None
+
     def look_around(self, version: int, step: int | None, is_wanted: Callable[[], bool]) -> None:
         """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
 

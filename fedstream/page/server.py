@@ -29,6 +29,11 @@ from fedstream.runtime.signals import Stop
 
 T = TypeVar("T")
 _DIGITS = 18  # more than any version has
+_MEANT = {  # by a number in an address
+    "version": "a version", "number": "a version", "to": "a version to compare with",
+    "at": "a version", "from": "a first version", "until": "a last version",
+    "device": "a device's number", "page": "a page's number",
+}  # fmt: skip
 _NOT_WANTED = 499  # the client left before the answer; nobody sees it
 
 
@@ -218,7 +223,7 @@ class PageServer:
 
         status, text = await self._asked(make)
         answer = _html(text, status)
-        if models or self.run.portraits.known(wanted):
+        if models or self.run.knows(wanted):
             self._look_at(wanted, wanted - (self._moment[0] if self._moment else wanted))
         return answer
 
@@ -303,5 +308,5 @@ def _optional(name: str, asked: Mapping[str, str]) -> int | None:
 def _whole(name: str, value: str) -> int:
     text = value.strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
-        raise NotThere(f"{name} {text[:40]!r} is not a whole number")
+        raise NotThere(f"{text[:40]!r} is not {_MEANT[name]}: give a whole number, such as 12")
     return int(text)

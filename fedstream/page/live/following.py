@@ -21,7 +21,7 @@ from fedstream.journal.rebuild import Rebuild, rule_of
 from fedstream.journal.records import is_used
 from fedstream.journal.shares import cosine, direction, sampled
 from fedstream.journal.updates import update_of
-from fedstream.page.live.recent import MOST, ROWS, Ring
+from fedstream.page.live.recent import HIGHEST, ROWS, Ring
 from fedstream.page.live.scene import PUSHED, SeenPushes
 from fedstream.page.portraits import AHEAD
 from fedstream.strategies.mixing import norm
@@ -156,7 +156,7 @@ class JournalFollower:
         if is_used(entry) and record.payload_bytes:
             update = update_of(segment, record, rebuild.spare())
             wants = direction(entry.upload, update, rebuild.progress.state.model)
-            device = min(entry.upload.device, MOST)
+            device = min(entry.upload.device, HIGHEST)
             row = device, entry.version, norm(update.floats), norm(wants), nan
             part = sampled(wants).copy()
         step = rebuild.take(record, update)

@@ -203,7 +203,7 @@ class LiveService:
         except (NoRun, TimeoutError) as error:
             make, why = await self._made(), str(error) or "Redis has not answered yet"
             if isinstance(error, NoRun):  # seen most often where one is about to begin
-                why = f"there is no run {self._run!r}, or it is still being set up"
+                why = f"the run {self._run!r} is being set up, unless there is none of that name"
             said = f"{why}: this page is loaded again by itself"
             return _html(make.waiting(self._run, said), 503, retry=True)
         except FedstreamError as error:

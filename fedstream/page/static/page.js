@@ -107,18 +107,34 @@ function follow() {
     return `/versions/${range.value}${query.size ? `?${query}` : ""}`;
   };
 
+  // What the answer says is wrong with the form, beside the fields as they are now.
+  function showProblems(page) {
+    for (const name of ["version", "number", "to"]) {
+      const id = `${name}-problem`;
+      const fresh = page.getElementById(id);
+      const shown = document.getElementById(id);
+      if (shown?.textContent === fresh?.textContent) continue;  // don't have it read out again
+      shown?.remove();
+      if (fresh) document.getElementById("keys").before(fresh);
+      if (name === "version") continue;  // its keys describe it
+      const field = form.elements.namedItem(name);
+      field.setAttribute("aria-invalid", String(Boolean(fresh)));
+      fresh ? field.setAttribute("aria-describedby", id) : field.removeAttribute("aria-describedby");
+    }
+  }
+
   async function show(models) {
     asking?.abort();
     asking = new AbortController();
     try {
       const answer = await fetch(address(models), { signal: asking.signal });
-      if (answer.status === 422) return location.assign(address(false));  // its form says why
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const fresh = page.querySelector("#moment") ?? page.querySelector("main > .warning");
       document.querySelector("#moment").replaceChildren(...(fresh.id ? fresh.childNodes : [fresh]));
       document.querySelector("#moment").dataset.version = range.value;
       document.querySelector("#moment").dataset.models = fresh.dataset.models ?? "no";
       document.title = page.title;
+      showProblems(page);
       history.replaceState(null, "", address(false));
     } catch (error) {
       if (error.name === "AbortError") return;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
+from fedstream.coordinator.page import PageSettings
 from fedstream.local import run
 from fedstream.local.ending import Ending
 from fedstream.local.lives import Interpreters
@@ -51,10 +53,12 @@ class Untested(Task):
 class Running(LocalRun):
     """A run in a Redis that is not there, and whose services are none."""
 
-    def __init__(self, asked: RunRequest) -> None:
+    def __init__(self, asked: RunRequest, port: int = 1) -> None:
         asked.out.mkdir()
         subject = Subject(Untested(), nn.Linear(1, 1), devices=2, tested=True, torch="2")
-        super().__init__(asked, subject, Quiet(), "redis://127.0.0.1:1/0", None, 1, Interpreters())
+        super().__init__(
+            asked, subject, Quiet(), "redis://127.0.0.1:1/0", None, port, Interpreters()
+        )
         self._supervisor.children = []
 
 
@@ -71,6 +75,26 @@ async def test_notices_are_shown_once(
         == f"{asked.out}: the disk is full: the updater is waiting for space\n"
     )
     assert not running._over.is_set()
+
+
+async def test_page_is_shown_once_when_its_port_answers(
+    asked: RunRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, str]] = []
+    monkeypatch.setattr(Quiet, "add", lambda _, *row: shown.append(row))
+    with socket.socket() as coordinator:
+        coordinator.bind(("127.0.0.1", 0))
+        running = Running(asked, coordinator.getsockname()[1])
+        running._show_page()
+        assert not shown  # the port is held, and nobody listens there
+        coordinator.listen()
+        running._show_page()
+        running._show_page()
+        assert shown == [("page", f"http://127.0.0.1:{coordinator.getsockname()[1]}/")]
+        asked = replace(asked, settings=Settings(page=PageSettings(enabled=False)))
+        asked.out.rmdir()
+        Running(asked, coordinator.getsockname()[1])._show_page()
+    assert len(shown) == 1
 
 
 async def test_measuring_the_last_version_has_a_time_limit(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.encoded import Encoded
@@ -97,6 +98,24 @@ def test_result_is_shown_at_the_end(history: History, capsys: pytest.CaptureFixt
             bar.show(seen, history, stopping=True)
         bar.close()
         assert "stopping the services" in captured.get()
+
+
+def test_row_that_was_not_known_at_first_stands_below_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = display.Lines()
+    lines.header({"strategy": "fedasync"})
+    lines.add("page", "http://here/")
+    assert capsys.readouterr().out == "strategy   fedasync\n\npage       http://here/\n"
+    console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
+    bar = display.Bar(console)
+    with console.capture() as captured:
+        bar.header({"strategy": "fedasync"})
+        bar.add("page", "http://here/")
+    bar.close()
+    text = Text.from_ansi(captured.get()).plain
+    assert "strategy  fedasync" in text
+    assert "page      http://here/" in text
 
 
 def test_accuracy_names_its_version() -> None:

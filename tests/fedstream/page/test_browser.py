@@ -120,14 +120,36 @@ def test_what_is_no_version_is_told_in_the_form(tab: Tab) -> None:
     shown(page, 30)
     page.locator("input[name=number]").fill("abc")
     page.keyboard.press("Enter")
-    page.get_by_text("number 'abc' is not a whole number").wait_for()
+    page.get_by_text("'abc' is not a version").wait_for()
     shown(page, 30)
-    for to, said in (("x", "to 'x' is not a whole number"), ("99", "version 99 is not in the")):
-        page.locator("input[name=number]").fill("31")
-        page.locator("input[name=to]").fill(to)
-        page.keyboard.press("Enter")
-        page.get_by_text(said).wait_for()
-        shown(page, 31)
+    to, alert = page.locator("input[name=to]"), page.get_by_role("alert")
+    to.fill("x")
+    page.keyboard.press("Enter")
+    page.get_by_text("'x' is not a version to compare with").wait_for()
+    page.evaluate("window.isTheSame = true")
+    page.locator("input[name=number]").fill("31")
+    to.fill("99")
+    page.keyboard.press("Enter")
+    page.get_by_text("version 99 is not in the").wait_for()
+    shown(page, 31)
+    page.locator("#version").focus()  # each step is told so, in the page as it is
+    page.keyboard.press("ArrowRight")
+    shown(page, 32)
+    assert page.evaluate("document.activeElement.id") == "version"
+    assert (alert.count(), to.input_value()) == (1, "99")
+    assert flaws(page) == []
+    assert page.url.endswith("/versions/32?to=99")
+    to.fill("10")
+    page.keyboard.press("Enter")
+    page.get_by_text("distance to version 10").wait_for()
+    assert (alert.count(), to.get_attribute("aria-invalid")) == (0, "false")
+    assert page.evaluate("window.isTheSame")  # it was never loaded again
+    del tab.asked[:]
+    page.reload()
+    shown(page, 32)
+    page.goto(f"{page.url.partition('?')[0]}?to=abc")
+    shown(page, 32)
+    assert [url for url in tab.asked if "abc" in url] == [page.url]  # its model was known
     page.goto(f"{page.url.partition('/versions')[0]}/versions/31")
     with page.expect_navigation():
         page.locator("input[name=number]").fill("")
@@ -248,7 +270,7 @@ def test_a_filter_that_cant_be_read_can_be_mended(browser: Any, address: str, sc
     field.fill("abc")
     field.press("Enter")
     told = page.get_by_role("alert")
-    assert told.inner_text() == "device 'abc' is not a whole number"
+    assert told.inner_text() == ("'abc' is not a device's number: give a whole number, such as 12")
     assert field.evaluate("one => one.getAttribute('aria-describedby')") == "device-problem"
     assert field.input_value() == "abc"
     assert flaws(page) == []

@@ -20,6 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.journal import opened
 from fedstream.journal.shares import stats
 from fedstream.page import pages
+from fedstream.page.charts import of_device
 from fedstream.page.guard import HEADERS
 from fedstream.page.past import Unwanted
 from fedstream.page.portraits import AHEAD
@@ -90,7 +91,7 @@ async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) 
     async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
         assert "cosine" not in Page(await _text(client, "/versions/30")).cells
         assert "cosine" in Page(await _text(client, "/versions/30?models=1")).cells
-        await wait_until(lambda: site.run.portraits.known(31), what="the next version")
+        await wait_until(lambda: site.run.knows(31), what="the next version")
         assert "cosine" in Page(await _text(client, "/versions/31")).cells
         assert "over the 10 versions after this one" in await _text(client, "/versions/30")
         last = await _text(client, f"/versions/{VERSIONS - 1}?models=1")
@@ -109,8 +110,8 @@ async def test_the_newest_version_is_ready_before_anybody_looks(
     monkeypatch.setattr(pages, "prepare", prepare)
     site = PageServer(RecordedRun(recorded))
     async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
-        await wait_until(lambda: site.run.portraits.known(VERSIONS), what="the newest version")
-        assert site.run.portraits.known(30) is None
+        await wait_until(lambda: site.run.knows(VERSIONS), what="the newest version")
+        assert not site.run.knows(30)
         assert not prepared.is_set()  # the first page would wait for the others' templates
         await _text(client, "/")
         await wait_until(prepared.is_set, what="later pages")
@@ -262,7 +263,14 @@ async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path
         async with asyncio.timeout(60):
             while "being made again" in (device := await _text(client, "/devices/1?models=1")):
                 pass
-        assert "device-norm" in device  # its drift
+        drift = {one.name: one for one in of_device(run, 1)}
+        assert list(drift)[:3] == ["device-sent", "device-norm", "device-cosine"]
+        assert all(f'data-chart="{name}"' in device for name in drift)
+        assert drift["device-sent"].series[0].values == list(share.norm.values)
+        cosines = drift["device-cosine"]
+        assert cosines.series[0].values == list(share.cosine.values)
+        assert cosines.x == drift["device-sent"].x[: len(cosines.x)]  # later ones wait for others
+        assert len(cosines.x) < len(drift["device-sent"].x)
         assert "/devices/1?models=1" not in Page(device).links
         text = await _text(client, "/devices")
         wanted = {f"{one.mean:.4g}" for one in (share.norm, share.distance, share.cosine)}
@@ -359,14 +367,14 @@ async def test_what_is_wrong_with_a_version_is_told_beside_the_form(
         assert field
         assert f'value="{value}"' in field[0]
         assert f'aria-describedby="{name}-problem"' in field[0]
-        said = "is not in the journal" if value == "9999" else "is not a whole number"
+        said = "is not in the journal" if value == "9999" else "give a whole number"
         assert re.search(f'id="{name}-problem" role="alert">[^<]*{said}', text)
 
 
 async def test_a_wrong_place_of_the_slider_is_told_in_the_form(get: Get) -> None:
     status, text = await get("/versions?version=abc&at=5")
     assert (status, f"<h1>Version {VERSIONS}</h1>" in text) == (422, True)
-    assert re.search('id="version-problem" role="alert">[^<]*is not a whole number', text)
+    assert re.search('id="version-problem" role="alert">[^<]*abc[^<]* is not a version', text)
 
 
 async def test_other_hosts_names_and_methods_are_refused(client: Client) -> None:

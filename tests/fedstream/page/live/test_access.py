@@ -319,7 +319,7 @@ async def test_page_waits_for_the_run(serve: Serve, hand: Hand) -> None:
         answer = await page.http.get("/")
         assert answer.status == 503
         text = await answer.text()
-        assert "or it is still being set up: this page is loaded again by itself" in text
+        assert "is being set up, unless there is none of that name: this page is loaded" in text
         assert 'http-equiv="refresh"' in text
         await hand.create()
         while (answer := await page.http.get("/")).status == 503:
