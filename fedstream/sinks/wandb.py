@@ -115,7 +115,8 @@ def _found(folder: Path, run: str) -> tuple[Reached, int]:
 
     parse: Any = wandb_internal_pb2.Record.FromString  # type: ignore[attr-defined]  # generated
     reached, rows = Reached(), 0
-    for file in sorted((folder / "wandb").glob(f"*run-*-{run}/run-{run}.wandb")):
+    # The folders of starts within one second end in -1, -2 and so on.
+    for file in sorted((folder / "wandb").glob(f"*run-*-{run}*/run-{run}.wandb")):
         for data in _records(file.read_bytes()):
             record = parse(data)
             if record.WhichOneof("record_type") != "history":

@@ -152,6 +152,8 @@ def test_wandb_offline_writes_again_what_a_kill_lost(tmp_path: Path) -> None:
     reached, rows = _found(tmp_path, "abc")
     assert 0 < reached.version < 299
     assert rows == reached.version + 1
+    folder = file.parent
+    folder.rename(folder.with_name(f"{folder.name}-1"))  # wandb's name for a second's later start
     again = settings.build()
     assert again.begin(run) == reached
     again.write(points[reached.version + 1 :])
