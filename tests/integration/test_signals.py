@@ -205,7 +205,8 @@ main()
 @pytest.mark.parametrize("seed", range(2))
 def test_run_interrupted_at_any_time_ends_cleanly(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    process = begun(tmp_path, "run", "--out", "out", "--trainers", "1")
+    endless = ["--set", "run.versions=1000000"]  # not over before the signal
+    process = begun(tmp_path, "run", "--out", "out", "--trainers", "1", *endless)
     wait_until(lambda: catches(process.pid, signal.SIGTERM), "a handler")
     time.sleep(rng.uniform(0, 6))
     children = psutil.Process(process.pid).children(recursive=True)

@@ -230,7 +230,7 @@ def test_page_waits_for_its_run_and_says_when_redis_is_lost(
     here = stage()
     tab = Tab(browser, here.address)
     page = tab.go("/")
-    page.get_by_text("there is no run").wait_for()
+    page.get_by_text("is being set up").wait_for()
     here.do(here.create())
     says(page, "^Live$")  # it was loaded again by itself
     here.do(here.hand.ledger.purge())
