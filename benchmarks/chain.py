@@ -13,7 +13,6 @@ bytes are hashed where the pipeline hashes them, four times for each update.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import multiprocessing
 import os
 import statistics
@@ -114,8 +113,8 @@ def _trainer(url: str, name: str, digests: bool) -> None:
             (sent,) = _send(client, [("HGET", f"chain:model:{newest.decode()}", "0")])
             model.buffer[:] = np.frombuffer(sent, dtype=np.uint8)
             if digests:
-                hashlib.sha256(model.buffer.data).hexdigest()  # of what it trains from
-                hashlib.sha256(model.buffer.data).hexdigest()  # of what it sends
+                model.digest("blake3")  # of what it trains from
+                model.digest("blake3")  # of what it sends
             along = [
                 ("HSET", f"chain:update:{task.decode()}", "0", model.buffer.data),
                 ("XADD", INBOX, "*", "m", task),
@@ -139,7 +138,7 @@ class _Updater:
 
     def _publishing(self) -> list[Sequence[Any]]:
         if self._digests:
-            hashlib.sha256(self._x.buffer.data).hexdigest()
+            self._x.digest("blake3")
         return [
             ("HSET", f"chain:model:{self.version}", "0", bytes(self._x.buffer.data)),
             ("SET", NEWEST, self.version),
@@ -163,7 +162,7 @@ class _Updater:
     def _mixed(self, update: bytes) -> list[Sequence[Any]]:
         self._update.buffer[:] = np.frombuffer(update, dtype=np.uint8)
         if self._digests:
-            hashlib.sha256(self._update.buffer.data).hexdigest()
+            self._update.digest("blake3")
         mix(self._x, self._update, 0.4, into=self._spare)
         self._x, self._spare = self._spare, self._x
         self.version += 1

@@ -12,7 +12,6 @@ its own: a release that knows no formats finds no size, as if the blob were miss
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +19,7 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import Digester, algorithm_of
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
 from fedstream.broker.layout import Payload
@@ -113,7 +112,7 @@ async def read(
     size = data.nbytes
     field, expected = _statement(size, encoded)
     chunks = chunks_of(size) if chunks is None else chunks
-    at, sha256 = 0, hashlib.sha256()
+    at, digester = 0, Digester(algorithm_of(digest or ""))
     hashing: asyncio.Future[None] | None = None
     try:
         for first in range(0, max(chunks, 1), WINDOW):
@@ -127,16 +126,16 @@ async def read(
             if digest is None:
                 continue
             if size <= CHUNK:
-                sha256.update(data[begin:at])
+                digester.update(data[begin:at])
                 continue
             # Beside the loop, which hashing would block, and while the next chunks arrive.
             if hashing is not None:
                 await hashing
-            hashing = asyncio.ensure_future(asyncio.to_thread(sha256.update, data[begin:at]))
+            hashing = asyncio.ensure_future(asyncio.to_thread(digester.update, data[begin:at]))
     finally:
         if hashing is not None:
             await hashing  # it reads the model
-    _check(key, at, size, digest and sha256.hexdigest(), digest)
+    _check(key, at, size, digest and digester.digest(), digest)
 
 
 async def read_chunk(
@@ -196,7 +195,7 @@ def _failure_in(one: Wanted, said: list[Any]) -> BlobMissing | BlobDamaged | Non
     size = one.into.buffer.nbytes
     try:
         length = _length(one.key, _statement(size, None)[1], said)
-        _check(one.key, length, size, digest_of(one.into.buffer.data), one.digest)
+        _check(one.key, length, size, one.into.digest_like(one.digest), one.digest)
     except (BlobMissing, BlobDamaged) as error:
         return error
     return None

@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import DigestAlgorithm, algorithm_of, digest_of
 from fedstream.broker.errors import LayoutMismatch
 
 Kind = Literal["parameter", "buffer", "control", "integer", "counter", "variable"]
@@ -200,9 +200,17 @@ class Payload:
         filled = size + -size % PAGE
         return block[first : first + filled].data if first + filled <= block.nbytes else None
 
-    def digest(self) -> str:
+    def digest(self, algorithm: DigestAlgorithm = "sha256") -> str:
         """Digest of the bytes; see :mod:`fedstream.broker.digest`."""
-        return digest_of(self.buffer.data)
+        return digest_of(self.buffer.data, algorithm)
+
+    def digest_like(self, digest: str) -> str:
+        """Digest of the bytes by the algorithm of another one."""
+        return self.digest(algorithm_of(digest))
+
+    def is_of(self, digest: str) -> bool:
+        """Whether this is the bytes' digest."""
+        return self.digest_like(digest) == digest
 
 
 def _paged(size: int) -> npt.NDArray[np.uint8]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import algorithm_of, digest_of
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BlobDamaged, FedstreamError, Unavailable
 from fedstream.broker.layout import Layout, Model, Payload
@@ -262,7 +262,7 @@ def _read(file: Path, encoded: Encoded, layout: Layout) -> ModelBytes:
             return inside(payload, encoded, layout)
         except Undecodable as error:
             raise Unavailable(f"the published model can't be decoded: {error}") from error
-    if (own := payload.digest()) != encoded.digest:
+    if (own := payload.digest_like(encoded.digest)) != encoded.digest:
         raise BlobDamaged(f"a model with digest {own}, expected {encoded.digest}")
     return payload.buffer
 
@@ -274,7 +274,7 @@ def _applied(old: Path, frame: Path, plain: Encoded) -> ModelBytes:
         raise BlobDamaged(f"the model that is there has {before.size} bytes, not {plain.size}")
     sent = np.frombuffer(frame.read_bytes(), np.uint8)
     data = changes.decode(before, sent, changes.width_of(format_of(plain.format).kind))
-    if (own := digest_of(data.data)) != plain.digest:
+    if (own := digest_of(data.data, algorithm_of(plain.digest))) != plain.digest:
         raise BlobDamaged(f"they give a model with digest {own}, expected {plain.digest}")
     return data
 

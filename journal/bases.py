@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from fedstream.broker.digest import algorithm_of
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Sends, Upload
@@ -55,7 +56,7 @@ class Bases:
         if how.is_exact:
             copied.buffer[:] = model.buffer
         else:
-            one = given(model, how, version=version, sends=sends)
+            one = given(model, how, version=version, sends=sends, digests=algorithm_of(digest))
             how.decode(one.payload.buffer, copied)
             digest = one.digest
         self._kept[version] = digest, copied

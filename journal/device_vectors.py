@@ -40,7 +40,7 @@ def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
             continue
         vector = vector_of(vectors.write(message.device))
         segment.load(record, vector)
-        if vector.digest() != message.digest:
+        if not vector.is_of(message.digest):
             raise JournalDamaged(
                 f"{record.place.where}: the device's vector does not match its digest"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
+from fedstream.broker.digest import algorithm_of
 from fedstream.broker.layout import Model
 from fedstream.journal.chain import check_joint, cuts, entries, newest_version, since
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
@@ -73,7 +74,7 @@ def moves(
         before, update = model, None
         if record.payload_bytes and isinstance(entry, Taken):
             sent = received(segment, record, room)
-            if sent.digest() != entry.upload.digest:
+            if not sent.is_of(entry.upload.digest):
                 raise JournalDamaged(f"{record.place.where}: the update does not match its digest")
             update = decoded(record, sent, room)
         if not models or (update is None and is_used(entry)):
@@ -235,7 +236,16 @@ def recorded_versions(chain: Sequence[Segment]) -> Iterator[RecordedVersion]:
 
 
 def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
-    """Compare two journals from the first version that both have. Raises JournalError."""
+    """Compare two journals from the first version that both have.
+
+    Raises JournalError, also if their digests are made by different algorithms.
+    """
+    made = [algorithm_of(chain[0].standing.digest) for chain in (a, b)]
+    if made[0] != made[1]:
+        raise JournalError(
+            f"{a[0].path.parent} has digests by {made[0]} and {b[0].path.parent} by {made[1]}, "
+            "so they can't be compared: record one of them again with the other's wire.digest"
+        )
     ours, theirs = recorded_versions(a), recorded_versions(b)
     x, y = next(ours), next(theirs)
     while x.version != y.version:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pydantic import TypeAdapter, ValidationError
 
 from fedstream.broker import reasons
+from fedstream.broker.digest import algorithm_of
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Upload, first_wrong
@@ -50,7 +51,7 @@ def standing_of(
         {
             "why": why, "version": state.version, "digest": digest, "time": time,
             "arrivals": memory.arrivals, "weight": memory.weight,
-            "memory": memory.model.digest() if memory.model else None,
+            "memory": memory.model.digest_like(digest) if memory.model else None,
             "held": progress.held, "mean_staleness": progress.mean_staleness,
             "sizes": progress.norms.last, **more,
         }
@@ -70,7 +71,7 @@ class Rebuild:
         model = Model(segment.layout)
         memory = Model(segment.layout) if said.memory is not None else None
         segment.load(segment.standing_record, *([model, memory] if memory else [model]))
-        if model.digest() != said.digest or (memory and memory.digest() != said.memory):
+        if not model.is_of(said.digest) or (memory and not memory.is_of(str(said.memory))):
             raise Diverged(
                 f"{segment.standing_record.place.where}: the checkpoint's "
                 "model does not match its digest"
@@ -157,9 +158,10 @@ class Rebuild:
         if not isinstance(message, EntryRecord):
             return
         if step.made is not None:
-            self.digest, self.time = step.after.state.model.digest(), message.time
+            model = step.after.state.model
+            self.digest, self.time = model.digest_like(self.digest), message.time
             if message.given is not None and self.digest == message.digest:
-                self._check_given(record, step.after.state.model, message.given)
+                self._check_given(record, model, message.given)
         found = self.digest if step.made is not None else None
         if (version, found) != (message.version, message.digest):
             now, then = f"digest {found}", str(message.digest)
@@ -186,7 +188,9 @@ class Rebuild:
     def _check_given(self, record: Record, model: Model, recorded: str) -> None:
         """Raise Diverged unless devices would be given a version as they were."""
         version, sends = record.entry.version, self.strategy.sends
-        found = given(model, self.format, version=version, sends=sends).digest
+        found = given(
+            model, self.format, version=version, sends=sends, digests=algorithm_of(recorded)
+        ).digest
         if found != recorded:
             raise Diverged(
                 f"{record.place.where}: version {record.entry.version} in {self.format.name} is "
@@ -357,7 +361,7 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
             return True
         update = rebuild.spare()
         sent = received(segment, record, update)
-        if sent.digest() != record.message.upload.digest:
+        if not sent.is_of(record.message.upload.digest):
             where = record.place
             segment.tear(where.offset, f"{where.where}: the update does not match its digest")
             return False

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fedstream.broker.digest import DIGEST_PATTERN
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Sends, first_wrong
 
@@ -24,13 +25,13 @@ ATTEMPT_DIGITS: Final = 12  # hexadecimal
 # Ids stand in URLs; fedstream's own of tasks are UUIDs.
 TASK_ID: Final = r"[A-Za-z0-9_-]{1,64}"
 ATTEMPT_ID: Final = rf"[0-9a-f]{{{ATTEMPT_DIGITS}}}"
-SHA256: Final = r"[0-9a-f]{64}"
 
 UrlHost = Annotated[str, Field(pattern=rf"^{AUTHORITY}$")]
 TaskId = Annotated[str, Field(pattern=rf"^{TASK_ID}$")]
 AttemptId = Annotated[str, Field(pattern=rf"^{ATTEMPT_ID}$")]
 Nonce = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
-Sha256 = Annotated[str, Field(pattern=rf"^{SHA256}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Digest = Annotated[str, Field(pattern=rf"^{DIGEST_PATTERN}$")]  # of a model or update
 FormatName = Annotated[str, Field(pattern=r"^[a-z0-9.:+]{1,40}$")]  # a wire format's
 Whole = Annotated[int, Field(ge=0, lt=1 << 53)]  # that any JSON reader keeps exact
 AtLeastOne = Annotated[int, Field(ge=1, lt=1 << 53)]
@@ -129,7 +130,7 @@ class CheckIn(Body):
     wait_s: Annotated[float, Field(ge=0, le=WAIT_S, allow_inf_nan=False)] = WAIT_S
     # Formats of models that it can read, the best first.
     formats: Annotated[tuple[FormatName, ...], Field(max_length=16)] = ("f32",)
-    has: Sha256 | None = None  # the model that it has
+    has: Digest | None = None  # the model that it has
 
 
 class OfferedTask(Body):
@@ -148,7 +149,7 @@ class OfferedModel(Body):
     """What to train from."""
 
     version: Whole
-    digest: Sha256  # of its bytes
+    digest: Digest  # of its bytes
     size: Whole  # bytes
     format: FormatName
     url: UrlPath
@@ -210,14 +211,14 @@ class Surrender(Body):
 class UpdateReport(Body):
     """The header ``Update-Report``: what an update is, and how it was trained."""
 
-    digest: Sha256  # of the bytes that are sent
+    digest: Digest  # of the bytes that are sent
     samples: Whole  # in the device's data
     steps: Whole  # as performed
     lr: Finite
     loss: Finite | None = None  # mean over the steps
     seconds: NotNegative = 0.0  # that the device took
     tau: Whole  # the version that it trained from
-    base: Sha256  # the digest of that
+    base: Digest  # of that
     layout: Sha256  # the signature of the model's
     format: FormatName = "f32"
 

@@ -1,4 +1,4 @@
-"""Which wire formats a run sends its models and updates in."""
+"""How a run sends its models and updates: in which wire formats, and by which digests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import re
 
 from pydantic import field_validator
 
+from fedstream.broker.digest import DigestAlgorithm
 from fedstream.runtime.config import Section
 from fedstream.wire import ENCODINGS, Format, Undecodable, format_of
 
 
 class WireSettings(Section):
-    """Which formats updates and models are sent in; ``+zstd`` after a name compresses as well."""
+    """How updates and models are sent; ``+zstd`` after a format's name compresses as well."""
 
     update: str = "f32"  # of this trainer's: those of one run may differ
     model: str = "f32"  # what is trained from: f32, bf16 or int8
+    # What identifies models and updates; once a run has begun, it keeps its own.
+    digest: DigestAlgorithm = "blake3"
 
     @field_validator("update", "model")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedstream.broker.digest import DigestAlgorithm
 from fedstream.broker.layout import Layout, Model, Payload
 from fedstream.broker.messages import Upload
 from fedstream.broker.records import NO_QUARANTINES
@@ -62,6 +63,7 @@ class Scribe:
         layout: Layout = LAYOUT,
         weights: bool = True,
         seed: int = 0,
+        made_by: DigestAlgorithm = "sha256",
         **head: Any,
     ) -> None:
         self.folder = folder
@@ -73,7 +75,8 @@ class Scribe:
         self.quarantines = NO_QUARANTINES
         self.stored: dict[int, str] = {}  # device -> segment with its vector
         model = self.drawn()
-        self.digests = {0: model.digest()}  # version -> digest
+        self.made_by = made_by  # what makes digests
+        self.digests = {0: model.digest(made_by)}  # version -> digest
         self.given: dict[int, str] = {}  # the same as devices are given it, if that is encoded
         self.progress = Progress(State(0, model))
         about: dict[str, Any] = {
@@ -196,7 +199,7 @@ class Scribe:
         )  # fmt: skip
         model = self.drawn()
         self.progress = Progress(State(self.version + 3, model))
-        self.digests[self.version] = model.digest()
+        self.digests[self.version] = model.digest(self.made_by)
         self._begin("adopted")
 
     def _begin(self, why: str) -> None:
@@ -233,8 +236,8 @@ class Scribe:
             "task": f"task-{n}", "attempt": "a1", "device": n % 10 if device is None else device,
             "trainer": "t", "tau": tau,
             "base": self.given.get(tau, self.digests.get(tau, "unknown")),
-            "layout": self.layout.signature, "digest": sent.digest(), "size": sent.buffer.nbytes,
-            "samples": 10 + n % 3, "steps": 5, "lr": 0.1, "loss": 0.5,
+            "layout": self.layout.signature, "digest": sent.digest(self.made_by),
+            "size": sent.buffer.nbytes, "samples": 10 + n % 3, "steps": 5, "lr": 0.1, "loss": 0.5,
             "sends": self.strategy.build().sends,
         }  # fmt: skip
         return Upload(**about | changes)
@@ -245,12 +248,14 @@ class Scribe:
         if step.made is None:
             return {"version": self.version}
         model, how = step.after.state.model, format_of(self.head.format)
-        self.digests[self.version] = model.digest()
+        self.digests[self.version] = model.digest(self.made_by)
         made = {"version": self.version, "digest": self.digests[self.version]}
         if how.is_plain:
             return made
         sends = self.strategy.build().sends
-        self.given[self.version] = given(model, how, version=self.version, sends=sends).digest
+        self.given[self.version] = given(
+            model, how, version=self.version, sends=sends, digests=self.made_by
+        ).digest
         return made | {"given": self.given[self.version]}
 
     def _taken(self, upload: Upload, sent: Payload, **about: Any) -> Taken:
@@ -265,8 +270,8 @@ class Scribe:
 
 
 def write_golden() -> None:
-    """A small journal of each strategy, of each wire format of updates and models, and one with
-    quarantines.
+    """A small journal of each strategy, of each wire format of updates and models, one with
+    quarantines, and two with digests by BLAKE3 (all others are by SHA-256).
 
     With the digests of their versions.
 
@@ -282,6 +287,9 @@ def write_golden() -> None:
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
+    blake3 = {"blake3": "f32", "blake3-models": "int8"}  # what they publish in
+    journals["blake3"] = FedBuffSettings(buffer_size=3), "f32"
+    journals["blake3-models"] = FedAsyncSettings(), "int8+zstd"
     for how in FORMATS:
         of_changes = format_of(how).of_changes
         journals[f"wire-{how.partition(':')[0]}"] = (
@@ -289,7 +297,7 @@ def write_golden() -> None:
         )  # fmt: skip
     journals["wire-scaffold"] = ScaffoldSettings(buffer_size=3), "int4"
     journals["wire-zstd"] = FedAsyncSettings(), "int8+zstd"
-    models = {"models-int8": "int8", "models-nearest": "bf16+zstd"}
+    models = blake3 | {"models-int8": "int8", "models-nearest": "bf16+zstd"}
     journals["models-int8"] = FedAsyncSettings(), "bf16"
     journals["models-nearest"] = FedBuffSettings(buffer_size=3), "int4"
     for name, (rule, how) in journals.items():
@@ -298,7 +306,10 @@ def write_golden() -> None:
         encoded = how != "f32"
         layout = layout_of(300, 2, 1) if encoded else layout_of(5, 2, 1)  # two blocks
         layout = layout.with_controls() if rule.build().controls else layout
-        scribe = Scribe(GOLDEN / name, rule, layout=layout, format=models.get(name, "f32"))
+        scribe = Scribe(
+            GOLDEN / name, rule, layout=layout, format=models.get(name, "f32"),
+            made_by="blake3" if name in blake3 else "sha256",
+        )  # fmt: skip
         for n in range(12):
             late = n % 4 // 3 if name == "fedavg" else n % 5
             # The others of the same run send float32.

@@ -75,7 +75,7 @@ class Learner:
         if how.of_changes:
             sent, unsent, dropped = fed_back(into, memory, how)
             update = Payload(sent)
-            return Learned(took, update, update.digest(), unsent, dropped)
+            return Learned(took, update, update.digest_like(start.digest), unsent, dropped)
         seed = work.seed if sends == "model" else None  # a model needs wire/dither.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
-        return Learned(took, update, update.digest())
+        return Learned(took, update, update.digest_like(start.digest))

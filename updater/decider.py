@@ -199,7 +199,7 @@ class Decider:
             return None, None, None
         model = step.after.state.model
         with self.metrics.timed("digest"):
-            digest = model.digest()
+            digest = model.digest_like(state.digest)
         number, epoch = step.after.state.version, self.lease.number
         with self.metrics.timed("encode"):
             version, given = version_of(

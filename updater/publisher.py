@@ -12,6 +12,7 @@ from typing import Any
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
+from fedstream.broker.digest import algorithm_of
 from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Model, Payload, vector_of
 from fedstream.broker.lease import Lease
@@ -44,7 +45,9 @@ def version_of(
 
     ``room``: for so many bytes, if the format takes any of its own.
     """
-    one = given(model, how, room, version=version, sends=sends)
+    one = given(
+        model, how, room, version=version, sends=sends, digests=algorithm_of(about["digest"])
+    )
     size, encoded = one.payload.buffer.nbytes, one.encoded
     if encoded is not None:
         about |= {"format": encoded.format, "given": encoded.digest}

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedstream.broker import reasons
 from fedstream.broker.client import Client
+from fedstream.broker.digest import DigestAlgorithm
 from fedstream.broker.errors import ConfigError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
@@ -81,6 +82,7 @@ class Recovery:
     versions: int  # as configured now: a run that was to have fewer goes on to this one
     parts: dict[str, str]  # for segments' heads
     format: Format  # of published models
+    digests: DigestAlgorithm  # of a run that is begun now
 
     async def recover(self) -> RunState | None:
         """Resume the run from the journal, or begin it; None if another updater was faster."""
@@ -137,7 +139,7 @@ class Recovery:
         run, model = await self._patiently(self.create_run)
         state = RunState(
             run=replace(run, lineage=secrets.token_hex(8)), strategy=self.rule.build(run.devices),
-            progress=Progress(State(0, model)), digest=model.digest(), time=time.time(),
+            progress=Progress(State(0, model)), digest=model.digest(self.digests), time=time.time(),
             ends=Ends(self.index),
         )  # fmt: skip
         state = await self.begin_segment(state, "begun")
@@ -244,7 +246,7 @@ class Recovery:
         version, digest, made_at = head.version, head.digest, head.time
         if head.given != head.digest:
             # Redis has what devices were given of it: less than the version, so it is another.
-            version, digest, made_at = version + 1, model.digest(), time.time()
+            version, digest, made_at = version + 1, model.digest_like(digest), time.time()
             if run.state != "finished" and version >= run.versions:
                 run = replace(
                     run, state="finished", why=f"version {version} reached", finished=made_at
@@ -306,7 +308,8 @@ class Recovery:
             "going back to a checkpoint's model", model_of=before.state.version,
             as_version=found.version + 1,
         )  # fmt: skip
-        found.version, found.digest = found.version + 1, before.state.model.digest()
+        found.version += 1
+        found.digest = before.state.model.digest_like(found.digest)
         found.time, found.made = time.time(), ()
         found.progress = Progress(State(found.version, before.state.model), norms=found.norms)
         return found

@@ -18,6 +18,7 @@ from aiohttp import web
 from pydantic import Field
 
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.digest import DigestAlgorithm
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
@@ -74,10 +75,12 @@ class Updater:
         create_run: Callable[[], tuple[Run, Model]],
         versions: int = 0,
         published_as: Format = F32,
+        digests: DigestAlgorithm = "sha256",
         parts: dict[str, str] | None = None,
     ) -> None:
-        """``published_as``: the format that devices are given versions in. ``parts``: digests of a
-        user's own solvers and the like, for the journal's heads.
+        """``published_as``: the format that devices are given versions in. ``digests``: what makes
+        those of models and updates, if the run is begun now. ``parts``: digests of a user's own
+        solvers and the like, for the journal's heads.
         """
         if not journal.weights and strategy.has_memory:
             raise ConfigError(
@@ -95,7 +98,7 @@ class Updater:
         self._create_run = create_run
         self._versions = versions
         self._parts = parts or {}
-        self._format = published_as
+        self._format, self._digests = published_as, digests
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = UpdaterLedger(self._client, keys, name)
@@ -125,6 +128,7 @@ class Updater:
             rule=self._rule, journal=self._journal, keys=self._keys, client=self._client,
             ledger=ledger, lease=lease, create_run=self._create_run,
             versions=self._versions, parts=self._parts, format=self._format,
+            digests=self._digests,
         )  # fmt: skip
         decider = Decider(
             context=context, metrics=metrics, intake=intake, keys=self._keys, ledger=ledger,

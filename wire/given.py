@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import DigestAlgorithm, algorithm_of, digest_of
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BlobDamaged, Unavailable
 from fedstream.broker.layout import Layout, Model, Payload
@@ -40,11 +40,12 @@ class GivenModel:
 
     payload: Payload
     encoded: Encoded | None  # None: the model itself
+    digests: DigestAlgorithm
 
     @property
     def digest(self) -> str:
         """The digest by which devices know the model."""
-        return self.encoded.digest if self.encoded else self.payload.digest()
+        return self.encoded.digest if self.encoded else self.payload.digest(self.digests)
 
 
 def given(
@@ -54,24 +55,25 @@ def given(
     *,
     version: int,
     sends: Sends,
+    digests: DigestAlgorithm,
 ) -> GivenModel:
     """The model of a version in a format; shares its memory if the format is its own bytes.
 
     ``room``: for so many bytes, if they are the payload's. ``sends``: what the run's strategy
-    takes.
+    takes. ``digests``: what makes the run's.
     """
     if how.is_plain:
-        return GivenModel(model, None)
+        return GivenModel(model, None, digests)
     seed = version if sends == "model" else None
     bare = replace(how, zstd=False)
     if how.zstd:
         data = bare.encoded(model, seed=seed)
-        payload, digest = Payload(compressed.encode(data)), digest_of(data.data)
+        payload, digest = Payload(compressed.encode(data)), digest_of(data.data, digests)
     else:
         payload = room(bare.sizes(model.layout)[1])
         bare.encoded(model, seed=seed, into=payload.buffer)
-        digest = payload.digest()
-    return GivenModel(payload, Encoded(how.name, payload.buffer.nbytes, digest))
+        digest = payload.digest(digests)
+    return GivenModel(payload, Encoded(how.name, payload.buffer.nbytes, digest), digests)
 
 
 def room_for(encoded: Encoded, layout: Layout) -> Payload:
@@ -115,6 +117,6 @@ def inside(payload: Payload, encoded: Encoded, layout: Layout) -> npt.NDArray[np
     if not how.zstd:
         return payload.buffer
     data = compressed.decode(payload.buffer, replace(how, zstd=False).sizes(layout)[1])
-    if (own := digest_of(data.data)) != encoded.digest:
+    if (own := digest_of(data.data, algorithm_of(encoded.digest))) != encoded.digest:
         raise BlobDamaged(f"a model in a frame has digest {own}, expected {encoded.digest}")
     return data

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import algorithm_of, digest_of
 from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.wire import Undecodable, changes, compressed, format_of
@@ -90,7 +90,7 @@ def _between(old: Volume, new: Volume, layout: Layout) -> Volume:
     how = replace(format_of(new.format), zstd=False)
     before, after = _inside(old, layout), _inside(new, layout)
     frame = changes.encode(before, after, changes.width_of(how.kind)).data.toreadonly()
-    return Volume(frame, digest_of(frame), f"{how.name}+changes")
+    return Volume(frame, digest_of(frame, algorithm_of(new.digest)), f"{how.name}+changes")
 
 
 def _inside(one: Volume, layout: Layout) -> npt.NDArray[np.uint8]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from fedstream.broker import blobs
+from fedstream.broker.digest import DIGEST_PATTERN
 from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Payload
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
@@ -25,7 +26,6 @@ from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.protocol import headers
-from fedstream.protocol.messages import SHA256
 from fedstream.runtime.connections import SLICE
 from fedstream.runtime.plain import response as plain_response
 from fedstream.wire import format_of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _OF_A_DEVICE = 2  # downloads at once: one that was cut, and the next
 _BYTES = "application/octet-stream"
-_DIGEST = re.compile(SHA256)
+_DIGEST = re.compile(DIGEST_PATTERN)
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from fedstream.broker.digest import DIGEST_PATTERN
 from fedstream.coordinator.gateway.refusals import REFUSALS
-from fedstream.protocol.messages import ATTEMPT_ID, SHA256, schemas
+from fedstream.protocol.messages import ATTEMPT_ID, schemas
 
 _JSON: Final = "application/json"
 _TASK: Final = {
@@ -17,7 +18,7 @@ _ATTEMPT: Final = {
 }  # fmt: skip
 _DIGEST: Final = {
     "name": "digest", "in": "path", "required": True,
-    "schema": {"type": "string", "pattern": f"^{SHA256}$"},
+    "schema": {"type": "string", "pattern": f"^{DIGEST_PATTERN}$"},
 }  # fmt: skip
 _HAS: Final = {**_DIGEST, "name": "has"}
 

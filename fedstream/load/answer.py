@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 if TYPE_CHECKING:
-    import hashlib
+    from fedstream.broker.digest import Digester
 
 _OK = 200
 
@@ -23,7 +23,7 @@ class AnswerReader:
         "is_whole", "size", "status",
     )  # fmt: skip
 
-    def __init__(self, *, is_head: bool, digest: hashlib._Hash | None = None) -> None:
+    def __init__(self, *, is_head: bool, digest: Digester | None = None) -> None:
         """``is_head``: it is to a HEAD, so it has no body whatever its headers say."""
         self._is_head = is_head
         self._digest = digest

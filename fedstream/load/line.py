@@ -6,12 +6,12 @@ Unlike :mod:`fedstream.device.connection` it holds next to no memory, and breaks
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fedstream.broker.digest import Digester, algorithm_of
 from fedstream.broker.errors import ConfigError
 from fedstream.device.connection import Reply
 from fedstream.load.answer import AnswerReader
@@ -114,13 +114,13 @@ class DeviceLine:
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
         broken: Break = _WHOLE,
-        digested: bool = False,
+        digested: str = "",
     ) -> LoadReply:
         """Send one request and read its answer. Raises Lost.
 
         ``route``: its name in the tally. ``wait_s``: how much longer than usual the answer may
         take. ``broken``: where the device breaks it off. ``digested``: the body of an answer with
-        status 200 is not kept, only its digest.
+        status 200 is not kept, only its digest, made as this one was; '': it is kept.
         """
         began = time.monotonic()
         size = sum(map(len, body))
@@ -128,7 +128,7 @@ class DeviceLine:
         if broken.after is not None:
             body, size = _until(body, broken.after), broken.after
         self._tally.sent += size
-        digest = hashlib.sha256() if digested else None
+        digest = Digester(algorithm_of(digested)) if digested else None
         answer = AnswerReader(is_head=method == "HEAD", digest=digest)
         cut = None
         try:
@@ -147,7 +147,7 @@ class DeviceLine:
                 cut.cancel()
             self._tally.received += answer.size
         self._tally.answered(route, answer.status, time.monotonic() - began)
-        found = digest.hexdigest() if digest is not None else ""
+        found = digest.digest() if digest is not None else ""
         reply = LoadReply(answer.status, answer.headers, answer.body, found)
         if answer.status >= 400 and method != "HEAD":  # which has no body to say why
             self._tally.refusals[_reason(reply)] += 1

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from fedstream.broker import reasons
+from fedstream.broker.digest import algorithm_of
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.device.connection import Reply, date_of, retry_after
 from fedstream.load.invites import key_of
@@ -179,7 +180,7 @@ class LoadDevice:
         *,
         body: Pieces = (),
         headers: Mapping[str, str] | None = None,
-        digested: bool = False,
+        digested: str = "",
     ) -> LoadReply:
         """Send a request with the token until it is answered."""
         while True:
@@ -199,7 +200,7 @@ class LoadDevice:
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
         broken: Break | None = None,
-        digested: bool = False,
+        digested: str = "",
     ) -> LoadReply | None:
         """Send a request with the token; None, after a wait, if it has to be tried again."""
         about = {**(headers or {}), "Authorization": as_bearer(await self._token())}
@@ -223,7 +224,7 @@ class LoadDevice:
         headers: Mapping[str, str],
         wait_s: float = 0.0,
         broken: Break | None = None,
-        digested: bool = False,
+        digested: str = "",
     ) -> LoadReply | None:
         try:
             reply = await self._line.ask(
@@ -302,26 +303,28 @@ class LoadDevice:
 
     async def _download(self, offer: Offer) -> bool:
         """Download the model, or what changed in it, and throw it away; whether it was there."""
-        if offer.model.changes is not None and await self._changed(offer.model.changes):
-            self._has = sys.intern(offer.model.digest)
+        model = offer.model
+        if model.changes is not None and await self._changed(model.changes, model.digest):
+            self._has = sys.intern(model.digest)
             return True
-        reply = await self._ask("model", "GET", offer.model.url, digested=True)
+        reply = await self._ask("model", "GET", model.url, digested=model.digest)
         if reply.status == 404:
             self._tally.events["models superseded"] += 1
             return False
         if reply.status != 200:
             raise _turned_off(reply, "model")
-        if reply.digest != offer.model.digest:
+        if reply.digest != model.digest:
             raise TurnedOff("a model that is not of its digest")
-        self._has = sys.intern(offer.model.digest)  # all devices have the same few
+        self._has = sys.intern(model.digest)  # all devices have the same few
         return True
 
-    async def _changed(self, url: str) -> bool:
+    async def _changed(self, url: str, digest: str) -> bool:
         """Download what changed since the model that the device has; whether that was there.
 
-        If not, it has to download the model, which says so itself if it is gone.
+        ``digest``: of the newer model. If not, it has to download that, which says so itself if it
+        is gone.
         """
-        reply = await self._ask("changes", "GET", url, digested=True)
+        reply = await self._ask("changes", "GET", url, digested=digest)
         if reply.status == 404:
             return False
         if reply.status != 200:
@@ -368,7 +371,7 @@ class LoadDevice:
     async def _upload(self, offer: Offer, cut_at: float | None) -> Receipt | None:
         """Send a made-up update; what became of it, or None if its task is not known any more."""
         size = offer.update.most
-        update = self._stand_ins.next(size)
+        update = self._stand_ins.next(size, algorithm_of(offer.model.digest))
         report = UpdateReport(
             digest=update.digest, samples=1, steps=1, lr=0.1, tau=offer.model.version,
             base=offer.model.digest, layout=offer.update.layout, format=offer.update.format,

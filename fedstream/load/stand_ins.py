@@ -7,10 +7,11 @@ value makes each update another one, however many there are.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import struct
 from dataclasses import dataclass
+
+from fedstream.broker.digest import DigestAlgorithm, Digester
 
 _VALUES = 1 << 23  # from 0 to 1, exact in float32
 _STEP = 5_183_117  # odd, so that all values come in turn, and the next one is far away
@@ -26,7 +27,7 @@ class StandIn:
 
     first: memoryview
     last: bytes
-    digest: str  # SHA-256 as hexadecimal digits
+    digest: str
 
     def part(self, start: int, end: int) -> tuple[bytes | memoryview, ...]:
         """The bytes from one place to another, as one or two pieces."""
@@ -41,23 +42,24 @@ class StandIns:
     def __init__(self) -> None:
         self._made = 0
         self._noise: dict[int, bytes] = {}  # by size
-        # Digests of all but the last bytes, by size and place.
-        self._begun: dict[tuple[int, int], hashlib._Hash] = {}
+        # Digests of all but the last bytes, by size, place and algorithm.
+        self._begun: dict[tuple[int, int, DigestAlgorithm], Digester] = {}
 
-    def next(self, size: int) -> StandIn:
-        """Another update of so many bytes."""
+    def next(self, size: int, digests: DigestAlgorithm = "sha256") -> StandIn:
+        """Another update of so many bytes. ``digests``: what makes its own."""
         if size not in self._noise:
             self._noise[size] = _noise(max(0, size - _LAST) + _LAST * _SHIFTS)
         at = _LAST * (self._made % _SHIFTS)
         self._made += 1
         first = memoryview(self._noise[size])[at : at + max(0, size - _LAST)]
-        begun = self._begun.get((size, at))
+        begun = self._begun.get((size, at, digests))
         if begun is None:
-            begun = self._begun[size, at] = hashlib.sha256(first)
+            begun = self._begun[size, at, digests] = Digester(digests)
+            begun.update(first)
         last = struct.pack("<f", self._made * _STEP % _VALUES / _VALUES)[-size:]
         digest = begun.copy()
         digest.update(last)
-        return StandIn(first, last, digest.hexdigest())
+        return StandIn(first, last, digest.digest())
 
 
 def _noise(size: int) -> bytes:

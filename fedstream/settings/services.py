@@ -209,6 +209,7 @@ def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         keys=keys, redis=settings.redis, name=name, create_run=lambda: create_run(settings),
         versions=settings.run.versions if "versions" in settings.run.model_fields_set else 0,
         parts=part_sources(settings), published_as=settings.wire.of_models,
+        digests=settings.wire.digest,
     )  # fmt: skip
     return service, settings.updater.drain_s
 

@@ -250,7 +250,7 @@ class _Simulation:
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
         self._measure = Measuring(settings, task, self._training, self._devices)
         self._progress = Progress(State(0, x_0))
-        self._digest = x_0.digest() if journal else _NO_DIGEST
+        self._digest = x_0.digest(settings.wire.digest) if journal else _NO_DIGEST
         self._transport = Transport(settings.wire, self._strategy.sends)
         self._models = _Bases(self._progress.state, self._digest, self._transport)
         self._ahead: deque[PlannedEvent] = deque()
@@ -364,8 +364,8 @@ class _Simulation:
         upload = Upload(
             task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
             tau=job.version, base=job.digest, layout=update.layout.signature,
-            digest=sent.digest() if self._journal else _NO_DIGEST, size=sent.buffer.nbytes,
-            format=self._transport.format,
+            digest=sent.digest_like(self._digest) if self._journal else _NO_DIGEST,
+            size=sent.buffer.nbytes, format=self._transport.format,
             samples=trained.samples, steps=trained.steps, loss=trained.loss,
             lr=trained.lr or self._training.solver(arrival.device).lr, sends=self._strategy.sends,
         )  # fmt: skip
@@ -429,7 +429,7 @@ class _Simulation:
             return None
         state, updates, run = step.after.state, step.made, self._settings.run
         if self._journal is not None:
-            self._digest = state.model.digest()
+            self._digest = state.model.digest_like(self._digest)
         self._models.publish(state, self._digest)
         for update in updates:
             self._cost.add(update, self._training.solver(update.device).batch_size)

@@ -266,7 +266,7 @@ def _write(
         f"{outcome.devices} devices, simulated · {numbers['versions']} versions"
     )
     about = {
-        "version": str(numbers["versions"]), "digest": outcome.model.digest(),
+        "version": str(numbers["versions"]), "digest": outcome.model.digest(settings.wire.digest),
         "run": settings.run.name, "task": settings.task.name,
     }  # fmt: skip
     with report.usable(out):

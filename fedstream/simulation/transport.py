@@ -27,7 +27,7 @@ class Transport:
     """
 
     def __init__(self, settings: WireSettings, sends: Sends) -> None:
-        self._sends = sends
+        self._sends, self._digests = sends, settings.digest
         self._updates = settings.of_updates
         self._models = replace(settings.of_models, zstd=False)  # devices get the same without
         self._lost: dict[int, Floats] = {}
@@ -49,7 +49,7 @@ class Transport:
 
         Raises Undecodable if the model can't be encoded because it is not finite.
         """
-        one = given(model, self._models, version=version, sends=self._sends)
+        one = given(model, self._models, version=version, sends=self._sends, digests=self._digests)
         self._models.decode(one.payload.buffer, into)
         return one.digest
 

@@ -11,6 +11,7 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
+from fedstream.broker.digest import DigestAlgorithm
 from fedstream.broker.errors import BlobDamaged, BlobMissing, OutOfMemory
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
@@ -41,12 +42,15 @@ def random_model(floats: int, integers: int = 0) -> Model:
         2 * blobs.WINDOW * MIB + 5,
     ],
 )
-async def test_model_of_any_size_round_trips(client: Client, keys: Keys, floats: int) -> None:
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+async def test_model_of_any_size_round_trips(
+    client: Client, keys: Keys, floats: int, algorithm: DigestAlgorithm
+) -> None:
     model = random_model(floats, integers=1)
     key = keys.model("1.1")
     await blobs.write(client, key, model, expire_s=60)
     again = Model(model.layout)
-    await blobs.read(client, key, again, digest=model.digest(), chunks=None)
+    await blobs.read(client, key, again, digest=model.digest(algorithm), chunks=None)
     assert again.buffer.tobytes() == model.buffer.tobytes()
     assert 0 < await client.call("PTTL", key) <= 60_000
     chunks = -(-model.layout.nbytes // blobs.CHUNK)
@@ -161,10 +165,13 @@ async def test_small_blobs_of_many_chunks_are_put_together(client: Client, keys:
     await client.call("HSET", key, "size", len(data), 0, data[:1500], 1, data[1500:])
     await client.call("PEXPIRE", key, 60_000)
     read = [
-        blobs.Wanted(key, Model(model.layout), digest, 2) for digest in (model.digest(), "0" * 64)
+        blobs.Wanted(key, Model(model.layout), digest, 2)
+        for digest in (model.digest(), model.digest("blake3"), "0" * 64, f"{'0' * 64}-blake3")
     ]
-    well, damaged = await blobs.read_together(client, read)
-    assert (well, "has digest" in str(damaged)) == (None, True)
+    *well, damaged, other = await blobs.read_together(client, read)
+    assert well == [None, None]
+    assert f"has digest {model.digest()}, expected" in str(damaged)
+    assert f"has digest {model.digest('blake3')}, expected" in str(other)
     assert read[0].into.buffer.tobytes() == data
 
 
@@ -192,8 +199,9 @@ async def test_damage_is_detected(
     await blobs.write(client, key, model, expire_s=60)
     command, *arguments = damage
     await client.call(command, key, *arguments)
+    digest = model.digest("blake3")
     with pytest.raises(BlobDamaged, match=says):
-        await blobs.read(client, key, Model(model.layout), digest=model.digest(), chunks=None)
+        await blobs.read(client, key, Model(model.layout), digest=digest, chunks=None)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])

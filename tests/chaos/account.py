@@ -89,6 +89,7 @@ class _Follower:
         self.given: dict[int, str] = {}  # digests of versions that were encoded
         self.began: dict[int, bytes] = {}  # what trainers had of them
         self.format: str = head.get("format", "f32")
+        self.like = said["digest"]  # as all of the run's models' are
         self.finished: str | None = None
         self._made(first.standing)
 
@@ -101,15 +102,15 @@ class _Follower:
                 self.account.records.append(record)
                 self.account.wrong += [f"{record}: {what}" for what in self._record(record)]
         account, course = self.account, self.course
-        account.version, account.model = course.version, digest_of(course.model.tobytes())
+        account.version, account.model = course.version, self._digest(course.model)
         account.given = self.given.get(course.version, "")
         account.devices = {d: digest_of(v.tobytes()) for d, v in course.last.items()}
 
     def _standing(self, segment: Pages) -> Iterator[str]:
         """A checkpoint says what the records before it give."""
         said, course = segment.standing.message, self.course
-        sums = None if course.sums is None else digest_of(course.sums.tobytes())
-        mine = (course.version, digest_of(course.model.tobytes()), sums, course.arrivals)
+        sums = None if course.sums is None else self._digest(course.sums)
+        mine = (course.version, self._digest(course.model), sums, course.arrivals)
         its = (said["version"], said["digest"], said.get("memory"), said["arrivals"])
         if said["why"] == "adopted":
             yield f"{segment.name}: begins with a model of Redis's, which nobody asked for"
@@ -162,7 +163,7 @@ class _Follower:
         message, course = record.message, self.course
         if message["version"] != course.version:
             yield f"version {message['version']}, but the updates make version {course.version}"
-        own = digest_of(course.model.tobytes()) if made else None
+        own = self._digest(course.model) if made else None
         if message.get("digest") != own:
             yield f"version {message['version']} is {message.get('digest')}, worked out as {own}"
         if made and self.finished:
@@ -180,7 +181,7 @@ class _Follower:
         weight, said = course.weight(upload), record.message["weight"]
         if not math.isclose(weight, said, rel_tol=_WEIGHT):
             yield f"weight {said!r}, the rule gives {weight!r}"
-        if digest_of(record.payload) != upload["digest"]:
+        if digest_of(record.payload, upload["digest"]) != upload["digest"]:
             yield f"task {upload['task']}: not the bytes that its trainer announced"
         sent = decoded(upload.get("format", "f32"), record.payload, course.shape)
         if self.notes is not None:
@@ -226,13 +227,16 @@ class _Follower:
         """Whether values are rounded at random: where the rule takes models."""
         return self.course.name not in _DELTAS
 
+    def _digest(self, model: Vector) -> str:
+        return digest_of(model.tobytes(), self.like)
+
     def _made(self, record: Written) -> None:
         course = self.course
         self.formats[course.version] = self.format
         if given := record.message.get("given"):
             self.given[course.version] = given
         self.models[course.version] = course.model.tobytes()
-        self.account.made[course.version] = digest_of(course.model.tobytes())
+        self.account.made[course.version] = self._digest(course.model)
         if course.name == "scaffold" and course.last:
             _, _, c = course.shape.split(course.model)
             mean = np.sum(list(course.last.values()), axis=0) / course.devices

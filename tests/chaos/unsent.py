@@ -53,7 +53,7 @@ def _wrong(
             yield f"sent in {name}, it changed what is kept"
         return
     note = notes.get((upload["task"], upload["tau"], upload["base"]))
-    if note is None or data is None or digest_of(data) != upload["digest"]:
+    if note is None or data is None or digest_of(data, upload["digest"]) != upload["digest"]:
         yield "no trainer made this update, or its bytes are not there"
         return
     sent = decoded(name, data, shape)[: shape.parameters]

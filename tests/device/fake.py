@@ -15,7 +15,7 @@ import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import DigestAlgorithm, digest_of
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Sends
 from fedstream.protocol import headers as names
@@ -106,6 +106,7 @@ class FakeGateway:
         self.advice = Advice(go_on=True)
         self.sent: dict[str, Sent] = {}  # by attempt
         self.bytes_sent = 0  # of updates
+        self.digests: DigestAlgorithm = "sha256"  # of models
         self.receipts: dict[str, list[Receipt]] = defaultdict(list)  # by task; else admitted
         self.given_up: list[tuple[str, str]] = []
         self.over = False
@@ -122,7 +123,7 @@ class FakeGateway:
         return token
 
     def publish(self, model: Model, version: int, how: Format, sends: Sends) -> GivenModel:
-        found = given(model, how, version=version, sends=sends)
+        found = given(model, how, version=version, sends=sends, digests=self.digests)
         self.models[found.digest] = found.payload.buffer.tobytes()
         return found
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from fedstream.broker.digest import algorithm_of
 from fedstream.broker.errors import BlobDamaged, Unavailable
 from fedstream.broker.layout import Model
 from fedstream.device.gateway import OwnGateway
@@ -51,11 +52,26 @@ async def test_model_is_what_a_trainer_would_read(
 ) -> None:
     offered = gateway.offer(model, published=name, version=3).model
     found = await store.model(offered, model.layout)
-    copy = given(model, format_of(name), version=3, sends="model")
+    copy = given(model, format_of(name), version=3, sends="model", digests="sha256")
     expected = Model(model.layout)
     format_of(name).decode(copy.payload.buffer, expected)
     np.testing.assert_array_equal(found.buffer, expected.buffer)
     assert store.has == offered.digest
+
+
+@pytest.mark.parametrize("name", ["f32", "int8", "bf16+zstd"])
+async def test_model_is_checked_by_what_made_its_digest(
+    store: ModelStore, gateway: FakeGateway, model: Model, name: str
+) -> None:
+    gateway.digests = "blake3"
+    offered = gateway.offer(model, published=name).model
+    assert algorithm_of(offered.digest) == "blake3"
+    await store.model(offered, model.layout)
+    assert store.has == offered.digest
+    other = offered.model_copy(update={"digest": f"{'0' * 64}-blake3"})
+    gateway.models[other.digest] = gateway.models[offered.digest]
+    with pytest.raises(BlobDamaged):
+        await store.model(other, model.layout)
 
 
 async def test_model_that_is_there_is_not_downloaded_again(

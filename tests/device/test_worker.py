@@ -57,6 +57,17 @@ async def test_device_enrols_trains_and_uploads(
     assert said[1].startswith("task task-1: admitted: trained from version 0, 3 steps, loss 0.")
 
 
+async def test_update_has_a_digest_like_the_models(
+    gateway: FakeGateway, options: Options, model: Model, task: Steps
+) -> None:
+    gateway.digests = "blake3"
+    offer = gateway.offer(model)
+    await live(options(), nothing, nothing)
+    report = gateway.sent[offer.attempt].report
+    assert report.base == model.digest("blake3")
+    assert report.digest == trained(task, model).digest("blake3")
+
+
 async def test_second_start_needs_no_invite_and_no_second_download(
     gateway: FakeGateway, options: Options, model: Model, said: list[str]
 ) -> None:

@@ -82,7 +82,7 @@ def simulated(settings: Settings, chain: list[Segment]) -> SimulationResult:
     assert outcome.versions[-1].version == VERSIONS
     last, how = model_at(chain, VERSIONS)[0], settings.wire.of_models
     if not how.is_exact:  # a simulation's result is what devices are given, like a live run's
-        one = given(last, how, version=VERSIONS, sends=settings.rule.sends)
+        one = given(last, how, version=VERSIONS, sends=settings.rule.sends, digests="sha256")
         how.decode(one.payload.buffer, last)
     assert outcome.model.digest() == last.digest()
     return outcome

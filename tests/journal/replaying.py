@@ -15,10 +15,13 @@ LARGE = layout_of(1_100_000, integers=2)  # larger than what is read at once
 
 
 def digests(folder: Path, **options: Any) -> dict[int, str]:
-    """Every version that a replay makes, by what its model really is."""
+    """Every version that a replay makes, by what its model really is.
+
+    Made as the journal's digests are.
+    """
     with Replayer(folder, **options) as replayer:
         return {
-            moment.version: moment.model.digest()
+            moment.version: moment.model.digest_like(str(moment.message.digest))
             for moment in replayer
             if moment.step.made is not None
         }

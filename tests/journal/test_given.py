@@ -49,7 +49,13 @@ def test_journal_says_what_devices_were_given(folder: Path, rule: Strategy, name
                 assert moment.base.floats.tolist() == x[tau].floats.tolist()
             if message.digest is not None:
                 how = format_of(name)
-                one = given(state.model, how, version=state.version, sends=rule.build().sends)
+                one = given(
+                    state.model,
+                    how,
+                    version=state.version,
+                    sends=rule.build().sends,
+                    digests="sha256",
+                )
                 x[state.version] = Model(state.model.layout)
                 how.decode(one.payload.buffer, x[state.version])
 

@@ -53,7 +53,13 @@ async def test_version_with_the_same_bits_is_another_version(hand: Hand, make: M
 
 async def published(hand: Hand, number: int, name: str, *floats: float) -> Version:
     """A version is published in a format."""
-    one = given(model_of(hand.layout, *floats), format_of(name), version=number, sends="model")
+    one = given(
+        model_of(hand.layout, *floats),
+        format_of(name),
+        version=number,
+        sends="model",
+        digests="sha256",
+    )
     assert one.encoded is not None
     version = (await hand.publish(number, *floats, write=False)).model_copy(
         update={"format": name, "given": one.digest, "size": one.encoded.size}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.digest import DigestAlgorithm
 from fedstream.broker.keys import Keys
 from fedstream.journal import JournalSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
@@ -45,6 +46,7 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         goal: int = 0,
         start: str = "",
         published_as: str = "f32",
+        digests: DigestAlgorithm = "sha256",
         **settings: Any,
     ) -> Updater:
         rule = strategy.build()
@@ -58,6 +60,7 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
             UpdaterSettings(lease_s=lease_s, **settings), strategy, JournalSettings(**journal),
             keys=keys, redis=redis, name=name, create_run=lambda: (run, model_of(hand.layout)),
             versions=goal, published_as=format_of(published_as),
+            digests=digests,
         )  # fmt: skip
 
     return make

@@ -60,7 +60,7 @@ async def test_devices_are_given_the_encoded_version(
         exact = moments[-1].step.after.state.model
     assert exact.digest() == told[-1].digest
     assert all(moment.identical for moment in moments)
-    one = given(exact, how, version=3, sends="model")
+    one = given(exact, how, version=3, sends="model", digests="sha256")
     assert one.digest == told[-1].given
     expected = Model(hand.layout)
     how.decode(one.payload.buffer, expected)

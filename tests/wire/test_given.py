@@ -35,7 +35,7 @@ def model() -> Model:
 
 def given(model: Model, how: Format, version: int = 3) -> GivenModel:
     """By a run whose strategy takes models."""
-    return given_by(model, how, version=version, sends="model")
+    return given_by(model, how, version=version, sends="model", digests="sha256")
 
 
 def received(one: Payload, encoded: Encoded) -> Model:
@@ -50,7 +50,7 @@ def test_known_digests() -> None:
     """They are in journals and in Redis: no release may give a version another one."""
     x = model_of(layout_of(300, buffers=1), *(n / 700 - 0.2 for n in range(300)), 0.7)
     found = {
-        (name, sends): given_by(x, format_of(name), version=3, sends=sends).digest
+        (name, sends): given_by(x, format_of(name), version=3, sends=sends, digests="sha256").digest
         for name in ("bf16", "int8") for sends in SENDS
     }  # fmt: skip
     assert found == KNOWN
@@ -70,7 +70,7 @@ def test_a_copy_goes_where_there_is_room(name: str) -> None:
         rooms.append(Payload(np.full(size, 0xAA, np.uint8)))
         return rooms[-1]
 
-    one = given_by(x, how, room, version=3, sends="model")
+    one = given_by(x, how, room, version=3, sends="model", digests="sha256")
     assert one.payload.buffer.tobytes() == given(x, how).payload.buffer.tobytes()
     assert one.digest == given(x, how).digest
     assert rooms == ([] if how.zstd else [one.payload])  # frames differ in size
@@ -202,5 +202,7 @@ def still() -> Model:
 
 def as_given(x: Model, how: Format, version: int, sends: Sends) -> Floats:
     into = Model(LAYOUT)
-    how.decode(given_by(x, how, version=version, sends=sends).payload.buffer, into)
+    how.decode(
+        given_by(x, how, version=version, sends=sends, digests="sha256").payload.buffer, into
+    )
     return into.parameters.copy()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from fedstream.broker import reasons
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import algorithm_of, digest_of
 from fedstream.broker.errors import BlobDamaged, BlobMissing, DataError
 from fedstream.broker.layout import Model
 from fedstream.coordinator.gateway.bodies import body_of
@@ -401,7 +401,8 @@ class FleetRoutes:
         await running.uploads.deliver(
             held,
             UpdateReport(
-                digest=digest_of(data), samples=found.samples, steps=0, lr=work.lr,
+                digest=digest_of(data, algorithm_of(work.given.head.given)),
+                samples=found.samples, steps=0, lr=work.lr,
                 loss=found.loss, seconds=reply.seconds, tau=work.given.head.version,
                 base=work.given.head.given, layout=layout.signature,
             ),

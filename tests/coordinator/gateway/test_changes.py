@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.digest import digest_of
+from fedstream.broker.digest import DigestAlgorithm, digest_of
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Version
@@ -37,15 +37,17 @@ def trained(layout: Layout, versions: int, step: float = 1e-3) -> list[Model]:
     return found
 
 
-async def publish(hand: Hand, models: Sequence[Model], name: str = "f32") -> list[Version]:
+async def publish(
+    hand: Hand, models: Sequence[Model], name: str = "f32", digests: DigestAlgorithm = "sha256"
+) -> list[Version]:
     """A run whose versions will be these models: they are written, and not committed yet."""
     await hand.create()
     versions = []
     for number, model in enumerate(models, 1):
-        one = given(model, format_of(name), version=number, sends="delta")
+        one = given(model, format_of(name), version=number, sends="delta", digests=digests)
         about: Encoded | None = one.encoded
         version = Version(
-            version=number, time=1.0, epoch=1, parent=number - 1, digest=model.digest(),
+            version=number, time=1.0, epoch=1, parent=number - 1, digest=model.digest(digests),
             blob=f"{number}.x", size=one.payload.buffer.nbytes,
             format=about.format if about else "f32", given=about.digest if about else None,
         )  # fmt: skip
@@ -96,11 +98,12 @@ def counted_makes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
 async def test_offer_names_what_changed_since_the_devices_model(
-    redis: RedisSettings, hand: Hand, name: str
+    redis: RedisSettings, hand: Hand, name: str, algorithm: DigestAlgorithm
 ) -> None:
     hand.layout = layout_of(SIZE, buffers=2)
-    old, new = await publish(hand, trained(hand.layout, 2), name)
+    old, new = await publish(hand, trained(hand.layout, 2), name, algorithm)
     how = format_of(name)
     async with coordinating(hand, redis), serving(hand, redis) as place:
         await place.check_in(3)
@@ -117,9 +120,9 @@ async def test_offer_names_what_changed_since_the_devices_model(
             before, after = (compressed.decode(one, 1 << 20) for one in (before, after))
         frame = np.frombuffer(answer.body, np.uint8)
         found = changes.decode(before, frame, changes.width_of(how.kind))
-        assert digest_of(found.data) == known_as(new)
+        assert digest_of(found.data, algorithm) == known_as(new)
         assert bytes(found) == bytes(after)
-        assert answer.headers["Etag"] == f'"{digest_of(answer.body)}"'
+        assert answer.headers["Etag"] == f'"{digest_of(answer.body, algorithm)}"'
         assert answer.headers["Fedstream-Format"] == f"{name.removesuffix('+zstd')}+changes"
         assert "immutable" in answer.headers["Cache-Control"]
         saved = len(whole[1]) - len(answer.body)
@@ -297,7 +300,7 @@ async def test_base_that_was_published_otherwise_is_no_base(
     hand.layout = layout_of(SIZE)
     [old] = await publish(hand, trained(hand.layout, 1))
     model = trained(hand.layout, 2)[1]
-    one = given(model, format_of("bf16"), version=2, sends="delta")
+    one = given(model, format_of("bf16"), version=2, sends="delta", digests="sha256")
     assert one.encoded is not None
     new = Version(
         version=2, time=1.0, epoch=1, parent=1, digest=model.digest(), blob="2.x",

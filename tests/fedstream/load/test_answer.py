@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 
+from fedstream.broker.digest import Digester
 from fedstream.load.answer import AnswerReader
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "x"\r\n\r\nhello'
@@ -39,15 +40,15 @@ def test_body_in_chunks_is_put_together(size: int | None) -> None:
 
 
 def test_body_is_digested_in_place_of_kept() -> None:
-    digest = hashlib.sha256()
+    digest = Digester("sha256")
     found = AnswerReader(is_head=False, digest=digest)
     found.feed(OK)
     assert (found.body, found.size) == (b"", 5)
-    assert digest.digest() == hashlib.sha256(b"hello").digest()
+    assert digest.digest() == hashlib.sha256(b"hello").hexdigest()
 
 
 def test_body_of_a_refusal_is_kept_all_the_same() -> None:
-    found = AnswerReader(is_head=False, digest=hashlib.sha256())
+    found = AnswerReader(is_head=False, digest=Digester("sha256"))
     found.feed(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\ngone")
     assert (found.status, found.body) == (404, b"gone")
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from fedstream.broker.digest import algorithm_of
 from fedstream.broker.errors import ConfigError, DataError, Fenced
+from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
 from fedstream.settings import services
 from fedstream.settings.config import read
@@ -92,6 +94,17 @@ def test_run_learns_and_its_journal_replays(rule: str, tmp_path: Path) -> None:
         assert moments == [True] * 12
         last = replayer.newest
     assert last == 12
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+@pytest.mark.parametrize("model", ["f32", "int8"])
+def test_journal_has_digests_of_the_wanted_kind(algorithm: str, model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    run(f"wire.digest={algorithm}", f"wire.model={model}", journal=folder)
+    with Replayer(folder) as replayer:
+        taken = [one.message for one in replayer if isinstance(one.message, Taken)]
+    found = {algorithm_of(str(text)) for one in taken for text in (one.digest, one.upload.digest)}
+    assert found | {algorithm_of(one.upload.base) for one in taken} == {algorithm}
 
 
 @pytest.mark.parametrize(
