@@ -18,7 +18,7 @@ from aiohttp import web
 from fedstream.page import answers, questions
 from fedstream.page.directions import DISTANCES
 from fedstream.page.guard import Asker, form_of
-from fedstream.page.jobs import KEPT, Occupied, PageJobs
+from fedstream.page.jobs import KEPT, KEPT_BYTES, Occupied, PageJobs
 from fedstream.page.questions import Fields, Problems, Question
 from fedstream.page.run import RecordedRun
 
@@ -159,8 +159,8 @@ class Asking:
         if not self._jobs.has_forgotten(address):
             return ""
         return (
-            f"This was answered, and the answer is no longer kept: the newest {KEPT} are, and of "
-            "distances the newest alone. Send the form to have it worked on again."
+            f"This was answered, and the answer is no longer kept: the newest {KEPT} are, up "
+            f"to {KEPT_BYTES >> 20} MiB. Send the form to have it worked on again."
         )
 
 

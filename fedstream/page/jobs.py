@@ -6,6 +6,7 @@ So the pages answer as fast as ever, and what is cancelled ends at once, whateve
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections import OrderedDict
 from contextlib import suppress
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 KEPT = 20  # answers
+KEPT_BYTES = 16 << 20  # of them, as they were sent
 _REMEMBERED = 1000  # addresses of answers that were forgotten
 _LOOK_S = 1.0  # between two looks whether a process is still there
 _REST_S = 30.0  # at most, to read what an ended process has sent: no more than a pipe holds
@@ -66,6 +68,7 @@ class PageJob:
         self.part = 0.0  # of the work that is done, at least
         self.measured: dict[int, float] = {}  # value by version
         self.answer: WorkResult | None = None
+        self.size = 0  # bytes of the answer, as it was sent
         self.problem = ""  # why there is no answer
         self.seconds: float | None = None  # that the answer took
         self._began = monotonic()
@@ -192,12 +195,12 @@ class PageJob:
                     return
                 continue
             try:
-                news = channel.recv()
+                sent = channel.recv_bytes()
             except (EOFError, OSError):  # there is no more
                 return
-            self._take(news)
+            self._take(pickle.loads(sent), len(sent))  # noqa: S301  (of our own process)
 
-    def _take(self, news: Headway | Failure | WorkResult) -> None:
+    def _take(self, news: Headway | Failure | WorkResult, size: int) -> None:
         match news:
             case Headway():
                 self.part = news.part
@@ -210,7 +213,7 @@ class PageJob:
                 with self._settling:
                     if self.is_going_on:  # not cancelled a moment ago
                         self.seconds = monotonic() - self._began
-                        self.answer = answer
+                        self.answer, self.size = answer, size
 
 
 def _ended(process: BaseProcess, where: Workplace) -> str:
@@ -237,8 +240,8 @@ def _kill(process: BaseProcess) -> None:
 class PageJobs:
     """The questions about one run, and their answers.
 
-    The newest answers are kept. Of distances, which take some 60 bytes an update, the newest alone
-    stay when another question begins.
+    The newest answers are kept until another question begins: so many of them, and no more bytes
+    than that, but the newest however large it is.
     """
 
     def __init__(self, where: Workplace) -> None:
@@ -266,14 +269,9 @@ class PageJobs:
     @property
     def shares(self) -> MeasuredShares | None:
         """What was measured last of all devices' updates."""
-        found = self._measured()
-        return found[-1][1] if found else None
-
-    def _measured(self) -> list[tuple[str, MeasuredShares]]:
-        """All that was measured of devices' updates, with its address."""
         with self._changing:
-            return [(job.address, job.answer) for job in self._jobs.values()
-                    if isinstance(job.answer, MeasuredShares)]  # fmt: skip
+            answers = [job.answer for job in reversed(self._jobs.values())]
+        return next((one for one in answers if isinstance(one, MeasuredShares)), None)
 
     def begin(self, question: Question, address: str) -> None:
         """Work on a question, also if it was answered before. Raises Occupied."""
@@ -284,14 +282,16 @@ class PageJobs:
                 raise Occupied("another question is being worked on")
             if self._is_over:
                 raise Occupied("no question is taken any more: the server is stopping")
-            for older, _ in self._measured()[:-1]:
-                self._forget(older)
             job = self._jobs[address] = PageJob(question, address)
             self._jobs.move_to_end(address)
             self._forgotten.pop(_digest(address), None)
-            while len(self._jobs) > KEPT:
+            while len(self._jobs) > KEPT or (len(self._jobs) > 2 and self._bytes > KEPT_BYTES):
                 self._forget(next(iter(self._jobs)))
             job.begin(self._where)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(job.size for job in self._jobs.values())
 
     def _forget(self, address: str) -> None:
         del self._jobs[address]

@@ -17,7 +17,7 @@ import pytest
 from fedstream.page import jobs
 from fedstream.page.jobs import Occupied, PageJob, PageJobs, Workplace
 from fedstream.page.questions import Bisection, Distances
-from fedstream.page.work import MeasuredShares, TaskAccess, WorkBounds
+from fedstream.page.work import MeasuredShares, TaskAccess, WorkBounds, WorkResult
 from fedstream.recordings.bisect import Limit, Search
 from tests.integration.command import TEST_GUARD_S
 from tests.support import wait_until
@@ -117,23 +117,28 @@ async def test_an_answer_that_cannot_be_taken_in_is_told(
     assert job.problem == "its answer can't be read: MemoryError: no room"
 
 
-def test_only_the_newest_distances_are_kept(
+def test_answers_are_kept_up_to_so_many_bytes(
     poisoned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take some 50 bytes an update; other answers are small."""
+    """Distances take some 50 bytes an update, other answers next to nothing."""
     monkeypatch.setattr(PageJob, "begin", lambda *_: None)
+    monkeypatch.setattr(jobs, "KEPT_BYTES", 1000)
     asked = PageJobs(Workplace(poisoned, TaskAccess()))
+
+    def answered(address: str, answer: WorkResult, size: int) -> None:
+        asked.begin(QUESTION, address)
+        asked._jobs[address]._take(answer, size)
+
     for version in range(4):
-        asked.begin(Distances(version), f"/distances?until={version}")
-        asked._jobs[f"/distances?until={version}"].answer = MeasuredShares({}, version)
-        asked.begin(QUESTION, f"/bisect?until={version}")
-        asked._jobs[f"/bisect?until={version}"].answer = Search(version)
-    kept = {job.answer.until for job in asked._jobs.values()
-            if isinstance(job.answer, MeasuredShares)}  # fmt: skip
-    assert kept == {3}
+        answered(f"/distances?until={version}", MeasuredShares({}, version), 600)
+        answered(f"/bisect?until={version}", Search(version), 10)
+    assert [*asked._jobs] == ["/bisect?until=2", "/distances?until=3", "/bisect?until=3"]
     assert asked.shares == MeasuredShares({}, 3)
+    answered("/huge", MeasuredShares({}, 4), 5000)
+    assert asked.at("/huge")
+    answered("/bisect?until=9", Search(9), 10)
+    assert [*asked._jobs] == ["/huge", "/bisect?until=9"]
     assert asked.has_forgotten("/distances?until=1")
-    assert all(asked.at(f"/bisect?until={version}") for version in range(4))
     asked.begin(Distances(1), "/distances?until=1")
     assert not asked.has_forgotten("/distances?until=1")
 
