@@ -160,7 +160,7 @@ class LocalRun:
         self._painter = Painter()
         self._host, self._port = settings.http.host, port  # the coordinator's
         self._has_page = has_page(settings.page, settings.http)
-        self._header = _header(request, subject, self._client.address, self._url, over_http)
+        self._header = _header(request, subject, self._client.address, over_http)
         self._started = time.time()
         self._table: report.Table | None = None  # None: the run does not exist yet
         self._ending: Ending | None = None
@@ -192,7 +192,7 @@ class LocalRun:
             while not self._over.is_set():
                 await self._step(self._over)
                 self._judge()
-                self._show_page()
+                self._show_addresses()
                 if self._later and self._observer.view is not None:
                     await self._let_in(self._observer.view)
                 if self._observer.history.newest > 0:  # from now on, there is something to draw
@@ -209,11 +209,15 @@ class LocalRun:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
-    def _show_page(self) -> None:
-        """Say where the page is, as soon as a browser would find it there."""
-        if self._has_page and "page" not in self._told and is_answering(self._host, self._port):
-            self._told.add("page")
-            self._display.add("page", f"{self._url}/")
+    def _show_addresses(self) -> None:
+        """Say where the coordinator answers, as soon as it does and there is a run to see."""
+        if "status" in self._told or self._observer.view is None:
+            return
+        if is_answering(self._host, self._port):
+            self._told.add("status")
+            self._display.add("status", f"{self._url}/v1/runs/{self._request.settings.run.name}")
+            if self._has_page:
+                self._display.add("page", f"{self._url}/")
 
     async def _let_in(self, view: Tally) -> None:
         """Start the devices that come over HTTPS, now that there is a run to invite them to, and a
@@ -411,7 +415,7 @@ class LocalRun:
 
 
 def _header(
-    request: RunRequest, subject: Subject, redis: str, url: str, over_http: OverHttp | None
+    request: RunRequest, subject: Subject, redis: str, over_http: OverHttp | None
 ) -> dict[str, str]:
     settings = request.settings
     whose = ", its own" if request.own_redis else ""
@@ -427,7 +431,6 @@ def _header(
         + (", sinks" if settings.sinks else ""),
         **({"gateway": over_http.url} if over_http else {}),
         "Redis": f"{redis}{whose}",
-        "status": f"{url}/v1/runs/{settings.run.name}",
         "watch": f"fedstream top --config {request.out / CONFIG}",
         "out": str(request.out),
     }

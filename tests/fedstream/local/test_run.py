@@ -77,24 +77,33 @@ async def test_notices_are_shown_once(
     assert not running._over.is_set()
 
 
-async def test_page_is_shown_once_when_its_port_answers(
+async def test_addresses_are_shown_once_when_there_is_a_run_to_see(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[str, str]] = []
     monkeypatch.setattr(Quiet, "add", lambda _, *row: shown.append(row))
     with socket.socket() as coordinator:
         coordinator.bind(("127.0.0.1", 0))
-        running = Running(asked, coordinator.getsockname()[1])
-        running._show_page()
+        port = coordinator.getsockname()[1]
+        running = Running(asked, port)
+        running._observer.view = view()
+        running._show_addresses()
         assert not shown  # the port is held, and nobody listens there
         coordinator.listen()
-        running._show_page()
-        running._show_page()
-        assert shown == [("page", f"http://127.0.0.1:{coordinator.getsockname()[1]}/")]
+        running._observer.view = None  # the run does not exist yet
+        running._show_addresses()
+        assert not shown
+        running._observer.view = view()
+        running._show_addresses()
+        running._show_addresses()
+        status = ("status", f"http://127.0.0.1:{port}/v1/runs/{asked.settings.run.name}")
+        assert shown == [status, ("page", f"http://127.0.0.1:{port}/")]
         asked = replace(asked, settings=Settings(page=PageSettings(enabled=False)))
         asked.out.rmdir()
-        Running(asked, coordinator.getsockname()[1])._show_page()
-    assert len(shown) == 1
+        running = Running(asked, port)
+        running._observer.view = view()
+        running._show_addresses()
+    assert shown[2:] == [status]
 
 
 async def test_measuring_the_last_version_has_a_time_limit(

@@ -52,7 +52,7 @@ class Tab:
 
     def _said(self, what: Any) -> None:
         if what.type == "error":
-            self.wrong.append(what.text)
+            self.wrong.append(f"{what.text} ({what.location['url']})")
 
     def go(self, path: str) -> Any:
         self.page.goto(path)
