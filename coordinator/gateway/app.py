@@ -178,16 +178,22 @@ class GatewayApp:
     def _quick_check_in(
         self, request: PlainRequest, exchange: Exchange, _names: Mapping[str, str]
     ) -> bool:
-        """Take a check-in that only waits, by a device that is known without asking anybody."""
+        """Take a check-in by a device that is known without asking anybody."""
         if self._opened is None or self._waits is None:
             return False
         device, said = self._identity.known(request.headers), check_in_of(request)
-        if device is None or said is None or not self._opened.check_ins.only_waits(device, said):
+        if device is None or said is None or not self._charged(request, exchange, device):
             return False
-        if not self._charged(request, exchange, device):
-            return False
-        self._waits.wait(device, said, exchange)
+        check_ins = self._opened.check_ins
+        if check_ins.only_waits(device, said):
+            self._waits.wait(device, said, exchange)
+        else:
+            self._begin(self._answer_check_in(device, said, exchange), exchange, CHECK_IN)
         return True
+
+    async def _answer_check_in(self, device: int, said: CheckIn, exchange: Exchange) -> None:
+        offer = await self._running().check_ins.answer(device, said, exchange)
+        self._answer(exchange, *self._offered(offer))
 
     def _charged(self, request: PlainRequest, exchange: Exchange, device: int) -> bool:
         """Whether a request is within the quotas, and was charged to them."""

@@ -1,7 +1,7 @@
 """Check-ins that only wait, as nearly all do: without a task, a request or a timer of their own.
 
-Whatever else a check-in needs (to be refused, to arrive, to be offered a task that is there) is
-left to the route's handler. Once there is a task for a device that waits, it is offered as there.
+Whatever else a check-in needs (to be refused, to arrive, to be offered a task that is there) takes
+a task. Once there is a task of the run for a device that waits, it is offered as there.
 """
 
 from __future__ import annotations

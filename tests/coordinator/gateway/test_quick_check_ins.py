@@ -98,11 +98,40 @@ async def test_stop_ends_waits_and_connections(redis: RedisSettings, hand: Hand)
 async def test_waiting_makes_no_task_and_shares_its_timer(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with serving(hand, redis) as place, waiting(place) as asks:
-        names = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
-        assert "RequestHandler._handle_request" not in names
+        assert not _by_aiohttp()
         assert place.gateway._desk.polls == 1
         place.gateway._desk.release_all()
         assert (await asks).status == 204
+
+
+async def test_arrivals_and_offers_need_no_aiohttp(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, by_aiohttp = CheckIns.answer, list[bool]()
+
+    async def seen(self: CheckIns, *about: Any) -> bytes | None:
+        by_aiohttp.append(_by_aiohttp())
+        return await answer(self, *about)
+
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        monkeypatch.setattr(CheckIns, "answer", seen)
+        assert (await place.check_in(3)).status == 204
+        assert (await place.check_in(3, eligible=False)).status == 204
+        assert not place.gateway._desk.is_present(3)
+        arriving = asyncio.create_task(place.check_in(3, wait_s=50))
+        await wait_until(lambda: place.gateway._desk.polls == 1)
+        await owned_by(hand, 3, "gw-0")
+        [trigger] = await hand.open(device=3)
+        assert (await arriving).offer.task.id == trigger.task
+        assert (await place.check_in(3, wait_s=50)).offer.task.id == trigger.task
+        assert by_aiohttp == [False] * 4
+
+
+def _by_aiohttp() -> bool:
+    """Whether aiohttp is handling a request."""
+    names = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
+    return "RequestHandler._handle_request" in names
 
 
 async def test_quotas_count_check_ins_that_wait(redis: RedisSettings, hand: Hand) -> None:
