@@ -295,10 +295,12 @@ def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
     found = [("made", f"{shown_number(seconds)} s after the beginning")]
     if not run.is_simulated:
         found.append(("at", moment(float(row["time"]))))
-    measured = run.measured_at(wanted)
-    for name, value in measured.metrics.items() if measured is not None else ():
-        at = "" if measured is None or measured.version == wanted else f" at {measured.version}"
-        found.append((f"test {name.removeprefix('test_')}", f"{measure(value)}{at}"))
+    if measured := run.measured_at(wanted):
+        when, at = "", ""
+        if measured.version != wanted:  # the model of this version may be quite another
+            when, at = ", last measured", f" at version {measured.version}"
+        for name, value in measured.metrics.items():
+            found.append((f"test {name.removeprefix('test_')}{when}", f"{measure(value)}{at}"))
     found.append(("digest", run.digest(wanted)[:16]))
     return found
 
