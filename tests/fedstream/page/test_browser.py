@@ -60,6 +60,26 @@ def test_charts_are_drawn_and_lead_to_a_version(tab: Tab) -> None:
     page.wait_for_url(re.compile(r"/versions/\d+0$"))  # a version that was measured
 
 
+# Notes what is written on a chart's canvas.
+_WRITTEN = """
+window.written = {};
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {
+  const name = this.canvas.closest("figure").dataset.chart;
+  (window.written[name] ??= []).push(text);
+  return write.call(this, text, ...where);
+};
+"""
+
+
+def test_an_axis_of_whole_numbers_has_no_ticks_between_them(tab: Tab) -> None:
+    tab.page.add_init_script(_WRITTEN)
+    written = tab.go("/").evaluate("window.written")
+    assert {"0", "1", "2", "3"} <= {*written["lateness"]}
+    assert {"-0.5", "1.5", "2.5"} & {*written["lateness"]} == set()  # 0.5 is a weight
+    assert "0.2" in written["metric-0"]  # accuracy has them
+
+
 def test_curves_over_time_lead_to_versions_too(tab: Tab) -> None:
     page = tab.go("/")
     page.get_by_role("link", name="time", exact=True).click()
