@@ -80,6 +80,18 @@ def test_an_axis_of_whole_numbers_has_no_ticks_between_them(tab: Tab) -> None:
     assert "0.2" in written["metric-0"]  # accuracy has them
 
 
+def test_the_column_that_sorts_the_devices_is_marked(tab: Tab) -> None:
+    page = tab.go("/devices")
+    link = page.get_by_role("link", name="cosine", exact=True)
+    mark = "(one) => getComputedStyle(one, '::after').content"
+    assert link.evaluate(mark) == "none"
+    for sign in ("↓", "↑"):
+        link.click()
+        page.locator("th[aria-sort]").wait_for()
+        assert sign in link.evaluate(mark)
+        assert page.get_by_role("link", name="cosine", exact=True).count() == 1  # read out as ever
+
+
 def test_curves_over_time_lead_to_versions_too(tab: Tab) -> None:
     page = tab.go("/")
     page.get_by_role("link", name="time", exact=True).click()
