@@ -92,6 +92,15 @@ def test_the_column_that_sorts_the_devices_is_marked(tab: Tab) -> None:
         assert page.get_by_role("link", name="cosine", exact=True).count() == 1  # read out as ever
 
 
+def test_updates_of_a_version_fit_on_a_screen(browser: Any, address: str) -> None:
+    tab = Tab(browser, address, viewport={"width": 1280, "height": 900})
+    page = tab.go("/versions/34?models=1")
+    table = page.get_by_role("group", name="Updates that made it")
+    assert table.get_by_role("columnheader", name="cosine").count() == 1
+    assert table.evaluate("(one) => one.scrollWidth - one.clientWidth") == 0
+    tab.context.close()
+
+
 def test_curves_over_time_lead_to_versions_too(tab: Tab) -> None:
     page = tab.go("/")
     page.get_by_role("link", name="time", exact=True).click()
