@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 from urllib.parse import urlencode
 
@@ -250,12 +251,14 @@ def view(
         problem = f"No models: {error}"
     begin, end = columns.since_previous(wanted)
     outside = columns.contained[begin:end] != wanted
+    used = shown(run, np.flatnonzero(columns.contained == wanted))
+    pushes = None if portrait is None else {push.offset: push for push in portrait.pushes}
+    for row in used:
+        if pushes and row["offset"] in pushes and not isfinite(row["norm"]):
+            row["norm"] = pushes[row["offset"]].distance  # the updater did not measure it
     return VersionView(
-        wanted, to, _facts_of(run, wanted), bool(columns.row(wanted)["begins"]),
-        shown(run, np.flatnonzero(columns.contained == wanted)),
-        shown(run, np.arange(begin, end)[outside]), portrait,
-        None if portrait is None else {push.offset: push for push in portrait.pushes},
-        gaps, problem,
+        wanted, to, _facts_of(run, wanted), bool(columns.row(wanted)["begins"]), used,
+        shown(run, np.arange(begin, end)[outside]), portrait, pushes, gaps, problem,
     )  # fmt: skip
 
 
@@ -292,10 +295,12 @@ def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
     found = [("made", f"{shown_number(seconds)} s after the beginning")]
     if not run.is_simulated:
         found.append(("at", moment(float(row["time"]))))
-    measured = run.measured_at(wanted)
-    for name, value in measured.metrics.items() if measured is not None else ():
-        at = "" if measured is None or measured.version == wanted else f" at {measured.version}"
-        found.append((f"test {name.removeprefix('test_')}", f"{measure(value)}{at}"))
+    if measured := run.measured_at(wanted):
+        when, at = "", ""
+        if measured.version != wanted:  # the model of this version may be quite another
+            when, at = ", last measured", f" at version {measured.version}"
+        for name, value in measured.metrics.items():
+            found.append((f"test {name.removeprefix('test_')}{when}", f"{measure(value)}{at}"))
     found.append(("digest", run.digest(wanted)[:16]))
     return found
 

@@ -2,6 +2,7 @@
 
 export const HEIGHT = 230;
 const COLOURS = ["one", "two", "three"];
+const WHOLE = [...Array(12).keys()].flatMap((n) => [1, 2, 5].map((one) => one * 10 ** n));
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -21,12 +22,19 @@ function axis(about) {
   return { stroke: colour("text"), grid: line, ticks: line, ...about };
 }
 
+// There is no version between two, and nothing is late by half of one: no ticks there.
+const steps = (values) => (values.every((one) => one === null || Number.isInteger(one)) ? { incrs: WHOLE } : {});
+
 export const said = (figure) => JSON.parse(figure.querySelector('script[type="application/json"]').textContent);
 
 export const data = (about) => [about.x, ...about.series.map((one) => one.values)];
 
 export function chartOptions(about, place) {
-  const axes = [axis({ label: about.unit, labelSize: 22, size: 34 }), axis({ size: 58 })];
+  const left = about.series.filter((one) => one.scale !== "right").flatMap((one) => one.values);
+  const axes = [
+    axis({ label: about.unit, labelSize: 22, size: 34, ...steps(about.x) }),
+    axis({ size: 58, ...steps(left) }),
+  ];
   const right = about.series.some((one) => one.scale === "right");
   if (right) axes.push(axis({ side: 1, scale: "right", size: 52, grid: { show: false } }));
   const bars = about.series.some((one) => one.how === "bars");

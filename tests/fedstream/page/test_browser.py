@@ -60,6 +60,47 @@ def test_charts_are_drawn_and_lead_to_a_version(tab: Tab) -> None:
     page.wait_for_url(re.compile(r"/versions/\d+0$"))  # a version that was measured
 
 
+# Notes what is written on a chart's canvas.
+_WRITTEN = """
+window.written = {};
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {
+  const name = this.canvas.closest("figure").dataset.chart;
+  (window.written[name] ??= []).push(text);
+  return write.call(this, text, ...where);
+};
+"""
+
+
+def test_an_axis_of_whole_numbers_has_no_ticks_between_them(tab: Tab) -> None:
+    tab.page.add_init_script(_WRITTEN)
+    written = tab.go("/").evaluate("window.written")
+    assert {"0", "1", "2", "3"} <= {*written["lateness"]}
+    assert {"-0.5", "1.5", "2.5"} & {*written["lateness"]} == set()  # 0.5 is a weight
+    assert "0.2" in written["metric-0"]  # accuracy has them
+
+
+def test_the_column_that_sorts_the_devices_is_marked(tab: Tab) -> None:
+    page = tab.go("/devices")
+    link = page.get_by_role("link", name="cosine", exact=True)
+    mark = "(one) => getComputedStyle(one, '::after').content"
+    assert link.evaluate(mark) == "none"
+    for sign in ("↓", "↑"):
+        link.click()
+        page.locator("th[aria-sort]").wait_for()
+        assert sign in link.evaluate(mark)
+        assert page.get_by_role("link", name="cosine", exact=True).count() == 1  # read out as ever
+
+
+def test_updates_of_a_version_fit_on_a_screen(browser: Any, address: str) -> None:
+    tab = Tab(browser, address, viewport={"width": 1280, "height": 900})
+    page = tab.go("/versions/34?models=1")
+    table = page.get_by_role("group", name="Updates that made it")
+    assert table.get_by_role("columnheader", name="cosine").count() == 1
+    assert table.evaluate("(one) => one.scrollWidth - one.clientWidth") == 0
+    tab.context.close()
+
+
 def test_curves_over_time_lead_to_versions_too(tab: Tab) -> None:
     page = tab.go("/")
     page.get_by_role("link", name="time", exact=True).click()

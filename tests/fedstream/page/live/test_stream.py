@@ -189,7 +189,9 @@ async def test_fault_of_the_page_ends_neither_it_nor_its_coordinator(
             assert (await page.http.get("/")).status == 200  # with what was known before
         await stream.until("parts")
         await given_up(hand)
-        assert [row[0] for row in await stream.until("rows")] == (await told(hand))[-1:]
+        amid, later = (await told(hand))[-2:]
+        # The fault may have come before what happened amid it: then nothing of that is missing.
+        assert await ids(stream, later) in ([later], [amid, later])
 
 
 async def test_viewer_who_comes_back_before_redis_does_misses_nothing(
