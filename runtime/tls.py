@@ -3,9 +3,9 @@
 Services have it for their clients' connections, the load laboratory for those of its devices.
 asyncio's and uvloop's own TLS keep, for as long as a connection lasts, a read buffer of 256 KiB
 and two buffers as large as the most that ever was in them: half a megabyte once a model has gone
-each way. Here all connections read into the same buffers, and no more than a slice of what comes
-goes through OpenSSL at a time. What is read is delivered at once, and what is written is the
-socket's at once, so pausing either means the socket itself.
+each way. Here all connections share their buffers, each for the length of one call. What is read is
+delivered at once, and what is written is the socket's at once, so pausing either means the socket
+itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Data = bytes | bytearray | memoryview
 
 READ: Final = 1 << 18  # bytes of a read buffer
-# Bytes that go through OpenSSL at a time; it keeps two buffers of 4/3 of that for a connection.
-_SLICE = 1 << 12
 # In which the time to agree on TLS is counted. A step that takes longer is late by our own delay,
 # and counts as one: what has come from the other side meanwhile is read before the next.
 _STEPS = 8
@@ -36,14 +34,20 @@ TlsFailure: TypeAlias = Literal["tls", "timeout", "certificate"]
 
 
 class TlsBuffers:
-    """What all connections of a loop read into, each for the length of one call."""
+    """What passes through the connections of a loop, of each for the length of one call.
 
-    __slots__ = ("opened", "sealed")
+    OpenSSL takes all that it is given out of ``incoming``, and keeps an unfinished record in the
+    connection's own state. So between two calls both of its ends are empty, and the next connection
+    may use them.
+    """
+
+    __slots__ = ("incoming", "opened", "outgoing", "sealed")
 
     def __init__(self) -> None:
         self.sealed = memoryview(bytearray(READ))  # as it comes from the socket
         # Less than that can be inside, and what was held back of the records before.
         self.opened = memoryview(bytearray(READ + 2 * _RECORD))
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
 
 
 @dataclass
@@ -60,8 +64,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """
 
     __slots__ = (
-        "_above", "_buffers", "_context", "_has_begun", "_has_failed", "_host", "_incoming",
-        "_make", "_outgoing", "_steps", "_timer", "_tls", "_wire", "_within_s",
+        "_above", "_buffers", "_context", "_has_begun", "_has_failed", "_host", "_make", "_steps",
+        "_timer", "_tls", "_wire", "_within_s",
     )  # fmt: skip
     # Both from when there is a socket.
     _tls: ssl.SSLObject
@@ -91,41 +95,35 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = self._context.wrap_bio(
-            self._incoming, self._outgoing, server_side=self._host is None,
+            self._buffers.incoming, self._buffers.outgoing, server_side=self._host is None,
             server_hostname=self._host,
         )  # fmt: skip
         self._steps = _STEPS
         self._step()
         if self._host is not None:  # a client speaks first
             self._agrees()
-            self._flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffers.sealed
 
     def buffer_updated(self, nbytes: int) -> None:
-        sealed = self._buffers.sealed
-        size = 0  # bytes that were inside
-        is_over = False
         try:
-            for at in range(0, nbytes, _SLICE):
-                self._incoming.write(sealed[at : min(at + _SLICE, nbytes)])
-                if self._above is not None or self._agrees():
-                    size, is_over = self._decrypt(size)
-                if is_over or self._wire.is_closing():
-                    break
+            opened = self._opened(nbytes)
         except ssl.SSLError as error:
-            self._flush()  # what is wrong, in TLS's own words
             reason: TlsFailure = "certificate" if error.reason in _NO_CERTIFICATE else "tls"
             said = getattr(error, "verify_message", "") or error.reason or str(error)
             self._fails(reason, said)
             self._wire.close()
             return
-        self._flush()  # an answer of TLS itself, such as new keys
-        if self._above is None:
+        if opened is None:
             return
+        size, is_over = opened
+        if self._above is None:
+            self._above = self._make()
+            self._above.connection_made(self)
+            if self._wire.is_closing():
+                return
         if size:
             self._above.data_received(bytes(self._buffers.opened[:size]))
         if is_over:
@@ -177,19 +175,30 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             return False
+        finally:
+            self._flush()
         assert self._timer is not None  # noqa: S101  (it runs until now)
         self._timer.cancel()
         self._timer = None
-        self._flush()
-        self._above = self._make()
-        self._above.connection_made(self)
         return True
 
-    def _decrypt(self, size: int) -> tuple[int, bool]:
-        """Add what can be read by now to so many bytes; return how many there are then, and whether
-        the other side said that it is the end.
+    def _opened(self, nbytes: int) -> tuple[int, bool] | None:
+        """Decrypt what came: how many bytes are in the buffer then, and whether the other side said
+        that it is the end; None while TLS is not agreed on. Raises SSLError.
         """
-        opened, tls, incoming = self._buffers.opened, self._tls, self._incoming
+        incoming = self._buffers.incoming
+        incoming.write(self._buffers.sealed[:nbytes])
+        try:
+            if self._above is None and not self._agrees():
+                return None
+            return self._decrypted()
+        finally:
+            incoming.read()  # what follows a failure, or an end, is nobody's
+            self._flush()  # what TLS itself answers: new keys, or what is wrong
+
+    def _decrypted(self) -> tuple[int, bool]:
+        opened, size = self._buffers.opened, 0
+        tls, incoming = self._tls, self._buffers.incoming
         with suppress(ssl.SSLWantReadError):  # costs more than to ask first, where that is enough
             while incoming.pending or tls.pending():
                 # Into a buffer, this returns a number, whatever typeshed says.
@@ -200,8 +209,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         return size, False
 
     def _flush(self) -> None:
-        if self._outgoing.pending:
-            self._wire.write(self._outgoing.read())
+        """Send what was encrypted. Due after each call of TLS: the next connection's goes there."""
+        outgoing = self._buffers.outgoing
+        if outgoing.pending:
+            self._wire.write(outgoing.read())
 
     # what the protocol above asks for
 
@@ -211,13 +222,13 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def writelines(self, list_of_data: Iterable[Data]) -> None:
         if self._wire.is_closing():
             return
-        sealed = []
-        for data in list_of_data:
-            rest = memoryview(data)
-            for at in range(0, len(rest), _SLICE):
-                self._tls.write(rest[at : at + _SLICE])
-                sealed.append(self._outgoing.read())
-        self._wire.write(b"".join(sealed))
+        try:
+            for data in list_of_data:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[self._tls.write(rest) :]  # a record at a time
+        finally:
+            self._flush()
 
     def close(self) -> None:
         if self._wire.is_closing():

@@ -331,4 +331,4 @@ def test_a_connection_that_moved_models_holds_little(tmp_path: Path) -> None:
             return int(process.stdout.readline())
 
         before, *_, after = (moved() for _ in range(101))
-        assert after - before < 100 * 64
+        assert after - before < 100 * 24
