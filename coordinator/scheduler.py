@@ -34,6 +34,7 @@ from fedstream.coordinator.gathering import Gathering
 from fedstream.coordinator.metrics import SchedulerMetrics
 from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
+from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
 from fedstream.runtime.backoff import pause
@@ -57,6 +58,8 @@ class SchedulerSettings(Section):
     policy: PolicySettings | None = None  # None: the one that suits the strategy
     steps: Steps = FixedSteps()
     task_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then a task outside rounds is given up
+    # From one of a device's tasks to its next.
+    rest_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     max_queue: Annotated[int, Field(ge=1)] = 64  # entries
     target_staleness: Annotated[float, Field(gt=0)] | None = None  # mean, in versions
     memory_budget: Annotated[int, Field(gt=0)] | None = None  # bytes; None: 0.8 of maxmemory
@@ -90,6 +93,7 @@ class Scheduler:
         self._policy = policy
         self._seed = seed
         self._is_eligible = is_eligible
+        self._rests = Rests(settings.rest_s)
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = SchedulerLedger(self._client, keys, name)
@@ -202,6 +206,7 @@ class Scheduler:
             self._metrics.triggered.inc(opened)
             self._last = todo.last
             for trigger in todo.triggers[:opened]:
+                self._rests.begin(trigger.device, time.monotonic())
                 self._context.trace(
                     "triggered", at=now, task=trigger.task, device=trigger.device, why=trigger.why
                 )
@@ -254,7 +259,7 @@ class Scheduler:
             self._given_up |= dict.fromkeys(tasks, now)
 
     def _situation(self, view: Tally) -> Situation:
-        mirror, now, is_eligible = self._mirror, time.time(), self._is_eligible
+        mirror, now = self._mirror, time.time()
         self._last = min(self._last, now)  # a clock that was set back must not hold tasks back
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or mirror.tasks.count(version)
@@ -279,8 +284,17 @@ class Scheduler:
             last=self._last,
             round_since=self._round[1],
             began=view.run.created,
-            is_eligible=is_eligible and (lambda device: is_eligible(view.run, device, now)),
+            is_eligible=self._who_may_begin(view.run, now),
             not_at_work=mirror.idle,
+        )
+
+    def _who_may_begin(self, run: Run, now: float) -> Callable[[int], bool] | None:
+        """Whether a device is eligible and has rested; None: all are and have."""
+        is_eligible, rests, here = self._is_eligible, self._rests, time.monotonic()
+        if not rests:
+            return is_eligible and (lambda device: is_eligible(run, device, now))
+        return lambda device: (
+            rests.end(device) <= here and (is_eligible is None or is_eligible(run, device, now))
         )
 
     async def _redis_budget(self) -> int:

@@ -59,8 +59,7 @@ class Gateway:
 
     def enrol(self, invite):
         pem = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        enrols = {"invite": invite, "public_key": pem.decode()}
-        self.keyid = str(self.signed("/v1/devices", **enrols)["device"])
+        self.keyid = self.signed("/v1/devices", invite=invite, public_key=pem.decode())["device"]
 
     def ask(self, method, path, **how):
         """A request with the token, again with a new token or when the gateway is busy."""
@@ -98,8 +97,7 @@ def perform(gateway, offer):
     data = (x if update["sends"] == "model" else x - x_tau).tobytes()
     report |= {"tau": model["version"], "base": model["digest"], "layout": update["layout"]}
     report |= {"digest": hashlib.sha256(data).hexdigest(), "format": "f32"}
-    headers = {"Content-Type": "application/partial-upload", "Upload-Complete": "?1"}
-    headers |= {"Upload-Length": str(len(data)), "Update-Report": json.dumps(report)}
+    headers = {"Upload-Complete": "?1", "Update-Report": json.dumps(report)}
     receipt = gateway.ask("POST", update["url"], data=data, headers=headers)
     print(f"task {task['id']}: {receipt.json()}", flush=True)
 

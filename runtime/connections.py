@@ -16,7 +16,7 @@ from aiohttp import web
 from fedstream.runtime.crowd import Crowd, TooMany
 from fedstream.runtime.plain import PlainReader, response
 from fedstream.runtime.problems import problem
-from fedstream.runtime.quick import Idle, IncomingBody, QuickRoutes
+from fedstream.runtime.quick import READ_S, Idle, IncomingBody, QuickRoutes
 from fedstream.runtime.tls import TlsBuffers, TlsConnection, TlsFailure
 
 if TYPE_CHECKING:
@@ -318,6 +318,12 @@ class ServedConnection(web.RequestHandler):
             behind, self._behind = self._behind, b""
             self._wire.resume_reading()
             self.data_received(behind)
+
+    def _process_keepalive(self) -> None:
+        """Look, as aiohttp does, whether the connection is idle. A busy loop comes late, and may
+        not have read yet what has come in time.
+        """
+        self._keepalive_handle = self._loop.call_later(READ_S, super()._process_keepalive)
 
     def expire(self) -> None:
         """Close the connection if aiohttp would, had it answered the last request."""

@@ -12,7 +12,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from aiohttp import web
 
@@ -151,7 +151,8 @@ def _pattern(path: str) -> re.Pattern[str]:
 QUICK = web.AppKey("quick", QuickRoutes)
 
 
-_READ_S = 0.002  # not 0: uvloop would read nothing in between
+# After a timer, for what has come in time: not 0, or uvloop would read nothing in between.
+READ_S: Final = 0.002
 
 
 class Expiring(Protocol):
@@ -184,7 +185,7 @@ class Idle:
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         # A busy loop comes late, and may not have read yet what has come in time.
-        self._timer = loop.call_later(_READ_S, self._expire, loop, loop.time())
+        self._timer = loop.call_later(READ_S, self._expire, loop, loop.time())
 
     def _expire(self, loop: asyncio.AbstractEventLoop, until: float) -> None:
         self._timer = None

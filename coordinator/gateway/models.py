@@ -20,13 +20,13 @@ from fedstream.coordinator.gateway.model_source import (
     InRedis,
     ModelSource,
     RedisReaders,
+    is_one_piece,
     send,
 )
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.protocol import headers
-from fedstream.runtime.connections import SLICE
 from fedstream.runtime.plain import response as plain_response
 from fedstream.wire import format_of
 
@@ -102,7 +102,7 @@ class ModelCopies:
         to know that.
         """
         head = self._current.known(digest)
-        if head is None or self._size(head) > SLICE or self._busy_with(device) is not None:
+        if head is None or not is_one_piece(self._size(head)) or self._busy_with(device):
             return None
         return head
 

@@ -116,6 +116,12 @@ class Settings(Section):
                 f"scheduler.policy.kind = {policy.kind!r} leaves triggering to the devices: also "
                 "set trainer.anarchic, as in trainer.anarchic.rate = 1.0"
             )
+        if isinstance(policy, Policy) and policy.devices_decide and self.scheduler.rest_s:
+            raise ValueError(
+                f"scheduler.rest_s = {self.scheduler.rest_s:g} with scheduler.policy.kind = "
+                f"{policy.kind!r}: devices that trigger themselves decide when they rest; leave it "
+                "out"
+            )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         return self
 

@@ -25,6 +25,7 @@ from fedstream.coordinator.policies import (
     place_of_next,
     tasks_wanted,
 )
+from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import draw
 from fedstream.journal.progress import mean_after
@@ -169,6 +170,7 @@ class _Clock:
         self._seed = settings.run.seed
         in_rounds = isinstance(settings.policy, Rounds)  # tasks end with their round
         self._timeout_s = math.inf if in_rounds else settings.scheduler.task_timeout_s
+        self._rests = Rests(settings.scheduler.rest_s)
         self._now = 0.0
         self._issued = 0
         self._version = 0
@@ -210,6 +212,7 @@ class _Clock:
             answers=end < given_up and not simulated.drops_out,
         )  # fmt: skip
         self._open[device] = task
+        self._rests.begin(device, self._now)
         self._issued += 1
         heapq.heappush(self._ends, (min(end, given_up), task.n, task))
 
@@ -230,16 +233,22 @@ class _Clock:
         return [
             device
             for device in self._devices
-            if device not in busy and eligible(availability, device, self._seed, self._now)
+            if device not in busy
+            and self._rests.end(device) <= self._now
+            and eligible(availability, device, self._seed, self._now)
         ]
 
     def _next_eligible(self, busy: Container[int]) -> float:
         """Time at which the next device may begin, given that none can now."""
         availability = self._settings.devices.availability
-        resting = (device for device in self._devices if device not in busy)
+
+        def next_look(device: int) -> float:
+            if (end := self._rests.end(device)) > self._now:
+                return end
+            return next_change(availability, device, self._seed, self._now)
+
         return min(
-            (next_change(availability, device, self._seed, self._now) for device in resting),
-            default=math.inf,
+            (next_look(device) for device in self._devices if device not in busy), default=math.inf
         )
 
     def _finished(self) -> _Working:

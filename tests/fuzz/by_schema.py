@@ -37,7 +37,8 @@ from schemathesis.specs.openapi.checks import (
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.gateway import openapi
-from fedstream.protocol.messages import Offer
+from fedstream.protocol import headers
+from fedstream.protocol.messages import Offer, UpdateReport
 from tests.broker.servers import redis
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
 from tests.fuzz.raw_requests import NAME, Devices
@@ -150,6 +151,8 @@ async def attack(
             known = {"digest": version.digest}
             if "{task}" in operation.path:
                 known = await _task(hand, place, token)
+            if operation.label.startswith(("HEAD /v1/tasks", "PATCH", "DELETE")):
+                await _begin(hand, place, operation.path.format(**known), token, version.digest)
             known = {key: known[key] for key in known if f"{{{key}}}" in operation.path}
             told[operation.label] = await asyncio.to_thread(
                 explore, operation, place.url, n=n // len(operations), token=token,
@@ -171,6 +174,20 @@ async def _task(hand: Hand, place: Place, token: Mapping[str, str]) -> dict[str,
         await hand.open(device=DEVICE)
         offer = await wait_until(offered)
     return {"task": offer.task.id, "attempt": offer.attempt}
+
+
+async def _begin(hand: Hand, place: Place, path: str, token: Mapping[str, str], base: str) -> None:
+    """Begin the upload of an update, with nothing of it."""
+    report = UpdateReport(
+        digest=base, samples=5, steps=10, lr=0.1, tau=0, base=base, layout=hand.layout.signature
+    )
+    about = {
+        headers.LENGTH: str(hand.layout.nbytes),
+        headers.COMPLETE: headers.as_boolean(False),
+        headers.REPORT: report.encode().decode(),
+    }
+    answer = await place.ask("POST", path, headers={**token, **about})
+    assert answer.status == 201, answer
 
 
 async def _main(options: argparse.Namespace) -> dict[str, Counter[int]]:

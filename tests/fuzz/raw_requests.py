@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import hashlib
 import json
@@ -47,13 +48,14 @@ from tests.support import EveryRole, Hand
 FINDS = Path("build/fuzz/raw_requests")
 LIMIT_S = 30.0  # for an answer, or to be cut off
 WAITS_S = 15.0  # that an honest check-in takes, of a gateway that shares its processor with us
-GROWN = 64 << 20  # bytes of memory, of the gateway and this client together
+GROWN = 16 << 20  # bytes of memory, of the gateway and this client together
 _CUT_S, _IDLE_S = 0.5, 2.0  # after which the gateway cuts off who does not go on
 NAME = "gateway"  # of the gateway, for which devices sign
 _ANEW = {"Connection": "close"}  # so that no connection is used while it is closed for idleness
 _AT_ONCE = 128
 _EACH = 1000  # inputs between two tokens, and two looks at the memory
 _HONEST, _HOSTILE = 4, 3  # devices
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n")
 
 _VALUES = (
@@ -343,10 +345,16 @@ async def _slow(port: int, number: int, tally: Tally) -> None:
         await trickle(port, beginnings[number % 3], every_s=1.0)
 
 
-def _memory() -> int:
-    """Bytes of this process, without garbage that a gateway leaves alone for a while."""
+def memory() -> int:
+    """Bytes of this process that are in use.
+
+    Without garbage that a gateway leaves alone for a while, and what glibc's malloc has free: that
+    is a matter of how much was there at once, and may be more than all that a leak could add.
+    """
     gc.unfreeze()
     gc.collect()
+    if _TRIM is not None:
+        _TRIM(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -379,8 +387,8 @@ async def attack(hand: Hand, settings: RedisSettings, *, n: int, slow: int, seed
             if not honest.cancelled():
                 honest.result()
             if tally.inputs >= n / 5:  # it has seen all kinds by then
-                before = before or _memory()
-                tally.grown = _memory() - before
+                before = before or memory()
+                tally.grown = memory() - before
         for one in beside:
             one.cancel()
         await asyncio.gather(*beside, return_exceptions=True)

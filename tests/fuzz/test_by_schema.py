@@ -30,6 +30,9 @@ async def test_gateway_answers_as_its_document_says(redis: RedisSettings, hand: 
     assert {200, 204, 400, 401, 404} <= every, told(found)
     assert found["POST /v1/token"][200] > 0, "signed requests are taken"
     assert found["POST /v1/tasks/{task}/heartbeat"][200] > 0, "and there is a task"
+    upload = "/v1/tasks/{task}/updates/{attempt}"
+    assert found[f"HEAD {upload}"][204] > 0, "and an upload that has begun"
+    assert found[f"DELETE {upload}"][204] > 0
 
 
 GOES_ON = {"go_on": True}

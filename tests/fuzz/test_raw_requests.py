@@ -11,7 +11,7 @@ import pytest
 from fedstream.broker.client import RedisSettings
 from tests.coordinator.gateway.places import Answer, Place
 from tests.fuzz import raw_requests
-from tests.fuzz.raw_requests import Request, Tally, attack, inputs, told
+from tests.fuzz.raw_requests import Request, Tally, attack, inputs, memory, told
 from tests.support import Hand
 
 
@@ -75,3 +75,16 @@ def test_memory_and_waiting_have_limits() -> None:
     assert Tally().is_clean
     assert not Tally(grown=raw_requests.GROWN).is_clean
     assert not Tally(waited_s=raw_requests.WAITS_S).is_clean
+
+
+@pytest.mark.skipif(raw_requests._TRIM is None, reason="its malloc is not glibc's")
+def test_memory_that_was_freed_does_not_count() -> None:
+    """Though something behind it is still in use, so that malloc keeps it."""
+    before = memory()
+    freed, kept = [], []
+    for _ in range(500):
+        freed.append(b"x" * 100_000)
+        kept.append(b"x" * 20_000)
+    freed.clear()
+    assert memory() - before < 20_000_000
+    assert len(kept) == 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fedstream.protocol.messages import BODY
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
 from tests.support import Hand, counted, full, wait_until
 
+PAGES = Path(__file__).parents[3] / "docs" / "how-to"
 NONCE = b"a" * 22
 TIRED = b'{"attempt": "0123456789ab", "reason": "tired"}'
 
@@ -194,3 +196,11 @@ def test_document_resolves_and_lists_every_reason() -> None:
         for about in methods.values():
             given = {one["name"] for one in about.get("parameters", ()) if one["in"] == "path"}
             assert given == {part[1:-1] for part in path.split("/") if part.startswith("{")}
+
+
+def test_page_names_every_route_and_reason() -> None:
+    """The page that says in words what the document says."""
+    page = (PAGES / "gateway.md").read_text()
+    assert [path for path in document()["paths"] if path not in page] == []
+    page += (PAGES / "attest-devices.md").read_text()
+    assert [reason for reason in REFUSALS if f"`{reason}`" not in page] == []

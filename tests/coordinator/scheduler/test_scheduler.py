@@ -41,6 +41,36 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
         await wait_until(lambda: counted(watched, "fedstream_tasks_triggered_total") == 5)
 
 
+async def test_devices_rest_between_two_tasks(make: Any, run: Hand) -> None:
+    """However many tasks there could be, nobody is asked twice, until a rest is over."""
+    await run.announce("own", 1, 2, 3)
+    async with running(make(InFlight(n=1), rest_s=3600.0), context()):
+        asked_for = []
+        for n in range(1, 4):
+            await has_issued(run, n)
+            [trigger] = await are_open(run, 1)
+            asked_for.append(trigger.device)
+            await give_up(run, trigger)
+        assert sorted(asked_for) == [1, 2, 3]
+        await run.announce("own", 1, 2, 3, 4)
+        await has_issued(run, 4)
+        [trigger] = await are_open(run, 1)
+        assert trigger.device == 4
+
+
+async def test_device_that_has_rested_is_asked_again(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.coordinator.scheduler.BLOCK_MS", 50)
+    await run.announce("own", 3)
+    async with running(make(InFlight(n=1), rest_s=0.5), context()):
+        begun = time.monotonic()
+        for n in range(1, 4):
+            await has_issued(run, n)
+            await give_up(run, *await are_open(run, 1))
+        assert time.monotonic() - begun >= 2 * 0.5
+
+
 async def test_it_looks_at_everything_once(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.broker.errors import ConfigError
 from fedstream.settings.config import options, read
 
 
@@ -26,3 +27,10 @@ def test_relative_paths_resolve_from_anywhere(
     assert (task.name, task.data_root) == (f"{tmp_path}/mine.py:task", f"{tmp_path}/data")
     for name in ("digits", "package.module:task"):
         assert read(None, [f"task.name={name}"]).with_absolute_paths().task.name == name
+
+
+def test_devices_that_trigger_themselves_have_no_rests() -> None:
+    own = ["scheduler.policy.kind=none", "trainer.anarchic.rate=1.0"]
+    assert read(None, own).scheduler.rest_s == 0.0
+    with pytest.raises(ConfigError, match=r"scheduler\.rest_s = 60 with scheduler\.policy\.kind"):
+        read(None, [*own, "scheduler.rest_s=60"])

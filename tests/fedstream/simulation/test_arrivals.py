@@ -213,6 +213,28 @@ def test_resting_device_finishes_later() -> None:
     assert resting[-1].time > 1.5 * always[-1].time
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ("scheduler.policy.kind=in_flight", "scheduler.policy.n=5"),
+        ("strategy.name=fedavg", "strategy.clients_per_round=3", "scheduler.policy.kind=rounds"),
+    ],
+)
+def test_devices_rest_between_two_tasks(policy: tuple[str, ...]) -> None:
+    """All take a second, so answers are as far apart as tasks."""
+    found = arrivals(
+        100, "simulation.staleness.kind=latency", "devices.latency={kind='fixed', mean_s=1.0}",
+        "scheduler.rest_s=20", *policy,
+    )  # fmt: skip
+    by_device: dict[int, list[float]] = {}
+    for one in found:
+        by_device.setdefault(one.device, []).append(one.time)
+    assert len(by_device) == 10
+    for times in by_device.values():
+        assert all(later - time >= 20 for time, later in pairwise(times))
+    assert found[-1].time < 12 * 20, "nobody rests longer than he has to"
+
+
 def test_poisson_triggers_come_at_their_rate() -> None:
     poisson = ("scheduler.policy.kind=poisson", "scheduler.policy.rate=2.0")
     found = arrivals(1000, *latency(*poisson), devices=100)

@@ -210,6 +210,8 @@ def no_device_is_eligible(scene: Scene) -> str | None:
         at = scene.now - tally.run.created
         if not any(eligible(known, device, tally.run.seed, at) for device in range(devices)):
             return f"none of the {devices:,} devices is available now (devices.availability)"
+    if rest_s := scene.settings.scheduler.rest_s:
+        return f"no task is open: devices that had one rest for {rest_s:g} s (scheduler.rest_s)"
     return (
         f"no task is open: no device may begin one now (scheduler.policy is "
         f"{scene.settings.policy.kind}; the scheduler's log says more)"

@@ -144,6 +144,11 @@ def test_no_device_is_available() -> None:
     assert "none of the 10 devices is available now (devices.availability)" in said
 
 
+def test_devices_rest() -> None:
+    said = told(idle(settings=settings(scheduler={"rest_s": 60.0})))
+    assert "devices that had one rest for 60 s (scheduler.rest_s)" in said
+
+
 def test_nothing_is_open_for_no_known_reason() -> None:
     assert "no device may begin one now (scheduler.policy is in_flight" in told(idle())
 

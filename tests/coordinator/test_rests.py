@@ -1,0 +1,29 @@
+"""How long devices rest."""
+
+from __future__ import annotations
+
+from fedstream.coordinator.rests import Rests
+
+
+def test_rest_lasts_from_one_task_to_the_next() -> None:
+    rests = Rests(10.0)
+    rests.begin(3, 100.0)
+    rests.begin(4, 101.0)
+    assert [rests.end(device) for device in (3, 4)] == [110.0, 111.0]
+    rests.begin(3, 110.0)
+    assert rests.end(3) == 120.0
+    assert rests.end(5) < 0, "it had no task"
+
+
+def test_rests_that_are_over_are_forgotten() -> None:
+    rests = Rests(10.0)
+    for device in range(100):
+        rests.begin(device, float(device))
+    assert len(rests._ends) == 10
+    assert rests.end(99) == 109.0
+
+
+def test_without_rests_nobody_is_remembered() -> None:
+    rests = Rests(0.0)
+    rests.begin(3, 100.0)
+    assert not rests
