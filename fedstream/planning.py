@@ -84,21 +84,21 @@ class StepCosts:
     with the model, which one size of models does not tell; see `docs/how-to/plan-devices.md`.
     """
 
-    arrival_ms: float = 4.64  # gateway: TLS handshake, enrolment, token, first check-in
-    check_in_ms: float = 0.36  # gateway: a check-in without a task
-    beat_ms: float = 0.36  # gateway: a heartbeat, taken to cost what a check-in does
-    gateway: TaskCost = TaskCost(1.25, 1.8)
-    coordinator: TaskCost = TaskCost(0.0983, 0.08)
-    scheduler: TaskCost = TaskCost(0.182, 0.04)
-    updater: TaskCost = TaskCost(0.779, 1.1)
-    redis: TaskCost = TaskCost(0.364, 0.8)
-    check_in_redis_ms: float = 0.0223  # Redis: a check-in without a task
+    arrival_ms: float = 3.27  # gateway: TLS handshake, enrolment, token, first check-in
+    check_in_ms: float = 0.226  # gateway: a check-in without a task
+    beat_ms: float = 0.226  # gateway: a heartbeat, taken to cost what a check-in does
+    gateway: TaskCost = TaskCost(0.471, 1.8)
+    coordinator: TaskCost = TaskCost(0.0736, 0.08)
+    scheduler: TaskCost = TaskCost(0.133, 0.04)
+    updater: TaskCost = TaskCost(0.394, 1.1)
+    redis: TaskCost = TaskCost(0.195, 0.8)
+    check_in_redis_ms: float = 0.0139  # Redis: a check-in without a task
     token_redis_ms: float = 0.05  # Redis: a token
-    task_commands: float = 80.6  # of Redis, with those inside scripts
-    check_in_commands: float = 0.143
-    gateway_mb: float = 106.0  # of memory, before any device comes
-    device_kb: float = 34.9  # of a gateway's memory, for a connected device
-    registered_bytes: float = 634.0  # of Redis, for a device that has enrolled
+    task_commands: float = 79.2  # of Redis, with those inside scripts
+    check_in_commands: float = 0.141
+    gateway_mb: float = 113.0  # of memory, before any device comes
+    device_kb: float = 31.3  # of a gateway's memory, for a connected device
+    registered_bytes: float = 631.0  # of Redis, for a device that has enrolled
     models_kept: int = 8  # in Redis
     changes_ms_per_mb: float = 1.8  # gateway: to make changes, for a MB of the model
 
