@@ -24,7 +24,7 @@ class Rests:
             return
         self._ends[device] = now + self._seconds
         self._ends.move_to_end(device)
-        while self._ends[first := next(iter(self._ends))] <= now:
+        while self._ends and self._ends[first := next(iter(self._ends))] <= now:
             del self._ends[first]
 
     def end(self, device: int) -> float:

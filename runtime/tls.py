@@ -226,7 +226,13 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             for data in list_of_data:
                 rest = memoryview(data)
                 while rest:
-                    rest = rest[self._tls.write(rest) :]  # a record at a time
+                    rest = rest[self._tls.write(rest[:READ]) :]
+                    if self._buffers.outgoing.pending > READ:  # it keeps the most that it ever held
+                        self._flush()
+        except ssl.SSLError as error:
+            # The other side has begun a message of TLS itself, such as new keys, and not ended it.
+            self._fails("tls", error.reason or str(error))
+            self._wire.abort()
         finally:
             self._flush()
 

@@ -62,10 +62,11 @@ class QuickCheckIns:
         self._by_end[end].add(wait)
 
     def _end(self, end: float) -> None:
+        loop = asyncio.get_running_loop()
         for wait in self._by_end.pop(end):
             wait.is_done = True
             self._desk.unpark(wait.device, wait)
-            self._woken(wait, "nothing")
+            loop.call_soon(self._woken, wait, "nothing")  # one that fails leaves the others alone
 
     def woken(self, wait: _Wait, why: Woken) -> None:
         """Answer a check-in later in this turn of the loop: whoever wakes it is amid others."""

@@ -27,3 +27,9 @@ def test_without_rests_nobody_is_remembered() -> None:
     rests = Rests(0.0)
     rests.begin(3, 100.0)
     assert not rests
+
+
+def test_rest_too_short_for_the_clock_is_none() -> None:
+    rests = Rests(1e-300)
+    rests.begin(3, 100.0)
+    assert rests.end(3) < 100.0

@@ -276,7 +276,7 @@ def test_lateness_of_a_busy_loop_is_nobodys_idleness(*, is_new: bool) -> None:
             one, another = socket.socketpair()
             loop.add_reader(another, block)
             one.send(b"x")
-            await counter.wait()
+            await asyncio.wait_for(counter.wait(), 10)
             counter.answer()
             assert await body(reader) == b"quick"
             for each in (writer, wire, one, another):

@@ -50,6 +50,10 @@ class Echo(asyncio.Protocol):
         self.wire.write(data)
 
 
+class Connection(TlsConnection):
+    """One whose parts can be replaced."""
+
+
 class Pair:
     """A client of Python's own, in memory, and the connection that serves it."""
 
@@ -58,7 +62,7 @@ class Pair:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.client = TRUSTING.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
         self.wire = Wire()
-        self.connection = TlsConnection(make, SERVED, buffers, within_s=60)
+        self.connection = Connection(make, SERVED, buffers, within_s=60)
         self.connection.connection_made(self.wire)  # type: ignore[arg-type]
         self.sent, self.heard = b"", b""
         self.on_the_way = b""  # from the client
@@ -207,3 +211,48 @@ async def test_a_write_that_fails_leaves_nothing_to_the_next() -> None:
     pair.deliver(READ)
     assert pair.heard == b"half"
     pair.connection.abort()
+
+
+class Amid:
+    """OpenSSL amid a message of the other side's that has not ended: it reads, but writes not."""
+
+    def __init__(self, tls: ssl.SSLObject) -> None:
+        self._tls = tls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tls, name)
+
+    def write(self, _data: bytes) -> int:
+        error = ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "The operation did not complete")
+        error.reason = None  # type: ignore[assignment]  # as OpenSSL leaves it
+        raise error
+
+
+async def test_a_write_amid_an_unfinished_message_ends_the_connection() -> None:
+    buffers = TlsBuffers()
+    pair = agreed(buffers)
+    failures: list[str] = []
+    pair.connection.failed = lambda reason, said: failures.append(reason)  # type: ignore[method-assign]
+    pair.connection._tls = Amid(pair.connection._tls)  # type: ignore[assignment]
+    pair.say(b"x")
+    pair.deliver(READ)
+    assert (pair.wire.closed, failures) == (True, ["tls"])
+    assert is_empty(buffers)
+
+
+async def test_shared_buffers_stay_small() -> None:
+    buffers = TlsBuffers()
+    pair = agreed(buffers)
+    most = 0
+    write = pair.wire.write
+
+    def written(data: bytes) -> None:
+        nonlocal most
+        most = max(most, len(data))
+        write(data)
+
+    pair.wire.write = written  # type: ignore[method-assign]
+    pair.connection.write(bytes(10 * READ))
+    assert READ < most < 2.1 * READ
+    pair.deliver(0)
+    assert len(pair.heard) == 10 * READ

@@ -134,6 +134,32 @@ def _by_aiohttp() -> bool:
     return "RequestHandler._handle_request" in names
 
 
+async def test_an_answer_that_fails_leaves_the_others_alone(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    class Broken:
+        remote, is_open = "", True
+
+        def answer(self, *_about: Any, **_more: Any) -> None:
+            raise OSError("this connection fails")
+
+    await hand.create()
+    async with serving(hand, redis, poll_s=11) as place, waiting(place) as asks:
+        desk, waits = place.gateway._desk, place.gateway._app._waits
+        assert waits is not None
+        assert (await place.check_in(4)).status == 204
+        fails = asyncio.create_task(place.check_in(4, wait_s=50))
+        await wait_until(lambda: desk.polls == 2)
+        for end, together in [*waits._by_end.items()]:
+            for wait in together:
+                if wait.device == 4:
+                    wait.exchange = Broken()  # type: ignore[assignment]
+            waits._end(end)
+        assert (await asyncio.wait_for(asks, 5)).status == 204
+        assert desk.polls == 0
+        fails.cancel()
+
+
 async def test_quotas_count_check_ins_that_wait(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with serving(hand, redis, device_rate=1.0, poll_s=0.01) as place:
