@@ -3,10 +3,11 @@
 -- Gives up open tasks whose entry is gone and whose answer is not in flight: nothing else would end
 -- them. An answer is sent and its entry deleted in one step, and so are a trigger and its task. So
 -- a task is lost if it was seen without an entry, and every message sent before that has been read.
+-- What was seen while it was a trigger, or had another entry, says nothing of an answer sent since.
 -- ARGV: the trainers' group, the event's fields, where in `open` to begin, about how many tasks to
--- look at, and for each task that the previous search saw without an entry, the newest message id at
--- that time. Returns how many tasks were lost, where to go on ('0': that was the end), and the tasks
--- without an entry now, each with its id.
+-- look at, and for each task that the previous search saw without an entry, a mark: the entry's id
+-- (none: a trigger), '>', and the newest message id at that time. Returns how many tasks were lost,
+-- where to go on ('0': that was the end), and the tasks without an entry now, each with its mark.
 local group, event, cursor, most = unpack(ARGV, 1, 4)
 local seen, now, lost = {}, {}, 0
 for i = 5, #ARGV, 2 do seen[ARGV[i]] = ARGV[i + 1] end
@@ -49,12 +50,15 @@ for task, trigger in pairs(pairs_of(page[2])) do
   local said = stream and prefix .. 'inbox:' .. about.site or key.triggers
   local first, last
   if gone then first, last = bounds_of(said) end
-  if gone and seen[task] and (not first or not is_up_to(first, seen[task])) then
+  local entry = (about.entry or '') .. '>'
+  local mark = seen[task]
+  mark = mark and mark:sub(1, #entry) == entry and mark:sub(#entry + 1)
+  if gone and mark and (not first or not is_up_to(first, mark)) then
     if stream then redis.call('XDEL', stream, about.entry) end
     lost = lost + end_task(task, '', 'given_up', reasons.ENTRY_LOST, cmsgpack.unpack(event))
   elseif gone then
     now[#now + 1] = task
-    now[#now + 1] = seen[task] or last
+    now[#now + 1] = entry .. (mark or last)
   end
 end
 return {lost, page[1], now}

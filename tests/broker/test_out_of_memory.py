@@ -197,9 +197,10 @@ async def relay(hand: Hand) -> Step:
 
 async def find_lost(hand: Hand) -> Step:
     await hand.create()
-    [trigger] = await hand.open()
+    await hand.open()
     await hand.client.call("DEL", hand.keys.tasks)
-    return lambda: hand.ledger.find_lost({trigger.task: "0-0"})
+    _, seen, _ = await hand.ledger.find_lost({})
+    return lambda: hand.ledger.find_lost(seen)
 
 
 async def beat(hand: Hand) -> Step:

@@ -315,6 +315,21 @@ async def test_task_with_an_answer_in_transit_is_not_lost(run: Hand, keys: Keys)
     await run.balanced()
 
 
+async def test_task_that_was_seen_as_a_trigger_is_not_lost_with_its_answer_in_transit(
+    run: Hand, keys: Keys
+) -> None:
+    """A trigger's entry says nothing of an answer that was sent after it was handed out."""
+    await run.request(device=1)
+    _, seen = await searched(run, {})
+    assert len(seen) == 1, "it has no entry yet"
+    await run.dispatch()
+    [(entry, task)] = await run.take()
+    assert await run.outbox.answer(keys.tasks, entry, await run.trained(task)) == "said"
+    for _ in range(3):
+        lost, seen = await searched(run, seen)
+        assert (lost, list(seen)) == (0, [task.task])
+
+
 async def test_search_for_lost_tasks_looks_at_all_of_them_in_parts(
     run: Hand, client: Client, keys: Keys
 ) -> None:
