@@ -104,9 +104,17 @@ class Wandb(Sink):
         self.close()
 
     def close(self) -> None:
+        """Finish the run; when this returns, wandb's file is whole.
+
+        ``finish`` alone returns before wandb's process has written the last block, and a start
+        that reads the file before then would write the block's rows a second time.
+        """
         if self._run is not None:
+            import wandb
+
             self._run.finish()
             self._run = None
+            wandb.teardown()
 
 
 def _found(folder: Path, run: str) -> tuple[Reached, int]:
