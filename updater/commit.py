@@ -21,6 +21,7 @@ from fedstream.journal.recorder import Recorder
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context
 from fedstream.strategies import Strategy
+from fedstream.updater.intake import together
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher, blob_of, version_of
 from fedstream.updater.state import Change, RunState
@@ -93,8 +94,9 @@ class Commits:
             if used and not await self.hand_out(due[-1].change.after, state.strategy, used):
                 return state, ()
             ahead: list[Command] = []
-            for one in due if publish else ():
-                ahead += await self.publisher.prepare(one.change.version, one.change.given)
+            if publish:  # nobody can ask for the models before the last one
+                given = next(one.change.given for one in reversed(due) if one.change.version)
+                ahead += await self.publisher.prepare(publish[-1], given)
             state, done = await self._commit(state, due, publish, ahead, look)
         if not done:
             return state, ()
@@ -117,8 +119,7 @@ class Commits:
         """The oldest pending changes that can be committed together."""
         if state.ahead is not None or state.layout.nbytes > blobs.CHUNK:
             return (self.pending[0],)
-        # A reader of the newest model must be able to finish.
-        return tuple(islice(self.pending, self.publisher.most(state.layout.nbytes) - 1))
+        return tuple(islice(self.pending, together(state.layout)))
 
     async def write_ahead(self, change: Change, state: RunState) -> None:
         """Write a large model of a change that is being journalled."""
@@ -166,7 +167,7 @@ class Commits:
             before=ended(self.told),
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
-            retired=self.publisher.outlived(len(publish), publish[-1].size) if publish else (),
+            retired=self.publisher.outlived(publish[-1].size) if publish else (),
             finish=next((change.finish for change in changes if change.finish is not None), None),
             quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
             quarantines_before=self.told_quarantines,
@@ -175,8 +176,7 @@ class Commits:
         if done.what == "done":
             self.retained, self.told = done_with[on_disk:], told
             self.told_quarantines = quarantines.taken
-            for version in publish:
-                self.publisher.published(version, commit.retired)
+            self.publisher.published(publish, commit.retired)
             state = state.counted(done.counts, told)
             if done.finished != state.finished and len(self.pending) <= len(due):
                 return state.to_compare(), True  # someone ended the run, or Redis forgot its end

@@ -115,22 +115,28 @@ class Publisher:
         """Forget the prepared models: they expired, never reached Redis, or are of no use."""
         self._written.clear()
 
-    def published(self, version: Version, retired: Sequence[str]) -> None:
-        """Take note that a version was committed, and that these models were deleted."""
-        self._kept[version.blob] = version.version
-        self._written.discard(version.blob)
+    def published(self, versions: Sequence[Version], retired: Sequence[str]) -> None:
+        """Take note that versions were committed, and that these models were deleted.
+
+        Of the versions, the last one's model is kept, and those that were written for an earlier
+        try: it may have gone well, and only its reply got lost.
+        """
+        for version in versions:
+            if version.blob in self._written:
+                self._kept[version.blob] = version.version
+                self._written.remove(version.blob)
         for blob in retired:
             self._kept.pop(blob, None)
 
-    def most(self, size: int) -> int:
+    def _most(self, size: int) -> int:
         """How many models of ``size`` bytes are kept."""
         by_bytes = self._keep_bytes // max(size, 1)
         # At least two: a reader of the newest must be able to finish when the next is published.
         return max(2, min(self._keep_versions, by_bytes))
 
-    def outlived(self, more: int, size: int) -> tuple[str, ...]:
-        """The models to delete so that ``more`` of ``size`` bytes stay within the limits."""
-        surplus = len(self._kept) + more - self.most(size)
+    def outlived(self, size: int) -> tuple[str, ...]:
+        """The models to delete so that one more of ``size`` bytes stays within the limits."""
+        surplus = len(self._kept) + 1 - self._most(size)
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
     async def make_room(self) -> int:

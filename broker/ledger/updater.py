@@ -123,10 +123,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         Returns 'done' (also for a repetition after a lost reply), 'lost' (Redis was emptied),
         'behind:<version>' (Redis's head is neither the first version's parent nor one of the
         versions, or is older than `at`, or Redis has forgotten ends that it was told) or
-        'unwritten' (a model's blob is missing). Raises Fenced.
+        'unwritten' (the last version's blob is missing; those before it have none). Raises Fenced.
 
-        ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the models'
-        blobs. ``look``: goes behind the commit in the same write; its reply is waited for later.
+        ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the last
+        version's blob. ``look``: goes behind the commit in the same write; its reply is waited for later.
         """
         versions = commit.versions
         about: dict[str, Any] = {
@@ -148,7 +148,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             about["quarantines_before"] = commit.quarantines_before
         arguments = (packed(about), *(version.encode() for version in versions))
         rest = [
-            *(self.keys.model(version.blob) for version in versions),
+            *(self.keys.model(version.blob) for version in versions[-1:]),
             *(self.keys.queued(blob) for blob in commit.updates),
             *(self.keys.model(blob) for blob in commit.retired),
         ]

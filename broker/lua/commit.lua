@@ -2,7 +2,8 @@
 -- Commits the results of one updater step atomically, if the caller holds the role. A Redis that
 -- fell back to an older state is detected by its newest version, or by the number of journalled
 -- ends it was told, which must be at least as many as were committed before. ARGV: the change, the
--- entry of each version. rest: the blob of each version, then blobs to delete. Idempotent: may be
+-- entry of each version. rest: the blob of the last version, if there is any, then blobs to delete.
+-- Nobody can ask for the versions before the last one, so they have no blob. Idempotent: may be
 -- repeated after a lost reply, also together with later versions.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
@@ -19,8 +20,8 @@ then
   return behind
 end
 local versions, due = a.versions, 1 -- the first that is not published yet
-local function blob(n) return KEYS[first_rest + n - 1] end
-if #versions > 0 then
+local last, blob = versions[#versions], KEYS[first_rest]
+if last then
   due = head - versions[1].version + 2
   -- Ahead: this request was repeated, others followed, and now it comes after all.
   if due < 1 or due > #versions + 1 then return behind end
@@ -29,19 +30,16 @@ if #versions > 0 then
 elseif head < a.at then
   return behind
 end
+local is_due = due <= #versions
+if is_due and not is_written(last, blob) then return 'unwritten' end
 for n = due, #versions do
-  if not is_written(versions[n], blob(n)) then return 'unwritten' end
+  know(versions[n])
+  redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[1 + n])
 end
-for n, version in ipairs(versions) do
-  if n >= due then
-    know(version)
-    redis.call('ZADD', key.kept, version.version, version.blob)
-    redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[1 + n])
-  end
-  -- Also when repeated, if it was not deleted since: the commands sent ahead of a late request gave
-  -- the model an expiry again.
-  if n >= due or redis.call('ZSCORE', key.kept, version.blob) then keep(blob(n), version.chunks) end
-end
+if is_due then redis.call('ZADD', key.kept, last.version, last.blob) end
+-- Also when repeated, if it was not deleted since: the commands sent ahead of a late request gave
+-- the model an expiry again.
+if last and (is_due or redis.call('ZSCORE', key.kept, last.blob)) then keep(blob, last.chunks) end
 redis.call('HSET', key.head, unpack(a.head))
 -- Fewer ends than told: this request is late, or the journal lost its tail and is catching up.
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
@@ -56,7 +54,7 @@ for _, ended in ipairs(a.ends) do
 end
 for _, entry in ipairs(a.entries) do redis.call('XDEL', key.queue, entry) end
 for _, blob in ipairs(a.retired) do redis.call('ZREM', key.kept, blob) end
-for i = first_rest + #versions, #KEYS do redis.call('UNLINK', KEYS[i]) end
+for i = first_rest + (last and 1 or 0), #KEYS do redis.call('UNLINK', KEYS[i]) end
 if a.finish then
   redis.call('HSET', key.run, 'state', 'finished', 'why', a.finish, 'finished', a.time)
 end
