@@ -338,7 +338,7 @@ class Commit:
 
     held: Sequence[int]  # devices whose updates are buffered
     mean_staleness: float
-    versions: Sequence[Version] = ()  # to publish, each on top of the one before, the last with model
+    versions: Sequence[Version] = ()  # to publish, each made on top of the one before
     at: int = 0  # the updater's newest version: if none is published, Redis must have it
     retained: int = 0  # entries that are done but stay in the queue for now
     ends: Sequence[End] = ()

@@ -181,7 +181,7 @@ class Commits:
             if done.finished != state.finished and len(self.pending) <= len(due):
                 return state.to_compare(), True  # someone ended the run, or Redis forgot its end
         elif done.what == "unwritten":
-            self.publisher.forget_written()
+            self.publisher.unwritten(publish[-1])
         elif done.what == "lost":
             await pause(self.context.stop, _LOST_S)  # until the lease is taken again
         else:

@@ -112,8 +112,12 @@ class Publisher:
         await read_newest(self._client, self._ledger.keys, head, model)
 
     def forget_written(self) -> None:
-        """Forget the prepared models: they expired, never reached Redis, or are of no use."""
+        """Forget the prepared models: they are of no use."""
         self._written.clear()
+
+    def unwritten(self, version: Version) -> None:
+        """Take note that a version's model, though prepared, expired or never reached Redis."""
+        self._written.discard(version.blob)
 
     def published(self, versions: Sequence[Version], retired: Sequence[str]) -> None:
         """Take note that versions were committed, and that these models were deleted.

@@ -126,7 +126,8 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         'unwritten' (the last version's blob is missing; those before it have none). Raises Fenced.
 
         ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the last
-        version's blob. ``look``: goes behind the commit in the same write; its reply is waited for later.
+        version's blob. ``look``: goes behind the commit in the same write; its reply is waited for
+        later.
         """
         versions = commit.versions
         about: dict[str, Any] = {

@@ -10,15 +10,19 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Upload
 from fedstream.broker.records import Commit, Committed
 from fedstream.journal import Taken
 from fedstream.journal.recorder import Recorder
 from fedstream.strategies import FedAvgSettings
-from tests.support import Hand, Proxy, context, layout_of, running, wait_until
+from fedstream.updater.publisher import Publisher
+from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from tests.updater.breaking import COMMIT, makes_more
 from tests.updater.journalled import records
+
+KEEP: dict[str, int] = {"keep_versions": 2, "keep_bytes": 1 << 30}
 
 
 @pytest.fixture
@@ -54,17 +58,22 @@ def numbers(commits: Sequence[Commit]) -> list[list[int]]:
 async def test_updates_that_wait_together_are_read_journalled_and_committed_together(
     make: Any,
     hand: Hand,
+    client: Client,
+    keys: Keys,
     folder: Path,
     committed: list[Commit],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each still has its record and its version, announced with the digest that it recorded."""
+    """Each still has its record and its version, announced with the digest that it recorded.
+
+    But only the newest model is written: nobody can ask for the others.
+    """
     read, appended = [], []
     read_together, append = blobs.read_together, Recorder.append
 
-    async def reading(client: Client, wanted: Sequence[blobs.Wanted]) -> Any:
+    async def reading(own: Client, wanted: Sequence[blobs.Wanted]) -> Any:
         read.append(len(wanted))
-        return await read_together(client, wanted)
+        return await read_together(own, wanted)
 
     async def appending(recorder: Recorder, entries: Any) -> Any:
         appended.append(len(entries))
@@ -81,8 +90,9 @@ async def test_updates_that_wait_together_are_read_journalled_and_committed_toge
     published = await hand.published()
     assert [version.version for version in published] == [0, 1, 2, 3]
     assert [one.digest for one in records(folder)] == [one.digest for one in published[1:]]
-    for version in published:
-        await hand.model(version)  # checks the digest
+    assert list((await hand.ledger.kept()).values()) == [0, 3]
+    assert await client.call("EXISTS", *(keys.model(one.blob) for one in published)) == 2
+    await hand.model(published[3])  # checks the digest
     assert len(await hand.events()) == 3
     await hand.balanced()
 
@@ -110,11 +120,44 @@ async def test_newest_model_outlives_a_shared_commit(
     """Whoever is reading it when the next versions are published can finish."""
     await queued(hand, make, 1.0, 2.0, 3.0, 4.0)
     committed.clear()
-    async with running(make(keep_versions=3), context()):
+    async with running(make(keep_versions=2), context()):
         await hand.reaches(4)
         await wait_until(hand.queue_is_empty)
-    assert numbers(committed) == [[1, 2], [3, 4]]
-    assert list((await hand.ledger.kept()).values()) == [2, 3, 4]
+    assert numbers(committed) == [[1, 2, 3, 4]]
+    assert list((await hand.ledger.kept()).values()) == [0, 4]
+
+
+async def test_model_is_deleted_in_its_turn_though_the_reply_to_its_commit_was_lost(
+    hand: Hand, client: Client
+) -> None:
+    """It was written, so it counts, even if it is superseded by the time the commit is repeated."""
+    await hand.create()
+    publisher = Publisher(client, hand.ledger, hand.updater, **KEEP)
+    model = model_of(hand.layout, 1.0)
+    await publisher.look()
+    versions = [
+        (await hand.publish(0)).model_copy(update={"version": number, "blob": f"{number}.1"})
+        for number in (1, 2, 3)
+    ]
+    for version in (versions[0], versions[2]):  # the second is superseded from the start
+        assert await publisher.prepare(version, model)
+        assert not await publisher.prepare(version, model), "it is written already"
+    publisher.published(versions, ["0.1"])
+    assert publisher.outlived(model.buffer.nbytes) == ("1.1",)
+    publisher.published([], ["1.1"])
+    assert publisher.outlived(model.buffer.nbytes) == ()
+
+
+async def test_model_that_never_arrived_is_written_again(hand: Hand, client: Client) -> None:
+    await hand.create()
+    publisher = Publisher(client, hand.ledger, hand.updater, **KEEP)
+    model = model_of(hand.layout, 1.0)
+    first, second = await hand.publish(1), await hand.publish(2)
+    for version in (first, second):
+        await publisher.prepare(version, model)
+    publisher.unwritten(second)
+    assert await publisher.prepare(second, model)
+    assert not await publisher.prepare(first, model)
 
 
 async def test_large_models_are_committed_alone(

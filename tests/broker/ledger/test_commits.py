@@ -92,8 +92,11 @@ async def test_late_duplicate_commit_changes_nothing(
 
 
 async def several(hand: Hand, *numbers: int, write: bool = True, **more: Any) -> str:
-    """The updater commits these versions together."""
-    versions = [await hand.publish(number, float(number), write=write) for number in numbers]
+    """The updater commits these versions together. Only the last one's model is written."""
+    versions = [
+        await hand.publish(number, float(number), write=write and number == numbers[-1])
+        for number in numbers
+    ]
     commit = Commit(versions=versions, held=(), mean_staleness=0.0, **more)
     return (await hand.ledger.commit(hand.updater.token, commit)).what
 
@@ -101,16 +104,18 @@ async def several(hand: Hand, *numbers: int, write: bool = True, **more: Any) ->
 async def test_several_versions_are_published_together(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
+    """All are told of and known, but only the last one's model can still be asked for."""
     await hand.create()
     assert await several(hand, 1, 2, 3) == "done"
     published = [version.version for version in await hand.published()]
     assert (published, await hand.version()) == ([0, 1, 2, 3], 3)
     for version in await hand.published():
         assert await hand.ledger.digest(version.version) == version.digest
-        assert await client.call("PTTL", keys.model(version.blob)) == -1
-        await hand.model(version)  # checks the digest
+    last = (await hand.published())[-1]
+    assert await client.call("PTTL", keys.model(last.blob)) == -1
+    await hand.model(last)  # checks the digest
     kept = await hand.ledger.kept()
-    assert list(kept.values()) == [0, 1, 2, 3]
+    assert list(kept.values()) == [0, 3]
 
 
 async def test_versions_may_be_repeated_with_later_ones(
@@ -123,9 +128,21 @@ async def test_versions_may_be_repeated_with_later_ones(
     assert await several(hand, 1, 2, write=False) == "done"
     assert await snapshot(client, keys) == before
     assert await several(hand, 1, 2, 3) == "done"
-    assert [version.version for version in await hand.published()] == [0, 1, 2, 3]
-    for version in await hand.published():  # those written again had an expiry again
+    versions = await hand.published()
+    assert [version.version for version in versions] == [0, 1, 2, 3]
+    # The second was the newest until now: somebody may be reading it.
+    assert list((await hand.ledger.kept()).values()) == [0, 2, 3]
+    for version in (versions[0], *versions[2:]):
         assert await client.call("PTTL", keys.model(version.blob)) == -1
+
+
+async def test_model_sent_again_ahead_of_a_repetition_does_not_expire(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    assert await several(hand, 1, 2) == "done"
+    assert await several(hand, 1, 2) == "done"
+    assert await client.call("PTTL", keys.model((await hand.published())[-1].blob)) == -1
 
 
 async def test_version_deleted_meanwhile_is_not_kept_when_repeated(
@@ -134,11 +151,11 @@ async def test_version_deleted_meanwhile_is_not_kept_when_repeated(
     """Or nobody would ever delete it: it is not among the kept ones any more."""
     await hand.create()
     assert await several(hand, 1, 2) == "done"
-    [first] = [version for version in await hand.published() if version.version == 1]
-    assert await hand.ledger.retire(hand.updater.token, [first.blob]) == "done"
-    assert await several(hand, 1, 2, 3) == "done"
-    assert 0 < await client.call("PTTL", keys.model(first.blob)) <= 60_000
-    assert first.blob not in await hand.ledger.kept()
+    last = (await hand.published())[-1]
+    assert await hand.ledger.retire(hand.updater.token, [last.blob]) == "done"
+    assert await several(hand, 1, 2) == "done"
+    assert 0 < await client.call("PTTL", keys.model(last.blob)) <= 60_000
+    assert last.blob not in await hand.ledger.kept()
 
 
 @pytest.mark.parametrize(("numbers", "says"), [((2, 3), "behind:0"), ((5, 6), "behind:0")])
@@ -174,14 +191,13 @@ async def test_versions_on_another_than_the_head_are_not_published(
     assert await snapshot(client, keys) == before
 
 
-async def test_one_version_without_its_model_publishes_none(
+async def test_no_version_is_published_without_the_last_ones_model(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
-    versions = [await hand.publish(number, write=number != 2) for number in (1, 2, 3)]
+    await hand.publish(1)
     before = await snapshot(client, keys)
-    commit = Commit(versions=versions, held=(), mean_staleness=0.0)
-    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "unwritten"
+    assert await several(hand, 1, 2, 3, write=False) == "unwritten"
     assert await snapshot(client, keys) == before
 
 
