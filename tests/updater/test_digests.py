@@ -16,7 +16,7 @@ from fedstream.journal.records import Taken
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedBuffSettings
 from tests.journals import Scribe
-from tests.support import Hand, context, model_of, running
+from tests.support import Hand, context, model_of, running, wait_until
 from tests.updater.journalled import records
 
 OTHER: dict[DigestAlgorithm, DigestAlgorithm] = {"blake3": "sha256", "sha256": "blake3"}
@@ -91,6 +91,7 @@ async def test_updates_may_have_digests_by_either(
         await hand.admitted(1.0, digest=right)
         await hand.reaches(1)
         await hand.admitted(2.0, digest=right)
+        await wait_until(hand.queue_is_empty)
         await hand.balanced()
     one, other = (record for record in records(folder) if isinstance(record, Taken))
     assert (one.outcome, other.outcome, other.reason) == ("applied", "refused", "digest")
