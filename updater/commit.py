@@ -21,7 +21,7 @@ from fedstream.journal.recorder import Recorder
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context
 from fedstream.strategies import Strategy
-from fedstream.updater.intake import together
+from fedstream.updater.intake import is_small, together
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher, blob_of, version_of
 from fedstream.updater.state import Change, RunState
@@ -117,14 +117,16 @@ class Commits:
 
     def _due(self, state: RunState) -> Sequence[PendingCommit]:
         """The oldest pending changes that can be committed together."""
-        if state.ahead is not None or state.layout.nbytes > blobs.CHUNK:
+        if state.ahead is not None or not is_small(state.layout):
             return (self.pending[0],)
         return tuple(islice(self.pending, together(state.layout)))
 
     async def write_ahead(self, change: Change, state: RunState) -> None:
         """Write a large model of a change that is being journalled."""
         version = change.version
-        if version is not None and version.size > blobs.CHUNK and state.ahead is None:
+        if version is None or is_small(state.layout) or state.ahead is not None:
+            return  # small: another one may be committed with it
+        if version.size > blobs.CHUNK:
             await self.publisher.prepare(version, change.given)
 
     async def release(self, state: RunState) -> RunState:

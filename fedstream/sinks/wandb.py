@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import struct
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 15
 _MAGIC = 7  # bytes before the first record
 _HEAD = struct.Struct("<IHB")  # of a part: checksum, length, type
-_WHOLE, _LAST = 1, 4  # types of parts that end a record
+_WHOLE, _MIDDLE, _LAST = 1, 3, 4  # types of parts of records
+_END_S, _LOOK_S = 30.0, 0.01  # for the end of a file: how long, and how often it is looked for
 
 
 class WandbSettings(SinkSettings):
@@ -64,6 +68,7 @@ class Wandb(Sink):
         self._run = wandb.init(
             project=settings.project, entity=settings.entity, id=run.id, name=run.name,
             dir=self._dir, mode=settings.mode, resume="allow", config=dict(run.parameters),
+            reinit="create_new",  # leaves a run of the user's own alone
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
                 x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
@@ -106,27 +111,58 @@ class Wandb(Sink):
     def close(self) -> None:
         """Finish the run; when this returns, wandb's file is whole.
 
-        ``finish`` alone returns before wandb's process has written the last block, and a start
-        that reads the file before then would write the block's rows a second time.
+        Raises TimeoutError, or what wandb raises: the next start will have a process of its own.
         """
-        if self._run is not None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            run.finish()
+        except Exception:
             import wandb
 
-            self._run.finish()
-            self._run = None
-            wandb.teardown()
+            # Else every later start would turn to the process that is gone. Not always: it would
+            # end runs of the user's own. What it raises says no more than the error at hand.
+            with suppress(Exception, SystemExit):
+                wandb.teardown()
+            raise
+        if self._settings.mode == "offline":
+            # finish() doesn't wait for the last block, and a start that reads the file before it
+            # is there would write its rows again.
+            _await_end(Path(run.dir).parent / f"run-{run.id}.wandb")
+
+
+def _await_end(file: Path) -> None:
+    """Wait until wandb's process has written the end of a run's file. Raises TimeoutError."""
+    deadline = time.monotonic() + _END_S
+    while not _ends(file):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"wandb has not written the end of {file} for {_END_S:.0f} s")
+        time.sleep(_LOOK_S)
+
+
+def _ends(file: Path) -> bool:
+    """Whether the last record of wandb's file ends the run: one in the last two blocks."""
+    start = max(0, file.stat().st_size // _BLOCK - 1) * _BLOCK
+    with file.open("rb") as opened:
+        opened.seek(start)
+        newest = deque(_records(opened.read(), 0 if start else _MAGIC), maxlen=1)
+    return any(_parsed(record).WhichOneof("record_type") == "exit" for record in newest)
+
+
+def _parsed(data: bytes) -> Any:
+    from wandb.proto import wandb_internal_pb2
+
+    return wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]  # generated
 
 
 def _found(folder: Path, run: str) -> tuple[Reached, int]:
     """What wandb's files of a run hold: the newest points, and how many rows."""
-    from wandb.proto import wandb_internal_pb2
-
-    parse: Any = wandb_internal_pb2.Record.FromString  # type: ignore[attr-defined]  # generated
     reached, rows = Reached(), 0
     # The folders of starts within one second end in -1, -2 and so on.
     for file in sorted((folder / "wandb").glob(f"*run-*-{run}*/run-{run}.wandb")):
-        for data in _records(file.read_bytes()):
-            record = parse(data)
+        for data in _records(file.read_bytes(), _MAGIC):
+            record = _parsed(data)
             if record.WhichOneof("record_type") != "history":
                 continue
             row = {
@@ -141,9 +177,12 @@ def _found(folder: Path, run: str) -> tuple[Reached, int]:
     return reached, rows
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """The whole records of wandb's file (LevelDB's log format), up to a torn one."""
-    at, record = _MAGIC, b""
+def _records(data: bytes, at: int) -> Iterator[bytes]:
+    """The whole records of wandb's file (LevelDB's log format), up to a torn one.
+
+    ``data``: from the beginning of a block; ``at``: of its first part.
+    """
+    record: bytes | None = None  # a first part may be empty
     while at + _HEAD.size <= len(data):
         left = _BLOCK - at % _BLOCK
         if left < _HEAD.size:  # too short for a part: padding
@@ -153,8 +192,10 @@ def _records(data: bytes) -> Iterator[bytes]:
         end = at + _HEAD.size + length
         if kind == 0 or end > len(data):
             return
-        record += data[at + _HEAD.size : end]
-        at = end
+        part, at = data[at + _HEAD.size : end], end
+        if kind in (_MIDDLE, _LAST) and record is None:
+            continue  # it began in a block before
+        record = (record or b"") + part
         if kind in (_WHOLE, _LAST):
             yield record
-            record = b""
+            record = None

@@ -17,6 +17,7 @@ from fedstream.broker.records import Commit, Committed
 from fedstream.journal import Taken
 from fedstream.journal.recorder import Recorder
 from fedstream.strategies import FedAvgSettings
+from fedstream.updater.intake import BATCH
 from fedstream.updater.publisher import Publisher
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from tests.updater.breaking import COMMIT, makes_more
@@ -112,6 +113,71 @@ async def test_lost_reply_to_a_shared_commit_publishes_nothing_twice(
     assert numbers(committed)[:2] == [[1, 2], [1, 2]]
     assert [version.version for version in await hand.published()] == [0, 1, 2, 3]
     await hand.balanced()
+
+
+async def test_models_of_a_commit_whose_reply_was_lost_are_deleted_in_their_turn(
+    make: Any,
+    hand: Hand,
+    client: Client,
+    keys: Keys,
+    redis: RedisSettings,
+    committed: list[Commit],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third version joins the repetition: the second one was the newest, and was written."""
+    append = Recorder.append
+    parts = iter((2,))  # entries for which the disk has room, at first
+
+    async def appending(recorder: Recorder, entries: Sequence[Any]) -> Any:
+        return await append(recorder, entries[: next(parts, len(entries))])
+
+    async with Proxy(redis) as proxy:
+        await queued(hand, make, 8.0, 4.0, 2.0)
+        proxy.cut_reply_to = lambda data: COMMIT in data
+        committed.clear()
+        monkeypatch.setattr(Recorder, "append", appending)
+        async with running(make(keep_versions=2, redis=proxy.settings), context()):
+            await hand.reaches(3)
+            assert list((await hand.ledger.kept()).values()) == [0, 2, 3]
+            await makes_more(hand, 1.0)
+            await wait_until(hand.queue_is_empty)
+    assert numbers(committed)[:2] == [[1, 2], [1, 2, 3]]
+    kept = await hand.ledger.kept()
+    assert list(kept.values()) == [3, 4]
+    assert sorted(await client.call("KEYS", keys.model("*"))) == sorted(
+        keys.model(blob).encode() for blob in kept
+    )
+
+
+async def test_shared_commit_whose_model_is_gone_writes_it_again(
+    make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, ahead = UpdaterLedger.commit, []
+
+    async def commit(ledger: UpdaterLedger, token: str, commit: Commit, **more: Any) -> Committed:
+        if commit.versions:
+            ahead.append(more["ahead"])
+            if len(ahead) == 1:
+                more["ahead"] = ()
+        return await real(ledger, token, commit, **more)
+
+    await queued(hand, make, 8.0, 4.0)
+    monkeypatch.setattr(UpdaterLedger, "commit", commit)
+    async with running(make(), context()):
+        await hand.reaches(2)
+        await hand.model((await hand.published())[-1])  # checks the digest
+    assert ahead[1] == ahead[0], "it was not written again"
+
+
+async def test_at_most_a_batch_is_committed_together(
+    make: Any, hand: Hand, committed: list[Commit]
+) -> None:
+    await queued(hand, make, *range(1, BATCH + 2))
+    committed.clear()
+    async with running(make(), context()):
+        await hand.reaches(BATCH + 1)
+        await wait_until(hand.queue_is_empty)
+    assert numbers(committed) == [list(range(1, BATCH + 1)), [BATCH + 1]]
 
 
 async def test_newest_model_outlives_a_shared_commit(

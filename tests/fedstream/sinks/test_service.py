@@ -19,7 +19,6 @@ from fedstream.sinks.choice import added, named, parameters
 from fedstream.sinks.feed import Feed, counted
 from fedstream.sinks.service import Sinks
 from fedstream.sinks.tensorboard import TensorBoardSettings
-from fedstream.sinks.wandb import WandbSettings, _found
 from tests.fedstream.sinks.conftest import Messages
 from tests.support import context, running, wait_until
 from tests.support import counted as metric
@@ -132,34 +131,6 @@ async def test_stopped_at_the_end_of_the_run_it_writes_the_rest_and_the_model(
     assert (summary["why"], summary["test/accuracy"]) == ("enough", 0.002)
     [model] = tracker.models
     assert model["weight"].tolist() == [0, 0, 0, 0]  # of version 0, the only one in this Redis
-
-
-@pytest.mark.process
-def test_wandb_offline_writes_again_what_a_kill_lost(tmp_path: Path) -> None:
-    """Files as a kill leaves them: cut in the middle of a record."""
-    run = TrackedRun("abc", "demo", 0.0, {"strategy.alpha": 0.6})
-    points = [TrackedPoint("version", n, float(n), {"updates": 1.0}) for n in range(300)]
-    settings = WandbSettings(dir=str(tmp_path))
-    sink = settings.build()
-    assert sink.begin(run) == Reached()
-    sink.write(points)
-    sink.write([TrackedPoint("evaluation", 290, 1.0, {"test/accuracy": 0.5})])
-    sink.close()
-    [file] = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
-    assert _found(tmp_path, "abc") == (Reached(299, 290), 301)
-    with file.open("r+b") as cut:
-        cut.truncate(32768)
-    reached, rows = _found(tmp_path, "abc")
-    assert 0 < reached.version < 299
-    assert rows == reached.version + 1
-    folder = file.parent
-    folder.rename(folder.with_name(f"{folder.name}-1"))  # wandb's name for a second's later start
-    again = settings.build()
-    assert again.begin(run) == reached
-    again.write(points[reached.version + 1 :])
-    again.end({"versions": 299}, None)
-    assert _found(tmp_path, "abc") == (Reached(299, -1), 300)
-    assert not [*tmp_path.glob("wandb/*/files/requirements.txt")]  # nothing about this machine
 
 
 def test_feed_gives_each_version_and_measurement_once() -> None:
