@@ -56,6 +56,30 @@ async def test_lost_end_of_a_finished_run_is_remade_from_the_queue(
 
 
 @pytest.mark.usefixtures("never_idle")
+async def test_new_updates_behind_those_of_a_lost_end_are_published(
+    make: Any, hand: Hand, end: End, folder: Path, idle_after: Callable[[int], None]
+) -> None:
+    """All are read together, but Redis has the versions of the first ones only."""
+    async with running(make(**LATE), context()):
+        await makes_more(hand, 4.0)
+        end.begins()
+        await makes_more(hand, 8.0, 0.0)
+    end.is_lost()
+    await hand.admitted(2.0)
+    await hand.admitted(1.0)
+    idle_after(20)
+    async with running(make(**LATE), context()):
+        await wait_until(hand.queue_is_empty)
+    published = await hand.published()
+    assert [(one.version, one.epoch) for one in published] == [
+        (0, 1), (1, 1), (2, 1), (3, 1), (4, 2), (5, 2),
+    ]  # fmt: skip
+    assert await told(hand) == {0: published[0].digest} | digests(folder)
+    await hand.model(published[-1])  # checks the digest
+    await hand.balanced()
+
+
+@pytest.mark.usefixtures("never_idle")
 async def test_adopting_uses_exactly_the_unfinished_updates(
     make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
 ) -> None:
