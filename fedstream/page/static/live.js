@@ -58,6 +58,7 @@ function hold(name, body, html) {
   sign.setAttribute("role", "status");
   button.type = "button";
   button.textContent = "Go on (Esc)";
+  button.addEventListener("mousedown", (event) => event.preventDefault()); // or it goes with the focus
   button.addEventListener("click", () => leave(body));
   sign.append("Paused ", button);
   body.before(sign);

@@ -163,7 +163,7 @@ def test_a_part_with_the_focus_says_that_it_is_paused_and_goes_on(
     assert (sign.count(), panel.locator(".paused").inner_text()) == (1, "Paused Go on (Esc)")
     assert flaws(page) == []
     if how == "button":
-        sign.get_by_role("button").click()
+        sign.get_by_role("button").click(delay=100)  # a hand holds it that long
     else:
         page.keyboard.press(how)
     sign.wait_for(state="detached")
