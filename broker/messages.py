@@ -288,7 +288,7 @@ class Version(Message):
     epoch: Count
     parent: Count | None = None  # None: version 0, or a version published again
     digest: Name
-    blob: Name
+    blob: Name  # under which its model is, if written: not if a later version was committed with it
     size: Count  # bytes of its blob
     updates: tuple[Contribution, ...] = ()
     chunks: Count | None = None  # of its blob, as for an upload
