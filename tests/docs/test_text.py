@@ -15,7 +15,11 @@ WIDTH = 100
 _CODE = re.compile(r"`([^`\n]+)`")
 _SUFFIXES = "conf|csv|json|lua|md|py|sh|sha256|toml|txt|yaml"
 _FILE = re.compile(rf"(?:[\w.*-]+/)*[\w*-][\w.*-]*\.(?:{_SUFFIXES})")
-_FOLDERS = tuple(f"{entry.name}/" for entry in ROOT.iterdir() if entry.is_dir())
+_IGNORED = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+# Not runs/ and the like, which are there or not.
+_FOLDERS = tuple(
+    f"{entry.name}/" for entry in ROOT.iterdir() if entry.is_dir() and entry.name not in _IGNORED
+)
 _DOTTED = re.compile(r"fedstream(?:\.\w+)+")
 # Written by a reader, or by fedstream for one.
 MADE = {
