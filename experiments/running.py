@@ -96,7 +96,7 @@ def jobs_of(
     jobs = [
         job_of(experiment, cell, seed + repeat, scale, data_root)
         for cell in chosen(experiment, cells)
-        for repeat in range(repeats or experiment.repeats_of(cell))
+        for repeat in range(repeats or experiment.repeats)
     ]
     data = [
         json.dumps({k: v for k, v in job.sets.items() if k.startswith("task.")}) for job in jobs
