@@ -133,7 +133,7 @@ class Margin(NamedTuple):
     def holds(self) -> bool | None:
         """Whether it does; None if that may be noise."""
         clear = self.repeats >= LEAST_REPEATS and abs(self.errors) > ERRORS
-        return self.errors > 0 if clear else None
+        return bool(self.errors > 0) if clear else None
 
 
 def margin(values: Series) -> Margin:

@@ -33,7 +33,7 @@ _BEFORE = """\
 # Theory against measurement
 
 `python -m experiments.theory [name ...]` measures, draws and writes this file; names are
-{names}. The server's rules are the classes of `updater.strategies`, as in production, in float32;
+{names}. The server's rules are the classes of `fedstream.strategies`, as in production, in float32;
 devices are quadratics in d = 10 with known constants ([quadratics.py](quadratics.py)), so that each
 bound is a number. Settings are at the head of each module. Where a text names no centres, noise or
 starting point, ours are there too: figures are comparable with another program's, not equal.
