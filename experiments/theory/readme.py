@@ -68,7 +68,8 @@ def page(
     shown = "".join(
         f"\n## {name}\n\n![{name}](results/{name}.png)\n\n"
         f"{about['seconds']} s on {about['date']}, {about['processor']}, one core; "
-        f"Python {about['python']}, numpy {about['numpy']}: [{name}.json](results/{name}.json)\n"
+        f"Python {about['python']}, numpy {about['numpy']}, "
+        f"commit {about.get('commit', 'not recorded')}: [{name}.json](results/{name}.json)\n"
         for name, about in how.items()
     )
     names = ", ".join(f"`{name}`" for name in settings)
