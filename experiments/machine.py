@@ -12,8 +12,11 @@ from pathlib import Path
 from fedstream.experiments.program import commit
 
 
-def described() -> dict[str, str | int]:
-    """Describe machine, package versions, commit and date."""
+def described(program: str | None = None) -> dict[str, str | int]:
+    """Describe machine, package versions, commit and date.
+
+    ``program``: the commit, empty if unknown; None: the checkout's.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     models = (
         [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
@@ -28,5 +31,5 @@ def described() -> dict[str, str | int]:
         "system": f"{platform.system()} {platform.release()}",
         "python": sys.version.split()[0],
         **{name: version(name) for name in packages},
-        "commit": commit() or "unknown",
+        "commit": (commit() if program is None else program) or "not recorded",
     }

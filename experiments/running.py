@@ -367,7 +367,7 @@ def run(
     processes, threads = share(len(missing), processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them done already")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    place = machine.described() | {"commit": program}
+    place = machine.described(program)
     waiting, done = Counter(job.cell for job in missing), list[Row]()
     for n, (row, curve) in enumerate(
         each(run_job, missing, processes=processes, threads=threads), start=1

@@ -472,7 +472,9 @@ def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     results = run(tiny, tmp_path, repeats=1, scale=10, program="0123456789ab")
     assert {row.commit for row in results.rows} == {"0123456789ab"}
     assert "; commit 0123456789ab; machine" in table(tiny, results)
-    results = run(tiny, tmp_path, repeats=2, scale=10, cells=["slow"], program="ba9876543210+")
+    results = run(
+        tiny, tmp_path, repeats=2, scale=10, cells=["slow"], program="ba9876543210+", command="2"
+    )
     calls = json.loads((tmp_path / "about.json").read_text())["calls"]
     assert [one["machine"]["commit"] for one in calls] == ["0123456789ab", "ba9876543210+"]
     told = "; commit 0123456789ab (2 runs), ba9876543210 with changes (1 run); machine"
