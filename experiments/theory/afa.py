@@ -366,7 +366,7 @@ def draw(found: Measured, path: Path) -> None:
         floors.set_xticks(steps, [f"{step:g}" for step in steps])
         floors.minorticks_off()
         floors.set(
-            title="AFA: no step removes AFA-CD's floor under biased arrivals",
+            title="AFA on quadratics: where each rule stays, by its step",
             xlabel="server step eta eta_L", ylabel="final |grad f|² (dimensionless)",
         )  # fmt: skip
         floors.legend(loc="center left", bbox_to_anchor=(0.0, 0.42), ncols=2)

@@ -123,7 +123,7 @@ def draw(found: Measured, path: Path) -> None:
             label="slope -1/2 through the first",
         )  # fmt: skip
         axes.set(
-            title="FedBuff: the mean squared gradient falls as 1/sqrt(T), far under the bound",
+            title="FedBuff on quadratics: the mean squared gradient, and its bound",
             xlabel="T (versions), each with its own learning rate 1/(Q sqrt(L T))",
             ylabel="mean |grad f|² over t < T (dimensionless)",
         )
