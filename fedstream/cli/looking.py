@@ -229,6 +229,10 @@ def purge(
     from fedstream.operate import presence
 
     name = run or live_settings(config).run.name
+    for database, keys in ask(
+        config, redis, run, lambda client, _keys: presence.elsewhere(client)
+    ).items():
+        line(f"fedstream: {presence.in_words(database, keys)}: purge leaves it alone", err=True)
     if not yes:
         there = ask(
             config, redis, run, lambda client, keys: presence.purgeable(client, keys, force=force)
@@ -264,10 +268,16 @@ def acl(
     FEDSTREAM_PASSWORD_GATEWAY. A gateway of another site, such as clinics, is the user
     gateway-clinics, with FEDSTREAM_PASSWORD_SITE_CLINICS.
     """
+    from fedstream.broker.client import Client
     from fedstream.coordinator.sites import served
     from fedstream.operate import acl as page
 
     settings = live_settings(config)
+    if database := Client(settings.redis, "").database:
+        raise ConfigError(
+            f"redis.url names database {database}, but a run whose Redis has users must be in "
+            "database 0: users have the same rights in every database, and may not change theirs"
+        )
     name = check_name("--run", run) if run else settings.run.name
     known = served(settings.coordinator.sites, settings.coordinator.trusted_sites)
     named = site or [one for one in known if one != POOL]

@@ -177,7 +177,8 @@ def test_what_a_configuration_names_runs_only_to_train_or_to_serve(
         "report": (stranger, "--evaluate-every", 1), "dead retry": ("1-0",),
         "dead drop": ("1-0", "--yes"), "dead show": ("1-0",), "purge": ("--yes",),
         "devices quarantine": (1,), "devices release": (1,), "devices invite": (1,),
-        "devices revoke": (1,), "devices admit": (1,), "load": ("--url", "https://127.0.0.1:1", "--devices", 1, "--yes-elsewhere"),
+        "devices revoke": (1,), "devices admit": (1,),
+        "load": ("--url", "https://127.0.0.1:1", "--devices", 1, "--yes-elsewhere"),
     }  # fmt: skip
     asked = {
         name
@@ -193,7 +194,7 @@ def test_what_a_configuration_names_runs_only_to_train_or_to_serve(
             assert (code, "--trust-recorded-code" in said, said.count("\n")) == (2, True, 1), said
         elif name not in ("acl", "report"):
             assert "127.0.0.1:1 does not answer" in said, (name, said)
-    with pytest.raises(ConfigError, match="names the .*runs its code"):
+    with pytest.raises(ConfigError, match=r"names the .*runs its code"):
         TaskAccess(config=file).settings(stranger)  # of `ui`
     assert not marker.exists()
 
