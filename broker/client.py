@@ -90,6 +90,7 @@ class Client:
         place = (str(options.get("host", "localhost")), int(options.get("port", 6379)))
         self._place: Address | None = place  # None: ask the guide
         self._path = options.get("path")
+        self.database = int(options.get("db") or 0)
         self._guide: Guide | None = None
         self._guide_options: dict[str, Any] = {}
         if settings.sentinel is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from prometheus_client import Counter
 
@@ -14,7 +15,9 @@ from fedstream.broker.custody import (
     expire_unowned,
     foreign,
     mend,
+    registers,
     some_keys,
+    trim_registers,
 )
 from fedstream.broker.errors import Foreign, NoRun
 from fedstream.broker.keys import POOL, TRAINERS, Keys, site_of
@@ -146,6 +149,13 @@ class Sweep:
                 "site left keys without an expiry: they now expire",
                 keys=len(found), first=min(found),
             )  # fmt: skip
+        if names := registers(self._keys, some):
+            with suppress(NoRun):
+                devices = (await self._ledger.run()).devices
+                for name in await trim_registers(self._client, self._keys, names, devices):
+                    self._context.log.warning(
+                        "gateway wrote into its register what no device needs: deleted", key=name
+                    )
 
     async def _find_lost(self) -> None:
         """Give up open tasks whose entry was deleted, looking at some of them in each sweep."""

@@ -37,6 +37,7 @@ _RELAY = Script("relay")
 _SETTLE_UNSERVED = Script("settle_unserved")
 _WITHDRAW = Script("withdraw")
 
+_OF_SITES = ("update:*", "workspace:*", "tasks:*", "gateway:*")
 _OWNERS = 1000  # of the devices' owners, read at once
 
 RIGHTS = Rights(
@@ -60,8 +61,9 @@ RIGHTS = Rights(
         _SETTLE_UNSERVED, _WITHDRAW, BURY, LOOK, streams.CLAIM, streams.REAP, *custody.SCRIPTS,
     ),
     apart=(  # to expire what sites leave behind
-        Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl", "strlen")),
-        Rights(writes=("update:*", "workspace:*", "tasks:*"), commands=("pexpire",)),
+        Rights(reads=_OF_SITES, commands=("pttl", "strlen")),
+        Rights(writes=_OF_SITES, commands=("pexpire",)),
+        Rights(both=("gateway:*",), scripts=(custody.TRIM,)),
     ),
 )  # fmt: skip
 

@@ -158,8 +158,12 @@ class GatewayApp:
         if self._opened is None:
             raise self._not_yet()
         device = await self._identity.device_of(request)
-        self._quotas.take_device(device)
+        self.charge(device)
         return device
+
+    def charge(self, device: int) -> None:
+        """Charge a request to its device. Raises Refusal if there were too many."""
+        self._quotas.take_device(device)
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
         """A request's JSON body. Raises Refusal, BadBody."""

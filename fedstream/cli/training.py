@@ -117,8 +117,6 @@ def run(
         **named, strategy=strategy, devices=devices, versions=versions,
         updates=updates, redis=redis, data_root=data_root, track=track, **{"from": start},
     )  # fmt: skip
-    if recorded is not None and not trust:
-        recording.check_task(settings, recorded, sets or (), named["task"])
     if resume and out is not None and not changed:
         changed = recording.resumable(out, settings, confirm if sys.stdin.isatty() else None)
     request = RunRequest(

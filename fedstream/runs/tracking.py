@@ -51,7 +51,7 @@ def sinks_of(run: RunRecord, kinds: Sequence[str], *, trusted: bool) -> list[Nam
     else:
         settings = load(
             Settings, path=file if run.is_configured else None, environ={}, trusted=trusted,
-            tables=("sinks",),
+            keys=("sinks",),
         )  # fmt: skip
     if not settings.sinks:
         raise ConfigError(f"{run.path}: the run had no tracker: name one, as in --to tensorboard")

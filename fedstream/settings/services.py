@@ -30,6 +30,7 @@ from fedstream.updater.service import Updater
 
 if TYPE_CHECKING:
     from fedstream.broker.layout import Model
+    from fedstream.runtime.http import HttpSettings
     from fedstream.trainer.task import Task, TaskSettings
 
 DEVICES = 10  # default, if neither the configuration nor the task sets a number
@@ -275,18 +276,29 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
         service, drain_s = _coordinator(settings, keys, name, page)
     else:
         service, drain_s = _BUILDERS[role](settings, keys, name)
-    http, tls = settings.http, None
+    # After the gateway was made, which notices renewals.
+    tls = settings.gateway.tls() if role == "gateway" else None
+    return serve(
+        service, http=http_of(role, settings), log=settings.log, run=settings.run.name, name=name,
+        drain_s=drain_s, tracing=settings.tracing, tls=tls,
+    )  # fmt: skip
+
+
+def http_of(role: str, settings: Settings) -> HttpSettings:
+    """Where a service listens, under which names, and its limits on clients."""
+    http, hosts = settings.http, (*(settings.http.hosts or ()), *settings.page.hosts)
+    if role == "coordinator":
+        # A page under another name has no token, and no cookie for us.
+        is_any = http.token is not None and not hosts
+        return http.model_copy(update={"hosts": None if is_any else hosts})
     if role == "gateway":
         gateway, is_direct = settings.gateway, not settings.gateway.proxies
-        http = http.model_copy(
+        return http.model_copy(
             update={
+                "hosts": None,  # a device proves itself in each request
                 "connections": gateway.connections,
                 "address_connections": gateway.address_connections if is_direct else None,
                 "address_arrivals": gateway.address_arrivals if is_direct else None,
             }
         )
-        tls = settings.gateway.tls()  # after the gateway was made, which notices renewals
-    return serve(
-        service, http=http, log=settings.log, run=settings.run.name, name=name,
-        drain_s=drain_s, tracing=settings.tracing, tls=tls,
-    )  # fmt: skip
+    return http

@@ -117,7 +117,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], Any
 
 
 def get(path: str, *more: str) -> bytes:
-    lines = (f"GET {path} HTTP/1.1", "Host: here", *more)
+    lines = (f"GET {path} HTTP/1.1", "Host: localhost", *more)
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
 

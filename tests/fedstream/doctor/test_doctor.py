@@ -126,6 +126,20 @@ async def test_misconfigured_redis(
     assert doctor.exit_code(findings) == (level == "problem")
 
 
+async def test_keys_in_another_database_are_found(
+    look: Look, change: Change, redis: RedisSettings
+) -> None:
+    other = Client(redis.model_copy(update={"url": redis.url.replace("/0", "/1")}), "other")
+    await other.call("SET", "left", "there")
+    try:
+        said = the_one(await look(), "warning", "redis databases")
+        assert "database 1 of this Redis has 1 key" in said
+        assert "redis-cli -n 1 --scan" in said
+    finally:
+        await other.call("DEL", "left")
+        await other.close()
+
+
 async def test_schedulers_memory_budget_is_enough(look: Look, change: Change) -> None:
     await change(maxmemory=0)
     findings = await look("scheduler.memory_budget=100000000")
