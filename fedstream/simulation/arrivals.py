@@ -378,7 +378,9 @@ class _Clock:
                 yield self._over("time-out" if timed_out else _ALL_ANSWERED)
                 return
             if what == "again":
-                since, in_vain = self._now, in_vain + 1
+                since = self._now
+                if self._open or not self._rests.after_failures(self._now):
+                    in_vain += 1  # not while devices only rest
                 self._give_up(failed=True)
                 if in_vain == _IN_VAIN:
                     raise ConfigError(

@@ -124,7 +124,7 @@ def test_accuracy_names_its_version() -> None:
         "best_accuracy": 0.6, "best_accuracy_version": 4, "versions": 9, "versions_before": 0,
         "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
         "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
-        "strays": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
+        "strays": {}, "failing": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
     }  # fmt: skip
     rows = dict(display.result_rows(numbers))
     assert "devices" not in rows
