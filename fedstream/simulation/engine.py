@@ -85,7 +85,7 @@ class SimulationResult:
     given_up: Counter[str] = field(default_factory=Counter)
     """tasks that raised, by reason"""
     failing: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """devices whose last tasks raised, more than one: how many in a row, and the last reason"""
+    """devices whose last tasks raised, more than one: how many in a row, and the last error"""
     seconds: float = 0.0
     """real time, not virtual"""
     measuring: float = 0.0
@@ -269,7 +269,7 @@ class _Simulation:
         self._entries = self._streak = 0
         self._refused: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
-        self._failing: dict[int, tuple[int, str]] = {}  # device -> failures in a row, the reason
+        self._failing: dict[int, tuple[int, str]] = {}  # device -> failures in a row, the error
         self._in_a_row: Counter[int] = Counter()  # failures since the last update, by device
         self._cost = _Cost()
         self._measuring = 0.0
@@ -351,7 +351,8 @@ class _Simulation:
             reasons.raised(cause if isinstance(cause, Exception) else error)
         )
         self._given_up[reason] += 1
-        self._failing[device] = self._failing.get(device, (0, ""))[0] + 1, reason
+        said = str(error).removeprefix(f"device {device}: ")
+        self._failing[device] = self._failing.get(device, (0, ""))[0] + 1, said
         self._in_a_row[device] += 1
         tried = len(self._in_a_row)
         if why := no_device_works(self._in_a_row.total(), tried, self._devices):
