@@ -278,7 +278,7 @@ class Tally:
         return self.kept * one
 
     @property
-    def failing_devices(self) -> dict[str, dict[str, Any]]:
+    def failing_devices(self) -> dict[str, dict[str, int | float | str]]:
         """``failing`` as plain data: tasks in a row, reason, until when a device rests."""
         return {str(device): one.__dict__ for device, one in self.failing.items()}
 

@@ -1,8 +1,8 @@
 """Devices that rest: between two tasks, and after tasks that failed. No I/O, no clock.
 
-In a live run, `note_failure` in broker/lua/prelude.lua decides about failures, in the step that ends
-a task: so it sees each end once, whoever ends it, and a scheduler that takes over, the coordinators
-and all who look at the run know the same. :class:`Rests` does so for simulations.
+In a live run, `note_failure` in broker/lua/prelude.lua decides about failures, in the step that
+ends a task: it sees each end once, whoever ends it, and a scheduler that takes over, coordinators
+and observers know the same. :class:`Rests` does so for simulations.
 """
 
 from __future__ import annotations

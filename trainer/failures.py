@@ -41,7 +41,7 @@ class Failures:
 
     @property
     def in_a_row(self) -> int:
-        """Tasks given up in a row, if the trainer and not some devices seem to be the cause; else 0.
+        """Tasks given up in a row, if rather the trainer than some devices is the cause; else 0.
 
         So it seems after several devices if it never trained any, and else only after many tasks: a
         round may have only devices left that fail.

@@ -83,8 +83,8 @@ class Trainer:
         wire: Format = F32,
         rests: Backoff | None = None,
     ) -> None:
-        """``wire``: that updates are sent in. ``rests``: how long to rest after tasks that are given up;
-        None: five seconds at most.
+        """``wire``: that updates are sent in. ``rests``: how long to rest after each task that is
+        given up; None: five seconds at most.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)

@@ -193,7 +193,7 @@ class MemoryUse(Ledger):
 
 
 def failing_devices(flat: Sequence[Any]) -> dict[int, Failing | None]:
-    """Devices and what is noted of each, in turn: None if it works. Foreign entries are left out."""
+    """Devices and what is noted of each (None: it works), without foreign entries."""
     return {
         device: None if data is None else Failing.parsed(data)
         for name, data in paired(flat)

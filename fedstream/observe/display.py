@@ -110,7 +110,7 @@ def failing(devices: Mapping[str, Mapping[str, Any]]) -> str:
 def failing_rows(
     devices: Mapping[str, Mapping[str, Any]], trainers: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """A row for the devices whose last tasks failed, and one for such trainers, if there are any."""
+    """A row for the devices whose last tasks failed, and one for such trainers."""
     rows = [("failing", failing(devices))] if devices else []
     bad = [
         f"trainer {name} (its last {number(about['failing'])} tasks, of several devices)"
@@ -119,7 +119,9 @@ def failing_rows(
     ]
     more = len(bad) - _REASONED
     if bad:
-        rows.append(("failing", ", ".join(bad[:_REASONED]) + (f" and {more} more" if more > 0 else "")))
+        rows.append(
+            ("failing", ", ".join(bad[:_REASONED]) + (f" and {more} more" if more > 0 else ""))
+        )
     return rows
 
 

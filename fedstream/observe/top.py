@@ -79,9 +79,7 @@ def _headline(view: Tally, history: History, now: float) -> Table:
     return line
 
 
-def _numbers(
-    view: Tally, history: History, trainers: Mapping[str, Mapping[str, Any]]
-) -> Table:
+def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, Any]]) -> Table:
     late = history.staleness()
     bins = histogram(late)
     shape = " ".join(f"{label}:{count}" for label, count in bins if count)

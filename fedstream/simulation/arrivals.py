@@ -444,7 +444,9 @@ class _Clock:
                 continue
             self._now, device = heapq.heappop(decisions)
             rests = self._rests.end(device) > self._now
-            if not rests and eligible(self._settings.devices.availability, device, self._seed, self._now):
+            if not rests and eligible(
+                self._settings.devices.availability, device, self._seed, self._now
+            ):
                 parts.pick(rngs[device], [device])  # one of one: plans keep the draws they had
                 self._begin(device, parts, rngs[device])
             else:

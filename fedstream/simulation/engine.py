@@ -311,7 +311,8 @@ class _Simulation:
         load(model, module)
         return SimulationResult(
             self._versions, model, module, self._devices, state, why, self._refused,
-            self._given_up, dict(sorted(failing.items())), time.perf_counter() - began, self._measuring, self._training.together, self._start,
+            self._given_up, dict(sorted(failing.items())), time.perf_counter() - began,
+            self._measuring, self._training.together, self._start,
             self._measure.per_device, self._transport.update_bytes, self._transport.remembering,
         )  # fmt: skip
 

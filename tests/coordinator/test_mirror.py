@@ -77,7 +77,10 @@ class Follower(Walk):
 
     async def fail(self) -> None:
         """A task of one of a few devices is given up."""
-        trigger, view = self.hand.trigger(device=self.rng.randrange(3)), await self.hand.ledger.look()
+        trigger, view = (
+            self.hand.trigger(device=self.rng.randrange(3)),
+            await self.hand.ledger.look(),
+        )
         await self.hand.ledger.trigger(self.hand.scheduler.token, 99, view.issued, [trigger])
         said = GiveUp(
             task=trigger.task, attempt="a", device=trigger.device, trainer="t", reason="tired"

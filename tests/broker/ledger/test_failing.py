@@ -81,7 +81,8 @@ async def test_withdrawn_task_counts_only_if_a_trainer_took_it(run: Hand) -> Non
 
 
 @pytest.mark.parametrize(
-    ("others", "site", "blamed"), [((), "pool", True), (("u",), "pool", False), (("u",), "north", True)]
+    ("others", "site", "blamed"),
+    [((), "pool", True), (("u",), "pool", False), (("u",), "north", True)],
 )
 async def test_device_is_not_blamed_for_a_trainer_that_fails_beside_others(
     run: Hand, others: tuple[str, ...], site: str, blamed: bool

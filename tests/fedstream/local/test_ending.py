@@ -16,9 +16,7 @@ from tests.fedstream.views import event, view
 
 FINISHED = view(run=replace(view().run, state="finished", why="version 3 reached"))
 DEVICES = view().run.devices
-NONE_WORKS = (
-    f"no device works: {DEVICES} tasks in a row failed, on {DEVICES} of {DEVICES} devices"
-)
+NONE_WORKS = f"no device works: {DEVICES} tasks in a row failed, on {DEVICES} of {DEVICES} devices"
 RAISED = "Traceback:\n  somewhere\nZeroDivisionError: division by zero\n"
 
 

@@ -211,7 +211,8 @@ def no_device_is_eligible(scene: Scene) -> str | None:
         if not any(eligible(known, device, tally.run.seed, at) for device in range(devices)):
             return f"none of the {devices:,} devices is available now (devices.availability)"
     if len(tally.failing) >= devices - barred:
-        return f"no device works, and each is asked less and less often: {failing(tally.failing_devices)}"
+        named = failing(tally.failing_devices)
+        return f"no device works, and each is asked less and less often: {named}"
     if rest_s := scene.settings.scheduler.rest_s:
         return f"no task is open: devices that had one rest for {rest_s:g} s (scheduler.rest_s)"
     return (

@@ -46,9 +46,7 @@ def test_the_headline_names_failing_devices() -> None:
 
 def test_foreign_text_is_escaped() -> None:
     script = "<script>alert(1)</script>"
-    evil = scene(
-        workers=(worker(script, host="\u202eb"),), failing={3: Failing(2, 1.0, script)}
-    )
+    evil = scene(workers=(worker(script, host="\u202eb"),), failing={3: Failing(2, 1.0, script)})
     text = "".join(panel.html(evil) for panel in PANELS)
     assert "<script>alert" not in text
     assert "\u202e" not in text
