@@ -47,7 +47,7 @@ _STEP = 1000  # keys per scan step, or tasks: there may be any number
 _MENDED = {
     "triggers": "stream", "tasks": "stream", "events": "stream", "changes": "stream",
     "alive": "zset", "trainers": "hash", "working": "hash", "concurrent": "hash",
-    "owners": "hash", "rates": "hash",
+    "owners": "hash", "rates": "hash", "failing": "hash",
     "sites": "set", "pool": "set", "letters": "zset",
 }  # fmt: skip
 _NAMED = {

@@ -185,6 +185,7 @@ class GiveUp(Message):
     device: Count
     trainer: Name
     reason: Name
+    failing: Count = 0  # as in :class:`Presence`
 
 
 class Presence(Message):
@@ -198,6 +199,8 @@ class Presence(Message):
     pid: Count = 0
     device: Count | None = None  # the device it is training for now
     answers: Count = 0  # given so far
+    # Tasks that it gave up in a row, if it rather than their devices seems to be the cause; else 0.
+    failing: Count = 0
     # Of what it owns, if the trainer would rather send heartbeats than a long list.
     digest: Name | None = None
     concurrent: bool = False  # whether the devices work at the same time, as a gateway's do
@@ -214,6 +217,7 @@ class Heartbeat(Message):
     owns: Name  # the digest of the list
     device: Count | None = None
     answers: Count = 0
+    failing: Count = 0
 
 
 class Seating(Message):

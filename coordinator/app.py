@@ -62,6 +62,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "inbox": view.inbox,
         "trainers": view.trainers,
         "quarantined": sorted(head.quarantines.by_device),
+        "failing": view.failing_devices,
         "kept_versions": view.kept,
         "dead_letters": view.dead,
     }

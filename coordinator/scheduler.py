@@ -49,6 +49,7 @@ _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the r
 # Between two looks at all open tasks and owned devices. In case changes escaped both the log and a
 # comparison of the numbers: a release that doesn't know the log may have swapped one for another.
 _WHOLE_S = 60.0
+_NAMED = 20  # devices, in a line of the log
 _BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
 
 
@@ -153,6 +154,7 @@ class Scheduler:
         tally, changes = await self._ledger.changes()
         self._mirror.follow(tally, changes, time.time())
         self._whole_at = time.monotonic()
+        self._tell_failing()
         return tally
 
     async def _look_after(
@@ -169,7 +171,21 @@ class Scheduler:
         )  # fmt: skip
         if changes.all_tasks:
             self._whole_at = time.monotonic()
-        return opened, tally, self._mirror.follow(tally, changes, time.time())
+        followed = self._mirror.follow(tally, changes, time.time())
+        self._tell_failing()
+        return opened, tally, followed
+
+    def _tell_failing(self) -> None:
+        """Log which devices begin to fail or work again: a line each, not one for each device."""
+        mirror, log = self._mirror, self._context.log
+        if failing := mirror.begin_to_fail:
+            reason = mirror.failing[failing[0]].reason
+            log.warning(
+                "devices fail and rest", devices=failing[:_NAMED], number=len(failing),
+                reason=reason,
+            )  # fmt: skip
+        if working := mirror.work_again:
+            log.info("devices work again", devices=working[:_NAMED], number=len(working))
 
     async def _decide(self, view: Tally) -> Tally:
         """Carry out the plan, wait for events or the next planning time, return the new look."""

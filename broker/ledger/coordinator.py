@@ -44,7 +44,7 @@ RIGHTS = Rights(
     both=(
         "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
         "events", "changes", "trainers", "alive", "owners", "owned:*", "pool", "working",
-        "concurrent", "rates", "letters", "sites", "update:*", "queued:*", "control:*",
+        "concurrent", "failing", "rates", "letters", "sites", "update:*", "queued:*", "control:*",
         "quarantine:*",
     ),
     reads=(
@@ -100,7 +100,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         Returns 'sent', 'unasked' (devices don't decide by themselves in this run), 'foreign' (the
         device is not the site's or not in the run), 'limited' (the site exceeds ``rate`` per
         second, or ``limit`` tasks are open), 'busy' (the device has a task), 'quarantined' (the
-        device is), 'finished' (the run has) or 'repeated'.
+        device is), 'resting' (its last tasks failed), 'finished' (the run has) or 'repeated'.
         """
         about = {
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
@@ -185,6 +185,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         name = member(site, answer.trainer)
         if isinstance(answer, GiveUp):
             about["give_up"] = reason = reasons.of_giving_up(answer.reason)
+            about["trainer_fails"] = site == POOL and answer.failing > 0
             if reason != answer.reason:
                 event["text"] = answer.reason
             said = answer.encode()
@@ -231,7 +232,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             del about["digest"]
         kept = {
             "host": said.host, "pid": said.pid, "owns": said.owns, "device": said.device,
-            "answers": said.answers,
+            "answers": said.answers, "failing": said.failing,
         }  # fmt: skip
         joined = self._event(what="trainer", text=f"{name} joined")
         return self._pending(
@@ -251,7 +252,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
             "owns": said.owns, "rate": rate,
         }  # fmt: skip
-        kept = {"device": said.device, "answers": said.answers}
+        kept = {"device": said.device, "answers": said.answers, "failing": said.failing}
         return self._pending(
             _BEAT, word, packed(about), packed(kept),
             stream=self.keys.inbox(site), owned=self.keys.owned(name),

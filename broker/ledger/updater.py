@@ -39,7 +39,7 @@ _RETIRE = Script("retire")
 RIGHTS = Rights(
     both=(
         "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
-        "queue", "open", "admitted", "ended", "counts", "events", "changes", "queued:*",
+        "queue", "open", "admitted", "ended", "counts", "events", "changes", "failing", "queued:*",
         "device:*", "rates", "letters",
     ),
     reads=LOOKED_AT,

@@ -1,5 +1,5 @@
--- keys: stream open admitted ended events counts rates changes
--- undeclared: run head lineage queue
+-- keys: stream open admitted ended events counts rates changes failing
+-- undeclared: run head lineage queue pool
 -- Admits an answer by its metadata: a task of this site, first answer, device, layout, size, base,
 -- current staleness. ARGV: the answer, the entry for the queue, the event's fields. rest: the
 -- blob's key as its site wrote it, and its key once admitted, where no site can change what the
@@ -73,7 +73,9 @@ if first then return astray(reasons.ANSWERED_TWICE) end
 
 if task.device ~= a.device then return refused(reasons.ANOTHER_DEVICE) end
 if a.give_up then
-  end_task(a.task, a.attempt, 'given_up', a.give_up, event())
+  -- The device failed, whatever the reason given, unless its trainer fails and there are others.
+  local blames = not (a.trainer_fails and redis.call('SCARD', key.pool) > 1)
+  end_task(a.task, a.attempt, 'given_up', a.give_up, event(), blames)
   return {'given_up', a.give_up}
 end
 local state, layout, size, max_staleness =

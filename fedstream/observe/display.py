@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -14,10 +15,11 @@ from rich.text import Text
 
 from fedstream.broker.records import Tally
 from fedstream.observe.history import FIRST_S, History, is_stalled
-from fedstream.terminal import cell, console, cut, line, measure, spaced
+from fedstream.terminal import cell, console, cut, line, measure, number, spaced
 
 _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
+_REASONED = 5  # devices, each with the reason
 _NAME = len("strategy")  # characters of the longest name in a header
 _MEAN = "device_mean_"  # of trainer/fairness.py
 
@@ -95,6 +97,34 @@ def quarantined(devices: Sequence[int]) -> str:
     return f"{len(devices)}: {named}" + (f" and {more} more" if more > 0 else "")
 
 
+def failing(devices: Mapping[str, Mapping[str, Any]]) -> str:
+    """Devices whose last tasks failed (``Tally.failing_devices``); a few are named with reasons."""
+    found = [
+        f"device {device} ({about['tasks']} tasks in a row, {about['reason']})"
+        for device, about in islice(devices.items(), _REASONED)
+    ]
+    more = len(devices) - len(found)
+    return ", ".join(found) + (f" and {more} more" if more > 0 else "")
+
+
+def failing_rows(
+    devices: Mapping[str, Mapping[str, Any]], trainers: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """A row for the devices whose last tasks failed, and one for such trainers."""
+    rows = [("failing", failing(devices))] if devices else []
+    bad = [
+        f"trainer {name} (its last {number(about['failing'])} tasks, of several devices)"
+        for name, about in trainers.items()
+        if about.get("failing")
+    ]
+    more = len(bad) - _REASONED
+    if bad:
+        rows.append(
+            ("failing", ", ".join(bad[:_REASONED]) + (f" and {more} more" if more > 0 else ""))
+        )
+    return rows
+
+
 def figures(view: Tally, history: History) -> str:
     """Accuracy, staleness and counts, in one line."""
     parts = []
@@ -160,6 +190,7 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         if reasons := numbers[what]:
             text = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
             rows.append((spaced(what), text))
+    rows += failing_rows(numbers["failing"], {})
     if again := {name: n for name, n in numbers["restarts"].items() if n}:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in again.items())))
     return rows

@@ -66,6 +66,7 @@ class History:
         self.errors: dict[tuple[str, str], Event] = {}
         # In a row, in the pool only: a site's mistakes must not end the operator's run.
         self.failed = 0  # tasks that raised or killed their trainers
+        self.failed_devices: set[int | None] = set()  # of these tasks
         self.refused = 0  # updates
         self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._times: deque[float] = deque(maxlen=1024)  # when the newest versions were published
@@ -99,15 +100,24 @@ class History:
             if event.device is None:  # the evaluator's
                 self.tried, self.unmeasured = event.version, event
             else:
-                self.failed += ours
+                self._failed(event)
             self._raised(site, event)
         elif event.outcome in ("applied", "buffered"):
-            self.failed = self.refused = 0
+            self._worked()
         elif event.outcome == "dead":
-            self.failed += ours
+            self._failed(event)
         elif event.outcome == "refused":
             self.refused += ours
         self.events.append(event)
+
+    def _failed(self, event: Event) -> None:
+        if (event.site or POOL) == POOL:
+            self.failed += 1
+            self.failed_devices.add(event.device)
+
+    def _worked(self) -> None:
+        self.failed = self.refused = 0
+        self.failed_devices.clear()
 
     def _raised(self, site: str, event: Event) -> None:
         if sum(known == site for known, _ in self.errors) < _KINDS_KEPT:
@@ -130,7 +140,7 @@ class History:
 
     def forget_failures(self) -> None:
         """Discard failures so far: a resumed run starts counting afresh."""
-        self.failed = self.refused = 0
+        self._worked()
         self.errors.clear()
 
     @property

@@ -22,7 +22,7 @@ from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Event
 from fedstream.broker.records import Tally
-from fedstream.observe.display import outcomes, pace, quarantined, short, two_columns
+from fedstream.observe.display import failing_rows, outcomes, pace, quarantined, short, two_columns
 from fedstream.observe.history import BINS, History
 from fedstream.observe.observer import Observer
 from fedstream.observe.report import tasks_of
@@ -58,7 +58,7 @@ def frame(
 ) -> RenderableType:  # fmt: skip
     """One frame of the view. ``heard``: seconds since each trainer's last heartbeat."""
     return Group(
-        _headline(view, history, now), "", _numbers(view, history), "",
+        _headline(view, history, now), "", _numbers(view, history, trainers), "",
         _trainers(trainers, heard), "", _events(history),
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ def _headline(view: Tally, history: History, now: float) -> Table:
     return line
 
 
-def _numbers(view: Tally, history: History) -> Table:
+def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, Any]]) -> Table:
     late = history.staleness()
     bins = histogram(late)
     shape = " ".join(f"{label}:{count}" for label, count in bins if count)
@@ -98,6 +98,7 @@ def _numbers(view: Tally, history: History) -> Table:
     ]
     if barred := sorted(view.head.quarantines.by_device):
         rows.append(("quarantined", quarantined(barred)))
+    rows += failing_rows(view.failing_devices, trainers)
     rows += [
         (what, ", ".join(f"{why} {count}" for why, count in reasons.items()))
         for what in ("refused", "dead", "stray")

@@ -28,7 +28,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Event, Version
 from fedstream.journal import FOLDER
 from fedstream.observe import report
-from fedstream.observe.display import duration, fairness, short, two_columns
+from fedstream.observe.display import duration, failing, fairness, short, two_columns
 from fedstream.observe.history import History
 from fedstream.observe.occupied import occupied
 from fedstream.runtime.config import dump
@@ -230,6 +230,11 @@ def summary(settings: Settings, outcome: SimulationResult, history: History) -> 
         "update_bytes": outcome.update_bytes,
         "devices_with_feedback": outcome.remembering,
         "refused": dict(outcome.refused),
+        "given_up": dict(outcome.given_up),
+        "failing": {
+            str(device): {"tasks": tasks, "reason": reason}
+            for device, (tasks, reason) in outcome.failing.items()
+        },
         "mean_staleness": round(history.mean_staleness, 4),
         "max_staleness": max(late, default=0),
         "virtual_seconds": last.time,
@@ -301,6 +306,8 @@ def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) 
         f"{numbers['gradients']} gradients, {numbers['device_epochs']:g} device-epochs",
         "staleness": f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}",
         "refused": ", ".join(f"{n} {why}" for why, n in outcome.refused.items()),
+        "given up": ", ".join(f"{n} {why}" for why, n in outcome.given_up.items()),
+        "failing": failing(numbers["failing"]),
         "took": f"{outcome.seconds:.1f} s, {numbers['device_epochs_per_s']:,.0f} device-epochs/s",
         "files": "\n".join(files),
     }

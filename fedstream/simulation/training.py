@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +84,9 @@ class Training:
             and type(task).solver_of is Task.solver_of
             and together.suits(task, self.module, settings.solver)
         ):
-            rows = together.rows_of(self._given, devices, simulation.device)
+            rows = None
+            with suppress(DataError):  # whoever trains on that device finds it again
+                rows = together.rows_of(self._given, devices, simulation.device)
             if rows is not None:
                 self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
 
@@ -94,9 +96,12 @@ class Training:
         return self._group.sizes if self._group is not None else (1,)
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
-        """Train all jobs into their ``into``. Raises Cancelled; DataError if the task raises."""
+        """Train jobs into their ``into``: all of them together, or only the first.
+
+        Raises Cancelled; DataError if the task raises on the first.
+        """
         if self._group is None or len(jobs) < together.LEAST:
-            return [self._alone(job) for job in jobs]
+            return [self._alone(jobs[0])]
         try:
             trained = self._group.train(jobs)
         except Cancelled:

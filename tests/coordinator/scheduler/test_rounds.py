@@ -11,8 +11,16 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.messages import CloseRound, RoundEnd
 from fedstream.broker.records import Commit, End
+from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.rounds import Rounds
-from tests.coordinator.scheduler.steps import are_open, asked, give_up, has_issued, of_version
+from tests.coordinator.scheduler.steps import (
+    are_open,
+    asked,
+    give_up,
+    has_issued,
+    of_version,
+    raised,
+)
 from tests.support import Clock, Hand, awaits_news, context, counted, running, wait_until
 
 
@@ -41,6 +49,43 @@ async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> N
         await has_issued(run, 4)
         now = await are_open(run, 3)
         assert {trigger.version for trigger in now} == {0}
+
+
+async def test_round_ends_without_the_device_that_fails_repeatedly(make: Any, run: Hand) -> None:
+    """There are ten devices; nine answer, and the other one's task raises whenever it is asked."""
+    async with running(make(Rounds(k=10)), context()):
+        *working, bad = await are_open(run, 10)
+        await run.admit(raised(bad))
+        await has_issued(run, 11)  # it is the only one left to ask
+        again = next(t for t in (await run.ledger.look()).open if t.device == bad.device)
+        await run.admit(raised(again))
+        uploads = [await run.trained(task) for task in working]
+        assert await run.admit(*uploads) == [("admitted", "")] * 9
+        ends = [
+            End(task=one.task, attempt=one.attempt, device=one.device, outcome="buffered")
+            for one in uploads
+        ]
+        commit = Commit(
+            held=[one.device for one in uploads], retained=9, mean_staleness=0.0, ends=ends
+        )
+        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        assert (await run.ledger.look()).issued == 11
+        await run.balanced()
+
+
+async def test_device_that_fails_is_asked_again_after_its_rest(make: Any, run: Hand) -> None:
+    live = context()
+    async with running(make(InFlight(n=1)), live):
+        await run.client.call("HSET", run.keys.run, "devices", 1)
+        for n in (1, 2):
+            [task] = await are_open(run, 1)
+            await has_issued(run, n)
+            failed_at = time.monotonic()
+            await run.admit(raised(task))
+        await has_issued(run, 3)
+        assert time.monotonic() - failed_at >= 1.9
 
 
 @pytest.mark.usefixtures("patient")

@@ -44,8 +44,8 @@ class Blobs(fedstream.Task):
         if self.trained == 4:
             for _ in range(self.signals):
                 signal.raise_signal(signal.SIGINT)
-            if self.failing:
-                raise RuntimeError("no more")
+        if self.failing and self.trained >= 4:
+            raise RuntimeError("no more")
         return super().train(model, data, work)
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import Head
+from fedstream.broker.records import Failing, Head
 from fedstream.coordinator.app import status
 from fedstream.observe import display, top
 from fedstream.observe import status as page
@@ -124,7 +124,7 @@ def test_accuracy_names_its_version() -> None:
         "best_accuracy": 0.6, "best_accuracy_version": 4, "versions": 9, "versions_before": 0,
         "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
         "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
-        "strays": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
+        "strays": {}, "failing": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
     }  # fmt: skip
     rows = dict(display.result_rows(numbers))
     assert "devices" not in rows
@@ -160,6 +160,23 @@ def test_top_shows_the_run_and_its_trainers(history: History) -> None:
     ):  # fmt: skip
         assert part in shown
     assert "none alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))
+
+
+def test_top_and_status_name_devices_and_trainers_that_fail() -> None:
+    trainers = {
+        "trainer-1": {"owns": [], "failing": 0}, "trainer-2": {"owns": [], "failing": 4},
+    }  # fmt: skip
+    seen = view(failing={d: Failing(6, CREATED, "raised OSError") for d in range(3, 9)})
+    about = status("demo", seen) | {"register": trainers}
+    for shown in (
+        text_of(top.frame(seen, History(), trainers, {}, CREATED)), text_of(page.page(about)),
+    ):  # fmt: skip
+        assert "device 3 (6 tasks in a row, raised OSError), device 4" in " ".join(shown.split())
+        assert "device 7 (6 tasks in a row, raised OSError) and 1 more" in " ".join(shown.split())
+        assert "trainer trainer-2 (its last 4 tasks, of several devices)" in shown
+        assert "trainer trainer-1" not in shown
+    older = {name: value for name, value in about.items() if name != "failing"}
+    assert "failing" not in text_of(page.page(older | {"register": {}}))
 
 
 def test_top_shows_a_nan_accuracy(history: History) -> None:

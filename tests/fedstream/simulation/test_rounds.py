@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import Trigger
+from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.runtime.participation import Participation
@@ -122,26 +123,29 @@ def test_more_answers_than_devices_are_rejected() -> None:
 History = list[tuple[object, ...]]
 
 
-def simulated(given: Settings, devices: int, count: int) -> History:
-    events = islice(arrivals.plan(given, devices), count)
-    return [
-        ("over", one.version, round(one.time, 9))
-        if isinstance(one, RoundOver)
-        else (
-            one.n,
-            one.device,
-            (one.seed, one.steps),
-            one.tau,
-            one.version,
-            one.makes,
-            round(one.time, 9),
-        )
-        for one in events
-    ]
+def simulated(given: Settings, devices: int, broken: set[int], count: int) -> History:
+    failed = set[int]()
+    told: History = []
+    for one in arrivals.plan(given, devices, failed):
+        if len(told) == count:
+            break
+        if isinstance(one, RoundOver):
+            told.append(("over", one.version, round(one.time, 9)))
+        elif one.device in broken:
+            failed.add(one.n)
+        else:
+            told.append(
+                (one.n, one.device, (one.seed, one.steps), one.tau, one.version, one.makes,
+                 round(one.time, 9))
+            )  # fmt: skip
+    return told
 
 
-def live(given: Settings, devices: int, count: int) -> History:
-    """What the scheduler's plans come to, with an updater and trainers that take no time."""
+def live(given: Settings, devices: int, broken: set[int], count: int) -> History:
+    """What the scheduler's plans come to, with an updater and trainers that take no time.
+
+    Tasks of ``broken`` devices fail.
+    """
     policy = given.policy
     assert isinstance(policy, Rounds)
     now, version, issued, since = 0.0, 0, 0, 0.0
@@ -151,11 +155,14 @@ def live(given: Settings, devices: int, count: int) -> History:
     ends: list[tuple[float, int, Trigger]] = []
     held: list[int] = []
     told: History = []
+    rests = Rests(0.0)
     while len(told) < count:
+        resting = rests.after_failures(now)
         what = plan(policy, parts, FREE, given.run.seed, Situation(
             now=now, issued=issued, version=version, open=tuple(at_work.values()), queue=0,
             backlog=0, kept=1, held=tuple(held), round_ending=False, mean_staleness=0.0,
-            trainers=1, workers=1, model_bytes=1, devices=tuple(range(devices)),
+            trainers=1, workers=1, model_bytes=1,
+            devices=tuple(device for device in range(devices) if device not in resting),
             last=0.0, round_since=since,
         ))  # fmt: skip
         if what.again:
@@ -177,17 +184,23 @@ def live(given: Settings, devices: int, count: int) -> History:
         late = [t for t in at_work.values() if t.deadline is not None and t.deadline <= now]
         for trigger in late:  # their trainers give them up by themselves
             del at_work[trigger.task]
+            rests.ended(trigger.device, now, failed=True)
         if late:
             continue
         while ends and ends[0][2].task not in at_work:
             heapq.heappop(ends)
-        assert what.wake_at is not None
-        if not ends or ends[0][0] >= what.wake_at:
-            now = what.wake_at
+        wakes = [rests.end(device) for device in resting]
+        if what.wake_at is not None:
+            wakes.append(what.wake_at)
+        if not ends or ends[0][0] >= min(wakes):
+            now = min(wakes)
             continue
         now, n, trigger = heapq.heappop(ends)
         del at_work[trigger.task]
-        if not behaviour(given.devices, trigger.device, trigger.seed).drops_out:
+        drops_out = behaviour(given.devices, trigger.device, trigger.seed).drops_out
+        failed = drops_out or trigger.device in broken
+        rests.ended(trigger.device, now, failed=failed)
+        if not failed:
             makes = len(held) + 1 == given.strategy.batch
             told.append(
                 (n, trigger.device, (trigger.seed, trigger.steps), trigger.version, version, makes,
@@ -206,22 +219,23 @@ def live(given: Settings, devices: int, count: int) -> History:
     timeout_s=st.sampled_from([0.8, 1.2, 5.0]), seed=st.integers(0, 99),
     rule=st.sampled_from(["strategy.name=fedavg", "strategy.name=afa-cs"]),
     groups=st.sampled_from(["[]", "[{devices=[0], rate=9.0, steps={kind='uniform', c=3}}]"]),
+    broken=st.sets(st.integers(1, 8), max_size=2),
 )  # fmt: skip
 def test_rounds_are_the_same_live_and_simulated(
     batch: int, more: int, least: int, devices: int, dropout: float, timeout_s: float, seed: int,
-    rule: str, groups: str,
+    rule: str, groups: str, broken: set[int],
 ) -> None:  # fmt: skip
     key = "clients_per_round" if "fedavg" in rule else "buffer_size"
     given = read(None, [
         rule, f"strategy.{key}={batch}", f"run.seed={seed}", ROUNDS,
         f"scheduler.policy.k={batch + more}",
-        f"scheduler.policy.min_answers={min(least, batch, devices)}",
+        f"scheduler.policy.min_answers={min(least, batch, len(set(range(devices)) - broken))}",
         f"scheduler.policy.timeout_s={timeout_s}", "simulation.staleness.kind=latency",
         "devices.latency.kind=uniform", "devices.latency.low_s=0.5", "devices.latency.high_s=1.5",
         f"devices.dropout={dropout}", f"participation={groups}",
     ])  # fmt: skip
-    told = simulated(given, devices, 40)
-    assert told == live(given, devices, 40)
+    told = simulated(given, devices, broken, 40)
+    assert told == live(given, devices, broken, 40)
     assert all(one[3] == one[4] for one in told if one[0] != "over"), "nobody is late"
 
 

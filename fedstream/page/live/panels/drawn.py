@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedstream.broker.messages import OUTCOMES
-from fedstream.observe.display import duration
+from fedstream.observe.display import duration, failing
 from fedstream.page.charts import Chart
 from fedstream.page.devices import DEVICE_COLUMNS
 from fedstream.page.live.panels import curves, devices
@@ -81,6 +81,8 @@ def headline_facts(scene: Scene) -> list[tuple[str, str]]:
     ]
     if barred := len(tally.head.quarantines.by_device):
         found.append(("devices in quarantine", f"{barred:,}"))
+    if tally.failing:
+        found.append(("failing and resting", failing(tally.failing_devices)))
     return found
 
 

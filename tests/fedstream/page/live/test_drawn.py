@@ -9,6 +9,7 @@ from time import perf_counter
 
 import pytest
 
+from fedstream.broker.records import Failing
 from fedstream.page.live.panel import LivePanel
 from fedstream.page.live.panels import PANELS, headline
 from fedstream.page.live.panels.curves import of_metrics, of_pace, of_weights
@@ -37,8 +38,15 @@ def test_the_headline_has_progress_and_numbers() -> None:
     )
 
 
+def test_the_headline_names_failing_devices() -> None:
+    assert "failing and resting" not in headline(scene())
+    text = headline(scene(failing={3: Failing(6, 1.0, "raised OSError")}))
+    assert "device 3 (6 tasks in a row, raised OSError)" in text
+
+
 def test_foreign_text_is_escaped() -> None:
-    evil = scene(workers=(worker("<script>alert(1)</script>", host="\u202eb"),))
+    script = "<script>alert(1)</script>"
+    evil = scene(workers=(worker(script, host="\u202eb"),), failing={3: Failing(2, 1.0, script)})
     text = "".join(panel.html(evil) for panel in PANELS)
     assert "<script>alert" not in text
     assert "\u202e" not in text
