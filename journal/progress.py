@@ -85,11 +85,11 @@ def take(
         staleness=decision.staleness, weight=decision.weight,
         samples=upload.samples, steps=upload.steps, loss=upload.loss,
     )  # fmt: skip
-    held = (*before.held, contribution)
+    held, norms = (*before.held, contribution), before.norms.with_claim(upload)
     mean = mean_after(before.mean_staleness, decision.staleness)
     if state.version == before.state.version:
-        return Step(Progress(state, held, mean, before.norms), decision)
-    return Step(Progress(state, (), mean, before.norms), decision, held)
+        return Step(Progress(state, held, mean, norms), decision)
+    return Step(Progress(state, (), mean, norms), decision, held)
 
 
 def mean_after(mean: float, staleness: int) -> float:

@@ -46,6 +46,7 @@ class Decider:
     lease: Lease
     max_norm: float | None
     norm_factor: float
+    max_samples: int | None  # None: by what other devices claim
     weights: bool  # the journal keeps the updates' bytes
     said: Callable[[str], bool]  # whether the journal's segment tells its readers of a need
     format: Format  # of published models
@@ -87,6 +88,7 @@ class Decider:
 
     async def _update(self, entry: Entry, upload: Upload, state: RunState) -> Change | None:
         """Check an update and mix it in; None if Redis does not expect it any more."""
+        upload = state.progress.norms.weighable(upload, self.max_samples)
         refusal = (
             reasons.RUN_FINISHED if state.is_over
             else reasons.DEVICE_QUARANTINED if upload.device in state.quarantines.by_device
