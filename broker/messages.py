@@ -125,6 +125,7 @@ class CloseRound(Message):
     version: Count
     tasks: tuple[Id, ...]
     why: str
+    drops: tuple[Count, ...] = ()  # see RoundEnd
 
 
 class Withdraw(Message):
@@ -244,6 +245,9 @@ class RoundEnd(Message):
     kind: ClassVar[str] = "round_end"
     version: Count
     why: str = ""
+    # The devices whose answers are dropped, with any that came after them, so that no version is
+    # made; (): a version is made. An end that comes again finds other devices' answers.
+    drops: tuple[Count, ...] = ()
 
 
 class SetQuarantine(Message):

@@ -192,7 +192,7 @@ class Scheduler:
                 "round continues: too few answers", version=seen.version, answers=len(seen.held)
             )
         if todo.close is not None:
-            await self._close(view, *todo.close)
+            await self._close(view, *todo.close, todo.drops)
         opening = None
         if todo.triggers:
             opening = self._ledger.trigger(
@@ -231,7 +231,9 @@ class Scheduler:
             memory_budget=self._budget or None,
         )
 
-    async def _close(self, view: Tally, version: int, tasks: tuple[str, ...]) -> None:
+    async def _close(
+        self, view: Tally, version: int, tasks: tuple[str, ...], drops: tuple[int, ...]
+    ) -> None:
         """Ask the coordinator to end a round; repeat only a request that seems lost."""
         before, among, asked_at = self._asked
         now = time.monotonic()
@@ -239,7 +241,13 @@ class Scheduler:
             if view.triggers or now - asked_at < _ASK_AGAIN_S:
                 return
             self._context.log.warning("asking again for the end of a round", version=version)
-        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=reasons.ROUND_OVER))
+        why = reasons.ROUND_OVER
+        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=why, drops=drops))
+        if drops:
+            self._metrics.dropped.inc()
+            self._context.log.warning(
+                "round dropped: too few answers", version=version, answers=len(drops)
+            )
         self._asked = (version, tasks, now)
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:

@@ -105,6 +105,7 @@ class Plan:
     triggers: tuple[Trigger, ...] = ()
     limit: int = 0  # tasks open at the same time
     close: tuple[int, tuple[str, ...]] | None = None  # end a round: version, open tasks
+    drops: tuple[int, ...] = ()  # devices whose answers that round is ended without using
     wake_at: float | None = None  # seconds since 1970
     last: float = 0.0  # for the next situation, if there are triggers
     held: str = ""  # why there are fewer tasks than the policy wants
@@ -209,8 +210,9 @@ def _plan_round(
     at_work = tasks.count(version, seen.now)
     it = Round(k, len(seen.held), at_work, seen.round_since, coming=seen.backlog)
     what = verdict(policy, it, seen.now)
-    if what == "over":
-        return Plan(close=(version, tuple(tasks.in_round(version))), held=why)
+    if what in ("over", "dropped"):
+        drops = seen.held if what == "dropped" else ()
+        return Plan(close=(version, tuple(tasks.in_round(version))), drops=drops, held=why)
     since = seen.now if what == "again" else seen.round_since
     deadline = since + policy.timeout_s
     mine = tasks.count(version)

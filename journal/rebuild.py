@@ -123,7 +123,10 @@ class Rebuild:
             before = before.with_sizes(message.sizes)
         used: tuple[Model, ...] = (before.state.model,)
         if isinstance(message, RoundClosed) and not message.late:
-            step = close_round(self.strategy, before, message.round)
+            used = tuple(before.state.models())
+            step = close_round(
+                self.strategy, before, message.round, drops=message.dropped > 0
+            )  # fmt: skip
         elif is_used(message):
             self._check_fits(record, message.upload)
             spare = self.spare()

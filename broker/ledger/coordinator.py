@@ -116,7 +116,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
             "trainers": TRAINERS, "why": reasons.ROUND_OVER,
         }  # fmt: skip
-        end = RoundEnd(version=closing.version, why=closing.why).encode()
+        end = RoundEnd(
+            version=closing.version, why=closing.why, drops=closing.drops
+        ).encode()  # fmt: skip
         return self._pending(_CLOSE_ROUND, word, packed(about), end, packed(self._event()))
 
     def withdraw(self, entry: Entry, wish: Withdraw) -> Pending[str]:
