@@ -36,7 +36,7 @@ from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
 from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Rounds
-from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
+from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, Steering, plan
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead
@@ -110,6 +110,7 @@ class Scheduler:
         self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
+        self._steering: Steering | None = None
         self._gathering = Gathering()
         self._issued = 0  # tasks, at the last look
 
@@ -178,7 +179,7 @@ class Scheduler:
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
         seen = self._situation(view)
         todo = await self._planned(seen)
-        self._metrics.limit = todo.limit
+        self._metrics.limit, self._steering = todo.limit, todo.steering
         if todo.held != self._held:
             self._held = todo.held
             self._metrics.show_held(todo.held)
@@ -294,6 +295,7 @@ class Scheduler:
             began=view.run.created,
             is_eligible=self._who_may_begin(view.run, now),
             not_at_work=mirror.idle,
+            steering=self._steering,
         )
 
     def _who_may_begin(self, run: Run, now: float) -> Callable[[int], bool] | None:
