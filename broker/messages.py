@@ -162,7 +162,7 @@ class Upload(Message):
     # Of its blob; None: sent by a release that doesn't say; assume this release's chunk size.
     chunks: Count | None = None
     format: Annotated[str, Field(max_length=40)] = "f32"  # a wire format's name
-    # The samples that the device claimed, if the updater counts fewer; a trainer's value is ignored.
+    # Samples that the device claimed, if the updater counts fewer; a trainer's value is ignored.
     claimed: Count | None = None
 
     @property

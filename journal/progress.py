@@ -97,9 +97,7 @@ def mean_after(mean: float, staleness: int) -> float:
     return _STALENESS_MEMORY * mean + (1 - _STALENESS_MEMORY) * staleness
 
 
-def close_round(
-    strategy: Strategy, before: Progress, version: int, *, drops: bool = False
-) -> Step:
+def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bool = False) -> Step:
     """End the round on top of ``version``: make a version of what has arrived, if anything has.
 
     ``drops``: end it without using that.

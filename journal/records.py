@@ -21,7 +21,8 @@ VECTORS = "device vectors"  # needed to read a segment that has any
 QUARANTINES = "quarantines"  # needed to read a segment that may have any
 WIRE_FORMATS = "wire formats"  # needed to read a segment that may have encoded updates
 DROPPED_ROUNDS = "dropped rounds"  # needed to read a segment that may have any
-KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS})  # needs that this release can meet
+# The needs that this release can meet.
+KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS})
 
 _YEAR_9999 = 253_402_300_799.0
 

@@ -121,7 +121,8 @@ class SimulationRecorder:
         """Record the end of the round based on version ``round_``; ``dropped``: updates."""
         record = RoundClosed(
             entry=f"{about.n}-0", round=round_, why=over.why, version=version, digest=about.digest,
-            dropped=dropped, given=about.given, time=about.time, received=about.time, finished=about.finished,
+            dropped=dropped, given=about.given, time=about.time, received=about.time,
+            finished=about.finished,
         )  # fmt: skip
         self._writer.append(record)
 

@@ -36,7 +36,7 @@ FIVE = FixedSteps(n=5)
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 CALM = Situation(
     now=NOW, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-    round_ending=False, mean_staleness=0.0, trainers=4, workers=4, model_bytes=1000,
+    round_ending=False, mean_staleness=0.0, trainers=0, workers=4, model_bytes=1000,
     devices=tuple(range(10)), last=NOW, round_since=NOW,
 )  # fmt: skip
 
@@ -100,8 +100,8 @@ def test_n_tasks_stay_in_flight() -> None:
 @pytest.mark.parametrize(("workers", "wanted"), [(0, 1), (1, 1), (4, 4), (50, 10)])
 def test_without_n_it_follows_those_who_work(workers: int, wanted: int) -> None:
     seen = replace(CALM, trainers=1, workers=workers)  # and never more than there are devices
-    assert len(planned(InFlight(), seen).triggers) == wanted
-    assert planned(InFlight(), seen).limit == wanted
+    assert len(planned(InFlight(mean_delay_s=0), seen).triggers) == wanted
+    assert planned(InFlight(mean_delay_s=0), seen).limit == wanted
 
 
 @given(st.integers(1, 12), st.integers(0, 8), st.integers(0, 1000))
@@ -230,6 +230,24 @@ def virtual_time(policy: Policy, seconds: float, seed: int) -> list[float]:
     return [at - NOW for at in times]
 
 
+def test_live_tasks_begin_at_random_times_by_default() -> None:
+    """A few each millisecond, and on the devices that a simulation chooses."""
+    seen = replace(CALM, trainers=4, devices=tuple(range(200)), began=NOW - 5)
+    opened: tuple[Trigger, ...] = ()
+    groups = list[int]()
+    while len(opened) < 200:
+        now = NOW + 0.001 * len(groups)
+        seen = replace(seen, now=now, open=opened, issued=len(opened))
+        what = planned(InFlight(n=200), seen)
+        groups.append(len(what.triggers))
+        opened += what.triggers
+        seen = replace(seen, last=what.last)
+    assert len(set(groups)) > 4
+    assert max(groups) < 40
+    simulated = planned(InFlight(n=200), replace(CALM, devices=seen.devices)).triggers
+    assert [one.device for one in opened] == [one.device for one in simulated]
+
+
 @pytest.mark.parametrize("policy", [Poisson(rate=5.0), InFlight(n=9, mean_delay_s=0.2)])
 def test_random_triggers_form_a_poisson_process(policy: Policy) -> None:
     times = virtual_time(policy, 1000, seed=1)
@@ -331,7 +349,7 @@ def test_tasks_in_flight_are_steered_to_the_staleness_wanted(
     about: dict[str, Any], within: int
 ) -> None:
     in_flight, means = closed_loop(**about, updates=within + 200)
-    assert all(abs(mean - about["target"]) < 0.15 * about["target"] + 0.3 for mean in means[within:])
+    assert means[within:] == pytest.approx([about["target"]] * 200, rel=0.15, abs=0.3)
     assert max(in_flight[within:]) - min(in_flight[within:]) <= 2, "and stay as they are"
     assert max(in_flight[about["began"] :]) <= max(in_flight[-1] * 1.3, about["began"])
 

@@ -107,7 +107,10 @@ async def test_round_without_arrivals_makes_no_version(
 
 @pytest.mark.parametrize(
     "rule",
-    [FedAvgSettings(clients_per_round=9), AfaCsSettings(buffer_size=9, devices=10, max_staleness=0)],
+    [
+        FedAvgSettings(clients_per_round=9),
+        AfaCsSettings(buffer_size=9, devices=10, max_staleness=0),
+    ],
     ids=lambda rule: rule.name,
 )
 async def test_dropped_round_is_in_no_version(

@@ -1,5 +1,5 @@
-"""Where a device's word does not count: staleness counts from what was handed out, and samples count
-as far as other devices claim them too."""
+"""Where a device's word does not count: staleness counts from what was handed out, and samples as
+far as is usual."""
 
 from __future__ import annotations
 
