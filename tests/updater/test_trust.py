@@ -126,7 +126,8 @@ async def test_device_that_claims_all_samples_there_are_is_not_the_average(
             await hand.join()
             for n in range(30):
                 liar = n % 3 == 1
-                said = {"site": "north", "handed": n // 3 + 10 * successor} if liar else {}
+                handed = n // 3 + 10 * successor
+                said: dict[str, Any] = {"site": "north", "handed": handed} if liar else {}
                 [trigger] = await hand.open()
                 samples = MANY if liar else 600
                 value = 100.0 if liar else 1.0
