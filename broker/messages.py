@@ -125,6 +125,7 @@ class CloseRound(Message):
     version: Count
     tasks: tuple[Id, ...]
     why: str
+    drops: tuple[Count, ...] = ()  # see RoundEnd
 
 
 class Withdraw(Message):
@@ -161,6 +162,8 @@ class Upload(Message):
     # Of its blob; None: sent by a release that doesn't say; assume this release's chunk size.
     chunks: Count | None = None
     format: Annotated[str, Field(max_length=40)] = "f32"  # a wire format's name
+    # Samples that the device claimed, if the updater counts fewer; a trainer's value is ignored.
+    claimed: Count | None = None
 
     @property
     def blob(self) -> str:
@@ -246,6 +249,9 @@ class RoundEnd(Message):
     kind: ClassVar[str] = "round_end"
     version: Count
     why: str = ""
+    # The devices whose answers are dropped, with any that came after them, so that no version is
+    # made; (): a version is made. An end that comes again finds other devices' answers.
+    drops: tuple[Count, ...] = ()
 
 
 class SetQuarantine(Message):

@@ -36,7 +36,7 @@ from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
 from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Rounds
-from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
+from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, Steering, plan
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead
@@ -111,6 +111,7 @@ class Scheduler:
         self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
+        self._steering: Steering | None = None
         self._gathering = Gathering()
         self._issued = 0  # tasks, at the last look
 
@@ -194,7 +195,7 @@ class Scheduler:
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
         seen = self._situation(view)
         todo = await self._planned(seen)
-        self._metrics.limit = todo.limit
+        self._metrics.limit, self._steering = todo.limit, todo.steering
         if todo.held != self._held:
             self._held = todo.held
             self._metrics.show_held(todo.held)
@@ -208,7 +209,7 @@ class Scheduler:
                 "round continues: too few answers", version=seen.version, answers=len(seen.held)
             )
         if todo.close is not None:
-            await self._close(view, *todo.close)
+            await self._close(view, *todo.close, todo.drops)
         opening = None
         if todo.triggers:
             opening = self._ledger.trigger(
@@ -247,7 +248,9 @@ class Scheduler:
             memory_budget=self._budget or None,
         )
 
-    async def _close(self, view: Tally, version: int, tasks: tuple[str, ...]) -> None:
+    async def _close(
+        self, view: Tally, version: int, tasks: tuple[str, ...], drops: tuple[int, ...]
+    ) -> None:
         """Ask the coordinator to end a round; repeat only a request that seems lost."""
         before, among, asked_at = self._asked
         now = time.monotonic()
@@ -255,7 +258,13 @@ class Scheduler:
             if view.triggers or now - asked_at < _ASK_AGAIN_S:
                 return
             self._context.log.warning("asking again for the end of a round", version=version)
-        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=reasons.ROUND_OVER))
+        why = reasons.ROUND_OVER
+        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=why, drops=drops))
+        if drops:
+            self._metrics.dropped.inc()
+            self._context.log.warning(
+                "round dropped: too few answers", version=version, answers=len(drops)
+            )
         self._asked = (version, tasks, now)
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:
@@ -302,6 +311,7 @@ class Scheduler:
             began=view.run.created,
             is_eligible=self._who_may_begin(view.run, now),
             not_at_work=mirror.idle,
+            steering=self._steering,
         )
 
     def _who_may_begin(self, run: Run, now: float) -> Callable[[int], bool] | None:

@@ -10,6 +10,11 @@ are gradients and vanish then as well, so the parameters' norm counts for them t
 updates have no median, nor do those that follow updates which moved nothing; they may be ``_FIRST``
 times as large as the model's own part, or as a vector of ones.
 
+A device that a site answers for may claim any number of samples, and some rules weigh its update by
+them. So the claims of the newest updates are kept too, and an untrusted one counts as at most
+``_SAMPLES`` times their median. Before there are ``_FEWEST`` claims, it counts as at most the
+smallest of them, so that nobody outweighs the others from the start.
+
 Senders of half of the newest updates can move the median: a few devices are enough, if they answer
 fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
 usual size.
@@ -18,8 +23,8 @@ usual size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import median, median_low
 
 from fedstream.broker.layout import Floats, Model
 from fedstream.broker.messages import Upload
@@ -29,6 +34,7 @@ from fedstream.strategies.mixing import distance, norm
 
 _WINDOW = 101  # newest updates that the median is taken over
 _FEWEST = 20  # updates that a median needs
+_SAMPLES = 10  # times the median claim
 _OWN = 1 / 3  # of `factor`, relative to the model's own part
 # Relative to the model's own part, or a vector of ones: unscaled inputs have large statistics.
 _FIRST = (1e3, 1e9, 1e3)
@@ -51,9 +57,10 @@ def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The sizes of the newest updates, oldest first."""
+    """The sizes of the newest updates, and the samples that their devices claimed; oldest first."""
 
     last: tuple[Sizes, ...] = ()
+    claims: tuple[int, ...] = ()
 
     def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
         """Whether an update of these sizes is usual for ``x``; its sizes, capped at the limits."""
@@ -78,4 +85,24 @@ class Norms:
 
     def grown(self, counted: Sizes) -> Norms:
         """With one more update."""
-        return Norms((*self.last, counted)[-_WINDOW:])
+        return replace(self, last=(*self.last, counted)[-_WINDOW:])
+
+    def with_claim(self, upload: Upload) -> Norms:
+        """With the samples that one more device claimed."""
+        claim = upload.samples if upload.claimed is None else upload.claimed
+        return replace(self, claims=(*self.claims, claim)[-_WINDOW:])
+
+    def weighable(self, upload: Upload, most: int | None) -> Upload:
+        """The upload with as many samples as count for it: all, if its site is trusted.
+
+        ``most``: the operator's limit, in place of the one by the other devices' claims.
+        """
+        if upload.handed is None:
+            return upload
+        if most is None and len(self.claims) >= _FEWEST:
+            most = _SAMPLES * median_low(self.claims)
+        elif most is None:
+            most = min(self.claims, default=0)
+        if upload.samples <= (most := max(1, most)):
+            return upload
+        return upload.model_copy(update={"samples": most, "claimed": upload.samples})

@@ -53,7 +53,7 @@ def standing_of(
             "arrivals": memory.arrivals, "weight": memory.weight,
             "memory": memory.model.digest_like(digest) if memory.model else None,
             "held": progress.held, "mean_staleness": progress.mean_staleness,
-            "sizes": progress.norms.last, **more,
+            "sizes": progress.norms.last, "claims": progress.norms.claims, **more,
         }
     )  # fmt: skip
     return standing, tuple(state.models())
@@ -79,7 +79,8 @@ class Rebuild:
         devices = strategy.remembered
         vectors = device_vectors(segment, devices) if devices is not None else None
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
-        self.progress = Progress(state, said.held, said.mean_staleness, Norms(said.sizes))
+        norms = Norms(said.sizes, said.claims)
+        self.progress = Progress(state, said.held, said.mean_staleness, norms)
         self.strategy = strategy
         self.format = format_in(segment)
         self.digest = said.digest  # of the newest version
@@ -122,7 +123,10 @@ class Rebuild:
             before = before.with_sizes(message.sizes)
         used: tuple[Model, ...] = (before.state.model,)
         if isinstance(message, RoundClosed) and not message.late:
-            step = close_round(self.strategy, before, message.round)
+            used = tuple(before.state.models())
+            step = close_round(
+                self.strategy, before, message.round, drops=message.dropped > 0
+            )  # fmt: skip
         elif is_used(message):
             self._check_fits(record, message.upload)
             spare = self.spare()
@@ -331,6 +335,8 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             end = end_of(message)
             found.done[end.task] = end
             found.norms = found.norms.grown(message.sizes) if message.sizes else found.norms
+            if is_used(message):
+                found.norms = found.norms.with_claim(message.upload)
             found.journalled = counted(found.journalled, end)
         else:
             found.rounds.append(message.entry)

@@ -175,6 +175,7 @@ class Replayer:
                 for record in segment.records(cut):
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
+                    held = held and not (isinstance(message, RoundClosed) and message.dropped)
                     if not held or not isinstance(message, EntryRecord):
                         continue
                     if message.digest is not None:

@@ -24,7 +24,7 @@ from fedstream.broker.streams import Entry
 from fedstream.journal import QuarantineSet, RoundClosed, Taken
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import end_of
-from fedstream.journal.records import QUARANTINES, WIRE_FORMATS, Counted
+from fedstream.journal.records import DROPPED_ROUNDS, QUARANTINES, WIRE_FORMATS, Counted
 from fedstream.runtime.service import Context
 from fedstream.updater import refusals
 from fedstream.updater.intake import LARGE, Intake, Queued
@@ -46,6 +46,7 @@ class Decider:
     lease: Lease
     max_norm: float | None
     norm_factor: float
+    max_samples: int | None  # None: by what other devices claim
     weights: bool  # the journal keeps the updates' bytes
     said: Callable[[str], bool]  # whether the journal's segment tells its readers of a need
     format: Format  # of published models
@@ -62,6 +63,8 @@ class Decider:
             await self.ledger.bury(self.keys.queue, "", entry, str(message))
             return None
         if isinstance(message, RoundEnd):
+            if message.drops and not self.said(DROPPED_ROUNDS):
+                return Undecided(DROPPED_ROUNDS)
             apart = self._apart(state)
             return await self._off_loop(state, lambda: self._round_end(entry, message, apart))
         if isinstance(message, SetQuarantine):
@@ -87,6 +90,7 @@ class Decider:
 
     async def _update(self, entry: Entry, upload: Upload, state: RunState) -> Change | None:
         """Check an update and mix it in; None if Redis does not expect it any more."""
+        upload = state.progress.norms.weighable(upload, self.max_samples)
         refusal = (
             reasons.RUN_FINISHED if state.is_over
             else reasons.DEVICE_QUARANTINED if upload.device in state.quarantines.by_device
@@ -172,21 +176,30 @@ class Decider:
         )  # fmt: skip
 
     def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
-        """End a round: make a version of what has arrived, unless it was made already."""
+        """End a round: make a version of what has arrived, unless it was made already.
+
+        Or drop it, if it still is the round that is to be dropped.
+        """
         before = state.progress
         if state.ends.obeyed(entry.id):
             return Change(entry.id, None, (), before)
-        late = state.is_over
-        step = Step(before) if late else close_round(state.strategy, before, message.version)
+        drops, held = message.drops, tuple(one.device for one in before.held)
+        is_past = message.version != state.version or held[: len(drops)] != drops
+        late, dropped = state.is_over or (bool(drops) and is_past), 0
+        if drops and not late:
+            dropped = len(held)
+        step = Step(before) if late else close_round(
+            state.strategy, before, message.version, drops=dropped > 0
+        )  # fmt: skip
         version, given, finish = self._made(state, step)
         record = RoundClosed(
-            entry=entry.id, round=message.version, why=message.why, late=late,
+            entry=entry.id, round=message.version, why=message.why, late=late, dropped=dropped,
             version=step.after.state.version, digest=version.digest if version else None,
             given=version.given if version else None,
             time=version.time if version else time.time(), received=entry.time,
             finished=finish, counts=dict(state.besides),
         )  # fmt: skip
-        used = (before.state.model,) if version is not None else ()
+        used = tuple(before.state.models()) if version is not None or dropped else ()
         return Change(
             entry.id, record, (), step.after, version, finish=finish, used=used, given=given
         )

@@ -39,7 +39,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
-from fedstream.journal.records import WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
 from fedstream.strategies import (
@@ -60,6 +60,7 @@ from fedstream.wire import Format
 
 T = TypeVar("T")
 
+_PASSED_ON = {WIRE_FORMATS, DROPPED_ROUNDS}  # needs that the run's next segment has too
 _BEAT_S = 10.0  # between heartbeats during long work
 
 
@@ -166,7 +167,7 @@ class Recovery:
             found = await self._from_redis(newest, found, head)
         state = self._with_lost_quarantines(self._state_of(found, run), head)
         self.recorder.stored = found.stored
-        needs = {WIRE_FORMATS} & set(newest.head.needs)
+        needs = _PASSED_ON & set(newest.head.needs)
         state = await self.begin_segment(state, "continued", after=found.ending, needs=needs)
         self.context.log.info(
             "recovered", version=found.version, records=found.records,
@@ -407,7 +408,7 @@ class Recovery:
         await asyncio.to_thread(self.index.write, run.lineage, segment, state.version)
         state = state.in_segment(max(state.forgotten, self.index.forgotten))
         before = after or self.recorder.ending
-        known = {need for need in (mine.needs if mine else ()) if need == WIRE_FORMATS}
+        known = _PASSED_ON & set(mine.needs if mine else ())
         if state.quarantines.taken:
             known.add(QUARANTINES)
         head = SegmentHead(

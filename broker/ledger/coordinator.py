@@ -118,7 +118,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
             "trainers": TRAINERS, "why": reasons.ROUND_OVER,
         }  # fmt: skip
-        end = RoundEnd(version=closing.version, why=closing.why).encode()
+        end = RoundEnd(
+            version=closing.version, why=closing.why, drops=closing.drops
+        ).encode()  # fmt: skip
         return self._pending(_CLOSE_ROUND, word, packed(about), end, packed(self._event()))
 
     def withdraw(self, entry: Entry, wish: Withdraw) -> Pending[str]:
@@ -166,6 +168,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         size_limit: int,
         site: str = POOL,
         trusted: bool = True,
+        most_steps: int = 1,
         sizes: tuple[int, int] | None = None,
         unfit: str = "",
     ) -> Pending[tuple[str, str]]:
@@ -175,7 +178,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         that it names; None: as many as the model. ``unfit``: why its format is refused.
 
         ``site``: whose inbox the answer came through. For untrusted sites, staleness counts from
-        the newest version at the time the task was handed out.
+        the newest version at the time the task was handed out, and an update that took any steps
+        counts as having taken as many as its task asked for: if that gave epochs or a time, as many
+        as it says, within one for each epoch and ``most_steps``.
         """
         about: dict[str, object] = {
             "group": COORDINATORS, "entry": entry.id, "site": site, "trusted": trusted,
@@ -190,10 +195,14 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
                 event["text"] = answer.reason
             said = answer.encode()
         else:
-            said = answer.encode(site=site, handed=None, trainer=name)
+            said = answer.encode(
+                site=site, handed=None, claimed=None, trainer=name,
+                steps=answer.steps if trusted else None,
+            )  # fmt: skip
             about |= {
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
                 "size": answer.size, "size_limit": size_limit, "unfit": unfit,
+                "steps": answer.steps, "most_steps": most_steps,
             }  # fmt: skip
             if sizes is not None:
                 about["least"], about["most"] = sizes

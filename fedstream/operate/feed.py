@@ -231,7 +231,10 @@ class Feeder:
             if isinstance(message, RoundClosed):
                 if view.open or self._open:
                     return _LOOK_S
-                closing = CloseRound(version=view.head.version, tasks=(), why=message.why)
+                closing = CloseRound(
+                    version=view.head.version, tasks=(), why=message.why,
+                    drops=view.head.held if message.dropped else (),
+                )  # fmt: skip
                 await self._scheduler.ask(closing)
                 todo.done()
                 self._closing = True

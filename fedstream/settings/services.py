@@ -21,6 +21,7 @@ from fedstream.settings.parts import part_sources
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named, parameters
 from fedstream.sinks.service import DRAIN_S, Sinks
+from fedstream.trainer.choices import Solvers
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.fairness import has_device_tests
@@ -180,11 +181,11 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
 def _coordinator(
     settings: Settings, keys: Keys, name: str, page: MakePage | None = None
 ) -> tuple[Service, float]:
-    policy = settings.policy
+    policy, solvers = settings.policy, Solvers(settings.solver, settings.solvers)
     service = Coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        token=settings.http.token, page=page,
+        lr_of=lambda device: solvers[device].lr, token=settings.http.token, page=page,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 

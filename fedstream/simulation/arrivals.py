@@ -77,6 +77,8 @@ class RoundOver:
     oldest: int
     time: float
     why: str
+    drops: bool = False
+    """whether the answers are not used"""
 
 
 PlannedEvent: TypeAlias = Arrival | RoundOver
@@ -202,6 +204,7 @@ class _Clock:
         self._issued = 0
         self._version = 0
         self._used = 0  # answers used for the next version
+        self._in_vain = 0  # time-outs with too few answers, one after the other
         self._mean_staleness = 0.0
         self._open: dict[int, _Working] = {}  # by device
         self._ends: list[tuple[float, int, _Working]] = []  # (time, task's number, task): a heap
@@ -363,12 +366,14 @@ class _Clock:
     def _rounds(self, policy: Rounds) -> Iterator[PlannedEvent]:
         """Run rounds of k devices one after the other; open tasks end with their round."""
         while True:
-            yield from self._round(policy, self._version)
+            version = self._version
+            yield from self._round(policy, version)
+            self._in_vain = self._in_vain if self._version == version else 0
             self._give_up(failed=False)
 
     def _round(self, policy: Rounds, version: int) -> Iterator[PlannedEvent]:
         """Run the round based on ``version``, replacing devices that vanish."""
-        since, answered, in_vain = self._now, set[int](), 0
+        since, answered = self._now, set[int]()
         while self._version == version:
             k, _ = wanted(policy, len(self._able()), room=None)
             it = Round(k, len(answered), len(self._open), since)
@@ -377,17 +382,20 @@ class _Clock:
                 timed_out = self._now >= since + policy.timeout_s
                 yield self._over("time-out" if timed_out else _ALL_ANSWERED)
                 return
-            if what == "again":
-                since = self._now
+            if what in ("again", "dropped"):
                 if self._open or not self._rests.after_failures(self._now):
-                    in_vain += 1  # not while devices only rest
-                self._give_up(failed=True)
-                if in_vain == _IN_VAIN:
+                    self._in_vain += 1  # not while devices only rest
+                if self._in_vain == _IN_VAIN:
                     raise ConfigError(
                         f"scheduler.policy.timeout_s = {policy.timeout_s:g} is too short for these "
                         f"devices: even {_IN_VAIN} times as long brings fewer than min_answers = "
                         f"{policy.min_answers} answers"
                     )
+                if what == "dropped":
+                    yield self._over("time-out", drops=True)
+                    return
+                since = self._now
+                self._give_up(failed=True)
             deadline, wake = since + policy.timeout_s, self._fill(k, answered)
             end = self._ends[0][0] if self._ends else math.inf
             if end > wake or end >= deadline:
@@ -419,11 +427,10 @@ class _Clock:
         self._open.clear()
         self._ends.clear()
 
-    def _over(self, why: str) -> RoundOver:
-        version, makes = self._version, self._used > 0
-        if makes:
-            self._version, self._used = version + 1, 0
-        return RoundOver(version, makes=makes, oldest=version, time=self._now, why=why)
+    def _over(self, why: str, *, drops: bool = False) -> RoundOver:
+        version, makes = self._version, self._used > 0 and not drops
+        self._version, self._used = version + makes, 0
+        return RoundOver(version, makes, oldest=version, time=self._now, why=why, drops=drops)
 
     def _anarchic(self) -> Iterator[Arrival]:
         """Let each device start by itself, after an exponentially distributed idle time."""

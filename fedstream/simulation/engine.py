@@ -461,14 +461,16 @@ class _Simulation:
     def _end_round(self, over: RoundOver) -> None:
         before = self._progress
         round_ = before.state.version
-        step = close_round(self._strategy, before, round_)
+        dropped = len(before.held) if over.drops else 0
+        step = close_round(self._strategy, before, round_, drops=dropped > 0)
         self._progress = step.after
         made = self._made(step, over.time)
         if self._journal is not None:
             version = step.after.state.version
-            self._journal.round_over(over, round_, version, self._happened(step, over.time))
+            about = self._happened(step, over.time)
+            self._journal.round_over(over, round_, version, about, dropped)
         self._tell(made)
-        self._release(before.state.model)
+        self._release(*before.state.models())
 
     def _happened(self, step: Step | None, at: float) -> Happened:
         self._entries += 1

@@ -164,6 +164,41 @@ async def test_round_with_too_few_answers_keeps_them_and_asks_others(
         await run.balanced()
 
 
+@pytest.mark.usefixtures("patient")
+async def test_round_with_too_few_answers_may_be_dropped(
+    make: Any, run: Hand, clock: Clock
+) -> None:
+    """And another one begins from the same version; each as often as it takes."""
+    watched = context()
+    policy = Rounds(k=3, min_answers=2, timeout_s=600.0, too_few="drop")
+    async with running(make(policy), watched):
+        for n in range(1, 3):
+            first, *_ = await wait_until(lambda: of_version(run, 0, 3))
+            upload = await run.trained(first)
+            assert await run.admit(upload) == [("admitted", "")]
+            held = Commit(
+                held=[upload.device], mean_staleness=0.0,
+                ends=[End(task=upload.task, attempt=upload.attempt, outcome="buffered")],
+                entries=[entry for entry, _ in await run.queue()], updates=[upload.blob],
+            )  # fmt: skip
+            assert (await run.ledger.commit(run.updater.token, held)).what == "done"
+            clock.ahead_s += 601.0
+            await run.announce(f"bob-{n}")  # an event, which it looks at
+            await wait_until(lambda: asked_to_close(run, 1))
+            assert {"closed"} <= {*await run.dispatch()} <= {"closed", "withdrawn"}
+            [(entry, end)] = await run.queue()
+            assert end == RoundEnd(version=0, why="round over", drops=(upload.device,))
+            assert counted(watched, "fedstream_rounds_dropped_total") == n
+            done = Commit(held=[], mean_staleness=0.0, entries=[entry])
+            assert (await run.ledger.commit(run.updater.token, done)).what == "done"
+            await run.announce(f"ann-{n}")
+            await has_issued(run, 3 * n + 3)
+        assert all(
+            task.deadline and task.deadline > clock.time() for task in await are_open(run, 3)
+        )
+        await run.balanced()
+
+
 async def test_closing_a_round_is_requested_once(make: Any, run: Hand, client: Client) -> None:
     await one_is_held(run)
     async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
