@@ -75,13 +75,13 @@ def _make(path: Path) -> PrivateKey:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123
-            file.write(pem)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(aside, path)  # unlike a rename, it replaces no other process's key
-        finally:
-            aside.unlink()
+            try:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+                os.link(aside, path)  # unlike a rename, it replaces no other process's key
+            finally:
+                aside.unlink()
     except OSError as error:
         raise ConfigError(f"--key {path}: cannot be written: {error.strerror}") from error
     return key
