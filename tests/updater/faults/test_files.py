@@ -111,7 +111,8 @@ async def test_successors_cut_is_on_disk(
     async with running(make(sync="never", segment_versions=1), context()):
         await wait_until(lambda: len(segments(folder)) == 2)
         before, mine = (segment.path for segment in segments(folder))
-        assert [*dict.fromkeys(name.partition(".")[0] for name in synced)] == [before.stem, mine.stem]
+        stems = [name.partition(".")[0] for name in synced]
+        assert [*dict.fromkeys(stems)] == [before.stem, mine.stem]
         synced.clear()
         await hand.admitted(4.0)
         await wait_until(lambda: len(segments(folder)) == 3)
