@@ -30,10 +30,10 @@ from fedstream.journal.chain import check_joint, cuts, segments
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
-from fedstream.journal.rebuild import Rebuild, format_in, recorded, rule_of
+from fedstream.journal.rebuild import Rebuild, check_checkpoint, format_in, recorded, rule_of
 from fedstream.journal.records import EntryRecord, RoundClosed, Taken, is_used
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
-from fedstream.journal.updates import decoded, received, update_of
+from fedstream.journal.updates import check_digest, decoded, update_of
 from fedstream.journal.what_if import Unused, WhatIf
 from fedstream.runtime.plugins import allowed, allowing
 from fedstream.strategies import Memory, Strategy
@@ -306,8 +306,10 @@ class Replayer:
                     version = segment.standing.version
                     if bases is not None:
                         _add(bases, was)
-                elif was is not None:
-                    self._continue(was, segment)
+                else:
+                    if was is not None:
+                        self._continue(was, segment)
+                    check_checkpoint(segment)
                 if what_if is not None:
                     what_if.change(self._rule(segment), rule_of(segment))
             else:
@@ -319,7 +321,7 @@ class Replayer:
                 other = what_if.take(record, update, base) if what_if is not None else None
                 reading.free()
                 if was is not None and done is not None:
-                    _check(was, done, segment, record)
+                    was.check(record, done)
                     if bases is not None and done.made is not None:
                         _add(bases, was)
                 version = message.version
@@ -378,27 +380,8 @@ def _add(bases: Bases, was: Rebuild) -> None:
     bases.add(state.version, was.digest, state.model, was.format, was.strategy.sends)
 
 
-def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
-    """Raise Diverged if a step differs from its record, and say so if the update changed."""
-    try:
-        was.check(record, step)
-    except Diverged as error:
-        if isinstance(record.message, Taken) and _has_update(record):
-            sent = received(segment, record, Model(segment.layout))
-            if not sent.is_of(record.message.upload.digest):
-                raise Diverged(
-                    f"{record.place.where}: the update of version {record.message.version} does "
-                    "not match its digest"
-                ) from error
-        raise
-
-
 def _copied(progress: Progress) -> Progress:
     return replace(progress, state=progress.state.copy())
-
-
-def _has_update(record: Record) -> bool:
-    return is_used(record.message) and record.payload_bytes > 0
 
 
 Found: TypeAlias = tuple[Segment, Record | None, Model | None]
@@ -435,6 +418,8 @@ class _Ahead:
             for chunk, record, sent in segment.found(self._chunks(), cut):
                 if record.end == chunk.end:
                     self._used = chunk.memory
+                if sent is not None:
+                    check_digest(record, sent)
                 yield segment, record, decoded(record, sent, room) if sent is not None else None
 
     def _chunks(self) -> Iterator[Chunk]:

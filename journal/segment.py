@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fedstream.broker.digest import Digester, algorithm_of
 from fedstream.broker.errors import BadMessage, LayoutMismatch
 from fedstream.broker.layout import PAGE, Layout, Payload
 from fedstream.broker.messages import Message, decode
@@ -420,6 +421,22 @@ class Segment:
             if self._fill(self._file, at, view) < len(view):
                 raise JournalDamaged(f"{self.path}: ends in the middle of a record")
             at += len(view)
+
+    def digest(self, record: Record, begin: int, size: int, *, like: str) -> str:
+        """Digest of a part of a record's payload, by the algorithm of ``like``, piece by piece.
+
+        Raises JournalDamaged.
+        """
+        made, at = Digester(algorithm_of(like)), record.payload + begin
+        end = at + size
+        room = memoryview(bytearray(min(size, _CHUNK)))
+        while at < end:
+            piece = room[: end - at]
+            if self._fill(self._file, at, piece) < len(piece):
+                raise JournalDamaged(f"{self.path}: ends in the middle of a record")
+            made.update(piece)
+            at += len(piece)
+        return made.digest()
 
     def _check_payload(self, record: Record, nbytes: int) -> None:
         if record.payload_bytes != nbytes:
