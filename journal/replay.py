@@ -14,6 +14,7 @@ x_tau that it was trained from. Nothing is ever written to a journal.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ from fedstream.strategies import Memory, Strategy
 
 CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
 
+_LONG = 1 << 20  # bytes of an update that takes longer to check than to hand to a thread
 _AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
 
 
@@ -400,6 +402,8 @@ class _Ahead:
         self._chain = chain
         self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
         self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end
+        self._checker = ThreadPoolExecutor(1, "check")
+        self._checking: Future[None] | None = None  # a long payload, while it is replayed
         self._used: mmap | None = None  # returned to `_free` once its last record was processed
         size = chunk_bytes(chain[0][0].layout)
         for _ in range(max(1, _AHEAD // size)):
@@ -410,7 +414,7 @@ class _Ahead:
     def __iter__(self) -> Iterator[Found]:
         """Yield each segment's beginning, then its records with their payloads.
 
-        A payload is valid until :meth:`free`.
+        A payload is valid until :meth:`free`, which says whether it is as it was received.
         """
         for segment, cut in self._chain:
             yield segment, None, None
@@ -418,7 +422,9 @@ class _Ahead:
             for chunk, record, sent in segment.found(self._chunks(), cut):
                 if record.end == chunk.end:
                     self._used = chunk.memory
-                if sent is not None:
+                if sent is not None and sent.buffer.nbytes >= _LONG:
+                    self._checking = self._checker.submit(check_digest, record, sent)
+                elif sent is not None:
                     check_digest(record, sent)
                 yield segment, record, decoded(record, sent, room) if sent is not None else None
 
@@ -430,15 +436,19 @@ class _Ahead:
             yield chunk
 
     def free(self) -> None:
-        """Release the payload that was yielded last."""
+        """Release the payload that was yielded last. Raises UpdateAltered if it was."""
+        if self._checking is not None:
+            checking, self._checking = self._checking, None
+            checking.result()
         if self._used is not None:
             self._free.put(self._used)
             self._used = None
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._free.put(None)
         self._thread.join()
+        self._checker.shutdown()
 
     def _run(self) -> None:
         memory = iter(self._free.get, None)
