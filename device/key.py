@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedstream.broker.errors import ConfigError
+from fedstream.runtime.files import open_regular
 
 if TYPE_CHECKING:
     from fedstream.protocol.signatures import PrivateKey
@@ -40,7 +41,7 @@ def own_key(path: Path) -> PrivateKey:
 
 
 def _read(path: Path) -> PrivateKey:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         about = os.fstat(file.fileno())
         if about.st_uid not in (os.getuid(), 0) or about.st_mode & _OTHERS:
             raise ConfigError(

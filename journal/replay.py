@@ -28,7 +28,7 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends, Upload
 from fedstream.journal.bases import Bases
 from fedstream.journal.chain import check_joint, cuts, segments
-from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
+from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
 from fedstream.journal.rebuild import Rebuild, check_checkpoint, format_in, recorded, rule_of

@@ -48,6 +48,7 @@ from fedstream.journal.records import (
     SegmentHead,
     Standing,
 )
+from fedstream.runtime.files import open_regular
 from fedstream.wire import most_bytes
 
 _CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
@@ -490,7 +491,7 @@ class Segment:
 
 def _opened_to_read(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -22,6 +22,7 @@ from fedstream.broker.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, LONGEST, file_page, filled, packed
 from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of
+from fedstream.runtime.files import open_regular
 
 if TYPE_CHECKING:
     from fedstream.strategies.vectors import DeviceVectors
@@ -206,7 +207,7 @@ def sync_and_drop_cache(path: Path) -> None:
     before what is read of it counts.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(path)
         try:
             with suppress(OSError):  # a failure before this sync, of which nobody was told yet
                 os.fdatasync(file)

@@ -286,9 +286,9 @@ def test_altered_checkpoint_of_a_later_segment_is_found(
         places = [standing.payload, standing.payload + segment.layout.nbytes]
         places += [record.payload for record, _ in segment.vectors()]
     _damage(path, places[part])
-    with Replayer(folder) as replayer:
-        with pytest.raises(JournalDamaged, match=f"{said} does not match its digest"):
-            list(replayer)
+    said = f"{said} does not match its digest"
+    with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match=said):
+        list(replayer)
 
 
 def test_a_damaged_record_is_named(folder: Path) -> None:
