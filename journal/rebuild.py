@@ -16,7 +16,13 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Upload, first_wrong
 from fedstream.broker.records import End, Quarantines, counted
 from fedstream.journal.device_vectors import device_vectors
-from fedstream.journal.errors import Diverged, JournalDamaged, NotRecorded, RuleChanged
+from fedstream.journal.errors import (
+    Diverged,
+    JournalDamaged,
+    NotRecorded,
+    RuleChanged,
+    UpdateAltered,
+)
 from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import (
@@ -29,7 +35,7 @@ from fedstream.journal.records import (
     is_used,
 )
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
-from fedstream.journal.updates import decoded, received
+from fedstream.journal.updates import update_of
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
 from fedstream.wire import Format, Undecodable, format_of
@@ -57,6 +63,24 @@ def standing_of(
         }
     )  # fmt: skip
     return standing, tuple(state.models())
+
+
+def check_checkpoint(segment: Segment) -> None:
+    """Raise JournalDamaged unless models and vectors that ``segment`` begins with are as written.
+
+    Takes no memory for them.
+    """
+    said, record, size = segment.standing, segment.standing_record, segment.layout.nbytes
+    parts = [("the checkpoint's model", record, 0, size, said.digest)]
+    if said.memory is not None:
+        parts.append(("the checkpoint's memory", record, size, size, said.memory))
+    parts += [
+        ("the device's vector", one, 0, one.payload_bytes, message.digest)
+        for one, message in segment.vectors()
+    ]
+    for what, one, begin, nbytes, digest in parts:
+        if segment.digest(one, begin, nbytes, like=digest) != digest:
+            raise JournalDamaged(f"{one.place.where}: {what} does not match its digest")
 
 
 class Rebuild:
@@ -365,13 +389,11 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
         if not record.payload_bytes:
             found.progress = None
             return True
-        update = rebuild.spare()
-        sent = received(segment, record, update)
-        if not sent.is_of(record.message.upload.digest):
-            where = record.place
-            segment.tear(where.offset, f"{where.where}: the update does not match its digest")
+        try:
+            update = update_of(segment, record, rebuild.spare())
+        except UpdateAltered as error:
+            segment.tear(record.place.offset, str(error))
             return False
-        decoded(record, sent, update)
     step = rebuild.follow(record, update)
     found.progress = step.after
     if step.made is not None:

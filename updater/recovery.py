@@ -40,6 +40,7 @@ from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
 from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
+from fedstream.journal.writer import sync_and_drop_cache
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
 from fedstream.strategies import (
@@ -156,6 +157,7 @@ class Recovery:
         self._check_journal(newest.head, run)
         began = time.monotonic()
         await self._open_index(newest.head.lineage, chain)
+        await self._patiently(lambda: sync_and_drop_cache(newest.path))
         found = await self._patiently(lambda: recovered(newest))
         if found.progress is None:  # recorded without weights: only Redis has the newest model
             if self.journal.adopt and run and head and head.version > found.version:
@@ -433,9 +435,8 @@ class Recovery:
         )  # fmt: skip
         with self.metrics.timed("checkpoint"):
             left = await self.recorder.begin(
-                head, standing, *models, vectors=state.progress.state.memory.devices,
-                after=after.path if after else None,
-            )  # fmt: skip
+                head, standing, *models, vectors=state.progress.state.memory.devices
+            )
         if left:
             self.context.log.error("old segment kept until the next one starts", why=left)
         return state

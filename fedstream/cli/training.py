@@ -110,7 +110,7 @@ def run(
         if config is None:
             with report.usable(out):
                 left = out / recording.CONFIG
-                config = recorded = left if left.is_file() else None
+                config = recorded = left if recording.is_left(left) else None
     named = task_options(task, flower, model)
     settings = settings_of(
         config, sets, trusted=recorded is None or trust,

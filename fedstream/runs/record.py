@@ -16,6 +16,7 @@ from fedstream.observe.recall import Measurement, device_metrics, measurements
 from fedstream.runs import models, pictures, summary, tables
 from fedstream.runs.reading import At, Reading, read
 from fedstream.runs.state import stands
+from fedstream.runtime.files import read_regular
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.visible import visible
 from fedstream.settings.recording import CONFIG
@@ -68,9 +69,9 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """The configuration as tables, from run.toml; of a bare journal, what it says itself."""
         file = self.path / CONFIG
-        if file.is_file():
+        if file.exists():
             try:
-                return tomllib.loads(file.read_text(encoding="utf-8"))
+                return tomllib.loads(read_regular(file).decode())
             except (OSError, ValueError) as error:
                 raise FedstreamError(f"{file}: cannot be read: {error}") from error
         return self._recorded()
@@ -113,7 +114,7 @@ class RunRecord:
         """
         file = self.path / report.SUMMARY
         state, why = self.stands()
-        if file.is_file() and state != "running":
+        if file.exists() and state != "running":
             return summary.from_file(file) | {"state": state, "why": why}
         return summary.summary(self.reading(), self.seen(), state, why)
 

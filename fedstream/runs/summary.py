@@ -14,6 +14,7 @@ from fedstream.broker.messages import first_wrong
 from fedstream.observe import report
 from fedstream.observe.display import fairness, short
 from fedstream.observe.history import History, SeenUpdate, SeenVersion
+from fedstream.runtime.files import read_regular
 from fedstream.terminal import measure
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class _Numbers(BaseModel):
 def from_file(path: Path) -> dict[str, Any]:
     """The numbers in summary.json. Raises FedstreamError if it is not one."""
     try:
-        found = _Numbers.model_validate_json(path.read_bytes())
+        found = _Numbers.model_validate_json(read_regular(path))
     except ValidationError as error:
         why = first_wrong(error).removeprefix(": ")
         raise FedstreamError(f"{path}: is not a run's summary: {why}") from error

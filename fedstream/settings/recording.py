@@ -19,6 +19,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.journal import RuleChanged, journal_of, opened
 from fedstream.journal.rebuild import check_sources, rule_of
 from fedstream.runtime.config import load
+from fedstream.runtime.files import open_regular
 from fedstream.runtime.plugins import allowing, runs_program
 
 if TYPE_CHECKING:  # looking at a recording takes no service's settings
@@ -95,7 +96,7 @@ def settings_of(
     if config is None:
         journal = journal_of(folder).resolve()
         left = (journal / CONFIG, journal.parent / CONFIG)
-        file = next((file for file in left if file.is_file()), None)
+        file = next(filter(is_left, left), None)
         recorded[_DOWNLOAD] = "false"  # a recording must not make us download anything
     if file is None:
         with opened(folder) as chain:
@@ -107,6 +108,17 @@ def settings_of(
     if not trusted:
         check_task(settings, file or folder, sets, given.get("task"), otherwise)
     return settings
+
+
+def is_left(file: Path) -> bool:
+    """Whether a run left its configuration there. Raises ConfigError if it can't be read."""
+    if not file.exists():
+        return False
+    try:
+        os.close(open_regular(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    return True
 
 
 def check_task(

@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
 from fedstream.broker.errors import ConfigError
+from fedstream.runtime.files import read_regular
 from fedstream.sweep.space import SweptKeys
 from fedstream.sweep.trials import Configuration, Finished, UnknownMetric
 
@@ -131,7 +132,7 @@ class SweepFolder:
         """
         (self.folder / CONFIGURATIONS).mkdir(parents=True, exist_ok=True)
         path = self.folder / RUNS
-        if path.is_file() and not (whole := path.read_bytes()).endswith(b"\n"):
+        if path.exists() and not (whole := read_regular(path)).endswith(b"\n"):
             path.write_bytes(whole[: whole.rfind(b"\n") + 1])
         for one in configurations:
             self.file(one).write_text(one.text, encoding="utf-8")
@@ -146,10 +147,10 @@ class SweepFolder:
         Raises ConfigError for a line that this program did not write.
         """
         path = self.folder / RUNS
-        if not path.is_file():
+        if not path.exists():
             return []
         found: dict[tuple[str, int], Finished] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
+        for number, line in enumerate(read_regular(path).decode().splitlines(True), start=1):
             try:
                 run = Finished(**json.loads(line))
             except (ValueError, TypeError) as error:
