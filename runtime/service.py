@@ -222,10 +222,12 @@ def _report(error: BaseException, log: FilteringBoundLogger) -> int:
     """Log the error that ended the service and return its exit code."""
     causes = list(_causes(error))
     if not all(isinstance(cause, FedstreamError) for cause in causes):
-        log.error("crashed", exc_info=error)
+        for cause in causes:
+            log.error("crashed", exc_info=cause)
         return 70
     for cause in causes:
-        log.error("failed", error=type(cause).__name__, reason=str(cause))
+        trace = {"exception": cause.trace} if getattr(cause, "trace", "") else {}
+        log.error("failed", error=type(cause).__name__, reason=str(cause), **trace)
     return 2 if any(isinstance(cause, ConfigError) for cause in causes) else 1
 
 

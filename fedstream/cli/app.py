@@ -111,12 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command(arguments, prog_name=None if arguments is None else "fedstream")
         finally:
             sys.stdout.flush()  # here, where a failure is reported
-    except ConfigError as error:
-        line(f"fedstream: {error}", err=True)
-        sys.exit(2)
     except FedstreamError as error:
+        if error.trace:
+            line(error.trace, err=True)
         line(f"fedstream: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except OSError as error:  # a full disk, or a file or folder without permission
         where = "" if error.filename is None else f"{error.filename}: "
         line(f"fedstream: {where}{error.strerror or error}", err=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
+from fedstream.broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.journal import JournalError, entries, segments
 from fedstream.local.ports import HeldPort
@@ -24,16 +24,16 @@ from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.observer import Observer
 from fedstream.operate.presence import serving
-from fedstream.runtime.plugins import words
 from fedstream.settings.config import Settings
-from fedstream.settings.services import check_used, devices_of, look_over, task_of
+from fedstream.settings.dry_step import blaming, try_measuring, try_model, try_training
+from fedstream.settings.services import check_places, check_used, devices_of, look_over, task_of
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named
+from fedstream.trainer.data import samples_of
+from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from fedstream.trainer.task import Task
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ async def _reached(client: Client, within_s: float, display: Display) -> None:
 
 
 def examine(settings: Settings, *, begins: bool = True) -> Subject:
-    """Load the task here once, so that its errors are reported before anything starts.
+    """Load and try the task here once, so that its errors are reported before anything starts.
 
     ``begins``: the run is new, so its start is checked too.
 
@@ -168,34 +168,25 @@ def examine(settings: Settings, *, begins: bool = True) -> Subject:
     """
     import torch
 
-    from fedstream.trainer.data import samples_of
-    from fedstream.trainer.task import Task, untrained
-    from fedstream.trainer.vector import layout_of
-
     check_used(settings)
+    check_places(settings)
     for sink in named(settings.sinks):
         sink.make()  # raises if its package is missing
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
-        try:
-            module = untrained(task)
-        except ConfigError as error:
-            raise ConfigError(f"task {settings.task.name!r}: {error}") from error
-        except Exception as error:
-            raise ConfigError(_user_error(settings, "model()", error)) from error
-        layout_of(module)
-        try:
-            test_data = task.test_data()
-        except FedstreamError:
-            raise
-        except Exception as error:
-            raise DataError(_user_error(settings, "test_data()", error)) from error
-        if test_data is not None and type(task).metrics is Task.metrics:  # else any data
-            samples_of(test_data)
         devices = devices_of(settings, task)
-        look_over(task, devices, trained_here=True)
+        module = try_model(settings, task)
+        with blaming(settings, "test_data() raised"):
+            test_data = task.test_data()
+            if test_data is not None and type(task).metrics is Task.metrics:  # else any data
+                samples_of(test_data)
+        with blaming(settings, "device_data() raised"):
+            look_over(task, devices, trained_here=True)
         if begins and settings.run.start is not None:
             first_model(task, settings.run.seed, settings.run.start)
+        numbers = settings.trainer.owns or range(devices)
+        try_training(settings, task, numbers, settings.trainer.device)
+        try_measuring(settings, task, test_data, devices, settings.evaluator.device)
     tested = test_data is not None or settings.evaluator.per_device != "never"
     return Subject(task, module, devices, tested, torch.__version__)
 
@@ -208,7 +199,3 @@ def check_devices(request: RunRequest, subject: Subject) -> None:
             f"--devices-over-http {wanted}: the run has {subject.devices} devices (task.devices): "
             "give at most so many, or --devices"
         )
-
-
-def _user_error(settings: Settings, what: str, error: Exception) -> str:
-    return f"task {settings.task.name!r}: {what} raised {words(error)}"

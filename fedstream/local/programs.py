@@ -68,4 +68,5 @@ def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) 
         for name, secret in secrets.items()
         if secret is not None
     }
-    return kept | known | {"FEDSTREAM_REDIS__URL": redis_url}
+    tried = {"FEDSTREAM_RUN__DRY_STEP": "false"}  # by the preflight
+    return kept | known | tried | {"FEDSTREAM_REDIS__URL": redis_url}

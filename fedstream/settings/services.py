@@ -14,9 +14,10 @@ from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
 from fedstream.flower import apps
-from fedstream.runtime.plugins import runs_program, words
+from fedstream.runtime.plugins import about, runs_program, words
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
+from fedstream.settings.dry_step import blaming, try_measuring, try_model, try_training
 from fedstream.settings.parts import part_sources
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named, parameters
@@ -25,6 +26,7 @@ from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.fairness import has_device_tests
 from fedstream.trainer.loading import load_task
+from fedstream.trainer.placement import check
 from fedstream.trainer.service import Trainer
 from fedstream.updater.service import Updater
 
@@ -127,7 +129,7 @@ def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
                 return  # the trainer that has the data will report the error
             if isinstance(error, FedstreamError):
                 raise
-            raise DataError(f"device {device}: {words(error)}") from error
+            raise about(error, DataError(f"device {device}: {words(error)}")) from error
         size_of(data, device)
         if time.monotonic() > until:
             return
@@ -151,11 +153,22 @@ def check_used(settings: Settings) -> None:
         )
 
 
+def check_places(settings: Settings) -> None:
+    """Raise ConfigError if trainers or the evaluator are to use a GPU that is not here."""
+    check("trainer.device", settings.trainer.device)
+    check("evaluator.device", settings.evaluator.device)
+
+
 def create_run(settings: Settings) -> tuple[Run, Model]:
-    """Make a new run: its record and version 0. Raises ConfigError, DataError."""
+    """Make a new run: its record and version 0. Raises ConfigError, DataError.
+
+    The model is checked; training is not tried, because the data and the GPU may be elsewhere.
+    """
     task = task_of(settings)
     devices = devices_of(settings, task)
-    look_over(task, devices, trained_here=False)
+    try_model(settings, task)
+    with blaming(settings, "device_data() raised"):
+        look_over(task, devices, trained_here=False)
     rule = settings.rule.build()
     model, start = first_model(
         task, settings.run.seed, settings.run.start, controls=rule.controls
@@ -215,9 +228,16 @@ def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
 
 
 def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    def load() -> Task:
+        task = task_of(settings)
+        devices = settings.trainer.owns or range(devices_of(settings, task))
+        try_model(settings, task)
+        try_training(settings, task, devices, settings.trainer.device)
+        return task
+
     service = Trainer(
         settings.trainer, settings.solver, settings.devices, settings.lease,
-        keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
+        keys=keys, redis=settings.redis, name=name, load=load,
         solvers=settings.solvers, participation=settings.participation,
         wire=settings.wire.of_updates,
     )  # fmt: skip
@@ -225,9 +245,19 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
 
 
 def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    def load() -> Task:
+        task = task_of(settings)
+        try_model(settings, task)
+        if settings.run.dry_step:
+            with blaming(settings, "test_data() raised"):
+                data = task.test_data()
+            devices = devices_of(settings, task)
+            try_measuring(settings, task, data, devices, settings.evaluator.device)
+        return task
+
     service = Evaluator(
         settings.evaluator, keys=keys, redis=settings.redis, name=name,
-        load=lambda: task_of(settings), target=settings.run.target_accuracy,
+        load=load, target=settings.run.target_accuracy,
     )  # fmt: skip
     return service, settings.evaluator.drain_s
 
