@@ -25,15 +25,15 @@ from fedstream.observe.display import Display
 from fedstream.observe.observer import Observer
 from fedstream.operate.presence import serving
 from fedstream.settings.config import Settings
-from fedstream.settings.dry_step import blaming, try_measuring, try_model, try_training
-from fedstream.settings.services import check_places, check_used, devices_of, look_over, task_of
+from fedstream.settings.dry_step import try_task
+from fedstream.settings.services import check_used, devices_of, task_of
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named
-from fedstream.trainer.data import samples_of
-from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from fedstream.trainer.task import Task
 
 
 @dataclass(frozen=True)
@@ -169,26 +169,16 @@ def examine(settings: Settings, *, begins: bool = True) -> Subject:
     import torch
 
     check_used(settings)
-    check_places(settings)
     for sink in named(settings.sinks):
         sink.make()  # raises if its package is missing
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
         devices = devices_of(settings, task)
-        module = try_model(settings, task)
-        with blaming(settings, "test_data() raised"):
-            test_data = task.test_data()
-            if test_data is not None and type(task).metrics is Task.metrics:  # else any data
-                samples_of(test_data)
-        with blaming(settings, "device_data() raised"):
-            look_over(task, devices, trained_here=True)
+        tried = try_task(settings, task, devices, simulated=False)
         if begins and settings.run.start is not None:
             first_model(task, settings.run.seed, settings.run.start)
-        numbers = settings.trainer.owns or range(devices)
-        try_training(settings, task, numbers, settings.trainer.device)
-        try_measuring(settings, task, test_data, devices, settings.evaluator.device)
-    tested = test_data is not None or settings.evaluator.per_device != "never"
-    return Subject(task, module, devices, tested, torch.__version__)
+    tested = tried.test_data is not None or settings.evaluator.per_device != "never"
+    return Subject(task, tried.module, devices, tested, torch.__version__)
 
 
 def check_devices(request: RunRequest, subject: Subject) -> None:

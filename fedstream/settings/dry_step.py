@@ -12,8 +12,10 @@ it likes, is not tried.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +29,7 @@ from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.data import samples_of, size_of
 from fedstream.trainer.fairness import has_device_tests
-from fedstream.trainer.placement import Processor, placed, seeded
+from fedstream.trainer.placement import Processor, check, placed, seeded
 from fedstream.trainer.solvers import Cancelled, Solver, Trained, Work
 from fedstream.trainer.task import Task, measured, untrained
 
@@ -43,7 +45,8 @@ T = TypeVar("T")
 _DEVICES = 3  # tried until one works
 _ROWS = 32  # of test data
 _SECONDS = 1e-3  # the budget of a training step
-_SKIP = "tried before the start, with few rows: correct the task, or set run.dry_step = false"
+_LOOK_S = 1.0  # time limit for looking at the devices' data
+_HINT = ": correct the task (run.dry_step = false starts without this test)"
 
 
 @contextmanager
@@ -55,15 +58,81 @@ def blaming(settings: Settings, what: str, hint: str = "") -> Iterator[None]:
     except (ConfigError, Cancelled):
         raise
     except FedstreamError as error:
-        raise about(error, TaskError(f"task {name!r}: {error}{hint}")) from error
+        raise about(error, TaskError(f"task {name!r}: {error}")) from error
     except Exception as error:
         raise about(error, TaskError(f"task {name!r}: {what} {words(error)}{hint}")) from error
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was made of the task while it was tried."""
+
+    module: nn.Module
+    test_data: Dataset[Any] | None
+
+
+def try_task(
+    settings: Settings,
+    task: Task,
+    devices: int,
+    *,
+    simulated: bool,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Tried:
+    """Check the GPUs, the model and the data; then train one step, and measure.
+
+    ``simulated``: not by services. ``cancelled`` ends the step early. Raises ConfigError; TaskError
+    for whatever the task raises.
+    """
+    check("trainer.device", settings.trainer.device)
+    check("evaluator.device", settings.evaluator.device)
+    numbers: Sequence[int] = range(devices)
+    training, measuring = settings.trainer.device, settings.evaluator.device
+    if simulated:
+        training = measuring = settings.simulation.device
+    else:
+        numbers = settings.trainer.owns or numbers
+    module, data = try_model(settings, task), test_data_of(settings, task)
+    look_over(settings, task, devices, trained_here=True)
+    with suppress(Cancelled):
+        try_training(settings, task, numbers, training, cancelled)
+    try_measuring(settings, task, data, devices, measuring)
+    return Tried(module, data)
 
 
 def try_model(settings: Settings, task: Task) -> nn.Module:
     """The task's untrained model. Raises TaskError if there is none that could be sent."""
     with blaming(settings, "model() raised"), seeded(settings.run.seed):
         return untrained(task)
+
+
+def test_data_of(settings: Settings, task: Task) -> Dataset[Any] | None:
+    """The test data. Raises TaskError."""
+    with blaming(settings, "test_data() raised"):
+        data = task.test_data()
+        if data is not None and type(task).metrics is Task.metrics:  # else any data
+            samples_of(data)
+    return data
+
+
+def look_over(settings: Settings, task: Task, devices: int, *, trained_here: bool) -> None:
+    """Raise TaskError if a device's data is empty, not a data set, or can't be loaded.
+
+    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
+    data is on this machine; otherwise, data that can't be loaded is not an error.
+    """
+    until = time.monotonic() + _LOOK_S
+    for device in range(devices):
+        with blaming(settings, f"device {device}:"):
+            try:
+                data = task.device_data(device)
+            except Exception:
+                if not trained_here:
+                    return  # the trainer that has the data will report the error
+                raise
+            size_of(data, device)
+        if time.monotonic() > until:
+            return
 
 
 def try_training(
@@ -83,7 +152,7 @@ def try_training(
     for device in islice(devices, _DEVICES):
         try:
             with (
-                blaming(settings, f"device {device}:", f" ({_SKIP})"),
+                blaming(settings, f"device {device}:", _HINT),
                 seeded(settings.run.seed),
             ):
                 return device, _trained(settings, task, device, place, cancelled)
@@ -105,11 +174,11 @@ def try_measuring(
         return found
     with seeded(settings.run.seed):
         if data is not None:
-            with blaming(settings, "test data:", f" ({_SKIP})"):
+            with blaming(settings, "test data:", _HINT):
                 found = _measured(task, data, place)
         if settings.evaluator.per_device != "never" and has_device_tests(task):
             for device in range(min(devices, _DEVICES)):
-                with blaming(settings, f"test data of device {device}:", f" ({_SKIP})"):
+                with blaming(settings, f"test data of device {device}:", _HINT):
                     if (own := task.device_test_data(device)) is not None:
                         _measured(task, own, place)
                         break
@@ -171,8 +240,6 @@ def _check_integers(before: Model, after: Model) -> None:
 
 def _measured(task: Task, data: Dataset[Any], place: Processor) -> dict[str, float]:
     data = placed(data, place)
-    if type(task).metrics is Task.metrics:
-        samples_of(data)
     module = untrained(task).to(place)
     return _on_few(lambda rows: measured(task, module, rows), _first(data, _ROWS), data)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
 from fedstream.coordinator.page import MakePage
@@ -14,10 +14,16 @@ from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
 from fedstream.flower import apps
-from fedstream.runtime.plugins import about, runs_program, words
+from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
-from fedstream.settings.dry_step import blaming, try_measuring, try_model, try_training
+from fedstream.settings.dry_step import (
+    look_over,
+    test_data_of,
+    try_measuring,
+    try_model,
+    try_training,
+)
 from fedstream.settings.parts import part_sources
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named, parameters
@@ -26,7 +32,6 @@ from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.fairness import has_device_tests
 from fedstream.trainer.loading import load_task
-from fedstream.trainer.placement import check
 from fedstream.trainer.service import Trainer
 from fedstream.updater.service import Updater
 
@@ -35,7 +40,6 @@ if TYPE_CHECKING:
     from fedstream.trainer.task import Task, TaskSettings
 
 DEVICES = 10  # default, if neither the configuration nor the task sets a number
-_LOOK_S = 1.0  # time limit for checking the devices' data before a run
 
 
 def task_of(settings: Settings) -> Task:
@@ -112,29 +116,6 @@ def _check_steps(settings: Settings, task: Task) -> None:
         )
 
 
-def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
-    """Raise DataError if a device's data is empty, not a data set, or can't be loaded.
-
-    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
-    data is on this machine; otherwise, data that can't be loaded is not an error.
-    """
-    from fedstream.trainer.data import size_of
-
-    until = time.monotonic() + _LOOK_S
-    for device in range(devices):
-        try:
-            data = task.device_data(device)
-        except Exception as error:
-            if not trained_here:
-                return  # the trainer that has the data will report the error
-            if isinstance(error, FedstreamError):
-                raise
-            raise about(error, DataError(f"device {device}: {words(error)}")) from error
-        size_of(data, device)
-        if time.monotonic() > until:
-            return
-
-
 def check_used(settings: Settings) -> None:
     """Raise ConfigError for keys that have no effect on a user's own task."""
     task = settings.task
@@ -153,12 +134,6 @@ def check_used(settings: Settings) -> None:
         )
 
 
-def check_places(settings: Settings) -> None:
-    """Raise ConfigError if trainers or the evaluator are to use a GPU that is not here."""
-    check("trainer.device", settings.trainer.device)
-    check("evaluator.device", settings.evaluator.device)
-
-
 def create_run(settings: Settings) -> tuple[Run, Model]:
     """Make a new run: its record and version 0. Raises ConfigError, DataError.
 
@@ -167,8 +142,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
     task = task_of(settings)
     devices = devices_of(settings, task)
     try_model(settings, task)
-    with blaming(settings, "device_data() raised"):
-        look_over(task, devices, trained_here=False)
+    look_over(settings, task, devices, trained_here=False)
     rule = settings.rule.build()
     model, start = first_model(
         task, settings.run.seed, settings.run.start, controls=rule.controls
@@ -248,11 +222,8 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
     def load() -> Task:
         task = task_of(settings)
         try_model(settings, task)
-        if settings.run.dry_step:
-            with blaming(settings, "test_data() raised"):
-                data = task.test_data()
-            devices = devices_of(settings, task)
-            try_measuring(settings, task, data, devices, settings.evaluator.device)
+        data, devices = test_data_of(settings, task), devices_of(settings, task)
+        try_measuring(settings, task, data, devices, settings.evaluator.device)
         return task
 
     service = Evaluator(

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -233,8 +233,8 @@ class _Simulation:
         on_version: Callable[[VersionMade, Model], object] | None,
         cancelled: Callable[[], bool],
     ) -> None:
-        from fedstream.settings.dry_step import blaming, try_measuring, try_model, try_training
-        from fedstream.settings.services import check_places, devices_of, look_over
+        from fedstream.settings.dry_step import try_task
+        from fedstream.settings.services import devices_of
         from fedstream.settings.start import first_model
         from fedstream.simulation.training import Measuring, Training, blamed
 
@@ -243,20 +243,13 @@ class _Simulation:
         self._devices = devices_of(settings, task)
         self._plan = plan(settings, self._devices) if arrivals is None else iter(arrivals)
         self._strategy = settings.rule.build(self._devices)
-        check_places(settings)
-        try_model(settings, task)
-        with blaming(settings, "device_data() raised"):
-            look_over(task, self._devices, trained_here=True)
-        with suppress(Cancelled):  # the run ends at once, with version 0
-            place = settings.simulation.device
-            try_training(settings, task, range(self._devices), place, cancelled)
+        tried = try_task(settings, task, self._devices, simulated=True, cancelled=cancelled)
         with blamed("model()"):
             x_0, self._start = first_model(
                 task, settings.run.seed, settings.run.start, controls=self._strategy.controls
             )  # fmt: skip
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
-        self._measure = Measuring(settings, task, self._training, self._devices)
-        try_measuring(settings, task, self._measure.data, self._devices, place)
+        self._measure = Measuring(settings, task, self._training, self._devices, tried.test_data)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest(settings.wire.digest) if journal else _NO_DIGEST
         self._transport = Transport(settings.wire, self._strategy.sends)

@@ -192,7 +192,15 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 class Measuring:
     """Measurement of models on the task's test data, in float32."""
 
-    def __init__(self, settings: Settings, task: Task, training: Training, devices: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        training: Training,
+        devices: int,
+        data: Dataset[Any] | None,
+    ) -> None:
+        """``data``: the test data."""
         self._task = task
         self._training = training
         self._settings = settings
@@ -200,18 +208,15 @@ class Measuring:
         self.per_device: dict[int, dict[str, float]] = {}
         """the devices' metrics, as they were measured last"""
         self._place = settings.simulation.device
-        with blamed("test data"):
-            data = task.test_data()
-            self.data = placed(data, self._place) if data is not None else None
-            """the test data"""
+        self._data = placed(data, self._place) if data is not None else None
 
     def __call__(self, model: Model, version: int, *, last: bool) -> dict[str, float]:
         """Metrics of a version; empty if there is no test data. ``last``: of the run."""
         vector.load(model, self._training.module)
         metrics: dict[str, float] = {}
         with blamed(f"test data at version {version}"):
-            if self.data is not None:
-                metrics = measured(self._task, self._training.module, self.data)
+            if self._data is not None:
+                metrics = measured(self._task, self._training.module, self._data)
             when, target = self._settings.evaluator.per_device, self._settings.run.target_accuracy
             last = last or (target is not None and metrics.get("accuracy", 0.0) >= target)
             if when == "always" or (when == "last" and last):
