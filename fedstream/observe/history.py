@@ -67,6 +67,7 @@ class History:
         # In a row, in the pool only: a site's mistakes must not end the operator's run.
         self.failed = 0  # tasks that raised or killed their trainers
         self.refused = 0  # updates
+        self.disk_full = False  # the updater waits for space; the observer looks
         self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._times: deque[float] = deque(maxlen=1024)  # when the newest versions were published
         self._most = most
