@@ -9,10 +9,10 @@ that was seldom heard or takes larger steps than the others moves the model by u
 model's norm. Controls are gradients and vanish then as well, so the parameters' norm counts for
 them too.
 
-The norm of a new model may be small, so the first 20 updates may be as large as a vector of ones, of
-1000 at least. A model of zeros has no scale: in its place, that vector counts as the model's own
-part. So it is later, too, while the median is zero. Unscaled inputs have large statistics, so
-without a median, buffers may be 1e9 times as large as that vector or their own norm.
+A new model may be small, so the first 20 updates may be as large as a vector of ones, of 1000 at
+least; a model of zeros has no scale, so there that vector counts as the model's own part. Both
+hold later, too, while the median is zero. Unscaled inputs have large statistics, so without a
+median, buffers may be 1e9 times as large as that vector or their own norm.
 
 Senders of half of the newest updates can move the median: a few devices are enough, if they answer
 fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
