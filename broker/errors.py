@@ -105,7 +105,9 @@ class Fenced(BrokerError):
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The exception itself, or the first one inside a group of them."""
+    """The exception itself, or the first one inside a group of them, with a traceback."""
     while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+        first: BaseException = error.exceptions[0]
+        # One that was never raised itself has the group's.
+        error = first.with_traceback(first.__traceback__ or error.__traceback__)
     return error

@@ -202,10 +202,10 @@ class Pictures(nn.Module):
 def test_channels_last_convolutions_give_the_same_result() -> None:
     seen: list[bool] = []
     task = Small(lambda: Pictures(lambda x: x.flatten(1), seen))
-    alone = run("simulation.batched=false", task=task)
+    alone = run("simulation.batched=false", "run.dry_step=false", task=task)
     assert all(seen)
     seen.clear()
-    found = run(task=task)
+    found = run("run.dry_step=false", task=task)
     assert not any(seen)
     assert found.together == 0
     np.testing.assert_allclose(found.model.floats, alone.model.floats, rtol=0, atol=1e-5)
@@ -216,7 +216,8 @@ def test_model_gets_its_preferred_memory_format() -> None:
     """The view of a result is no view of it any more with the channels last."""
     seen: list[bool] = []
     task = Small(lambda: Pictures(lambda x: x.view(len(x), 16), seen))
-    found, alone = run(task=task), run("simulation.batched=false", task=task)
+    found = run("run.dry_step=false", task=task)
+    alone = run("simulation.batched=false", task=task)
     assert seen[:2] == [False, True]
     assert all(seen[1:])
     assert found.model.digest() == alone.model.digest()
@@ -427,8 +428,8 @@ class Wrong(Small):
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (Wrong(2, lambda x, y: (x[:, :4], y)), "device 2: RuntimeError: mat1 and mat2"),
-        (Wrong(2, lambda x, y: (x, y + 7)), "device 2: IndexError: Target"),
+        (Wrong(2, lambda x, y: (x[:, :4], y)), "device 2 at version 0: RuntimeError: mat1 and"),
+        (Wrong(2, lambda x, y: (x, y + 7)), "device 2 at version 0: IndexError: Target"),
         (Wrong(-1, lambda x, y: (x[:, :4], y)), "test data: RuntimeError: mat1 and mat2"),
         (Wrong(-1, lambda x, y: (x, y + 7)), "test data: IndexError: Target"),
         (Wrong(2, lambda x, y: 1 / 0), "device 2: ZeroDivisionError: division by zero"),
