@@ -68,5 +68,4 @@ def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) 
         for name, secret in secrets.items()
         if secret is not None
     }
-    tried = {"FEDSTREAM_RUN__DRY_STEP": "false"}  # by the preflight
-    return kept | known | tried | {"FEDSTREAM_REDIS__URL": redis_url}
+    return kept | known | {"FEDSTREAM_REDIS__URL": redis_url}
