@@ -50,6 +50,7 @@ class Counting(nn.Module):
     """Counts its calls, in a tensor of integers."""
 
     changing_integers: tuple[str, ...] = ()
+    calls: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,8 @@ class Counting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.out(x)
+        y: torch.Tensor = self.out(x)
+        return y
 
 
 class Counter(Sound):
