@@ -110,7 +110,7 @@ def sends(what: Literal["model", "delta"]) -> str:
 
 def raised(error: Exception) -> str:
     """A trainer's text for a task that it gives up because of an error."""
-    return f"{_RAISED}{type(error).__name__:.100}"
+    return f"{_RAISED}{type(errors.innermost(error)).__name__:.100}"
 
 
 def of_giving_up(said: str) -> str:

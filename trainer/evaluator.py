@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ from prometheus_client import Gauge, Summary
 from pydantic import Field
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BlobMissing, NoRun
+from fedstream.broker.errors import BlobMissing, NoRun, innermost
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
@@ -22,6 +21,7 @@ from fedstream.broker.records import Head, Run
 from fedstream.broker.streams import Reader
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
+from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.fairness import PerDevice, device_metrics, spread
 from fedstream.trainer.placement import Processor, Threads, check, placed
@@ -180,8 +180,8 @@ class Evaluator:
         await self._ledger.tell(
             Event(
                 what="error", service=self._name, time=time.time(), version=head.version,
-                reason=f"metrics: {type(error).__name__}",
-                text="".join(traceback.format_exception(error))[-8000:],
+                reason=f"metrics: {type(innermost(error)).__name__}",
+                text=(users_traceback(error) or words(error))[-8000:],
             )
         )  # fmt: skip
 

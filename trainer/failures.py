@@ -7,9 +7,10 @@ import traceback
 from typing import TYPE_CHECKING
 
 from fedstream.broker import reasons
-from fedstream.broker.errors import FedstreamError
+from fedstream.broker.errors import FedstreamError, innermost
 from fedstream.broker.messages import Assignment, Event
 from fedstream.runtime.backoff import pause
+from fedstream.runtime.plugins import users_traceback, words
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.trainer import Outbox
@@ -86,17 +87,18 @@ class Failures:
 
     async def raised(self, error: Exception, task: Assignment, version: int) -> None:
         """Report a task that raised: with a traceback the first time, then in one line."""
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
+        inner = innermost(error)
+        frames = traceback.extract_tb(inner.__traceback__)
+        where = f"{type(inner).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
         log = self._context.log.bind(version=version)
         if isinstance(error, FedstreamError):
             text = str(error)
             log.error("task failed", error=type(error).__name__, reason=text)
         elif where in self._seen:
-            text = f"{where}: {error}"
-            log.error("task raised again", error=type(error).__name__, reason=str(error))
+            text = f"{where}: {inner}"
+            log.error("task raised again", error=type(inner).__name__, reason=str(inner))
         else:
-            text = "".join(traceback.format_exception(error))
+            text = users_traceback(error) or words(error)
             log.error("task raised", exc_info=error)
         self._seen.add(where)
         await self._outbox.say(

@@ -6,6 +6,7 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
@@ -127,7 +128,7 @@ def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
     match batch:
         case [torch.Tensor() as x, torch.Tensor() as y]:
-            device = next(model.parameters()).device
+            device = next(chain(model.parameters(), model.buffers()), x).device
             return x.to(device), y.to(device)
     raise DataError(
         "the default loss and metrics expect items (x, y) of tensors or numbers: override loss() "
@@ -188,13 +189,20 @@ def _first_null(value: object, key: str = "args") -> str | None:
 
 
 def untrained(task: Task) -> nn.Module:
-    """The task's model. Raises ConfigError if it isn't a Module, or whatever ``model()`` raises."""
+    """The task's model.
+
+    Raises ConfigError if it isn't a Module; LayoutMismatch, naming the tensor, if it cannot be
+    sent; or whatever ``model()`` raises.
+    """
     from torch import nn
+
+    from fedstream.trainer.vector import layout_of
 
     module: object = task.model()
     if not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(f"model() returned {got}: it must return an untrained torch.nn.Module")
+    layout_of(module)
     return module
 
 

@@ -69,7 +69,8 @@ def top(
     """Watch a run: rate, staleness, queue, trainers, accuracy. Quit with q or Ctrl-C."""
     from fedstream.observe.top import watch
 
-    ask(config, redis, run, lambda client, keys: watch(client, keys, once=once))
+    journal = Path(settings_of(config).journal.dir)
+    ask(config, redis, run, lambda client, keys: watch(client, keys, journal, once=once))
 
 
 def replay(

@@ -69,18 +69,16 @@ def ending(
     return None
 
 
-def notices(
-    history: History, view: Tally | None, out: Path, free_bytes: int | None
-) -> Iterator[tuple[str, str]]:
+def notices(history: History, view: Tally | None, out: Path) -> Iterator[tuple[str, str]]:
     """What the user should know by now: a key and a line each; a key's line is told only once.
 
-    ``free_bytes``: free on the disk of the output folder ``out``; None if nobody waits for it.
+    ``out``: the output folder.
     """
     for kind, event in history.errors.items():
         yield f"error {kind}", _raised(event)
     if view is None:
         return
-    if free_bytes is not None and free_bytes < view.run.layout.nbytes:
+    if history.disk_full:
         yield "full", f"{out}: the disk is full: the updater is waiting for space"
     if view.failing:  # told again when twice as many fail
         who = failing(view.failing_devices)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 from fedstream.broker.client import Client
@@ -40,7 +39,7 @@ from fedstream.local.waits import end_waits
 from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.history import History
-from fedstream.observe.observer import Observer
+from fedstream.observe.observer import Observer, out_of_space
 from fedstream.observe.occupied import occupied
 from fedstream.observe.recall import recall
 from fedstream.runtime.backoff import pause
@@ -296,9 +295,10 @@ class LocalRun:
     def _judge(self) -> None:
         """Report notable events, and decide whether the run has ended."""
         history, view, out = self._observer.history, self._observer.view, self._request.out
-        free = disk_usage(out).free if view is not None and view.backlog else None
+        folders = {out, Path(self._request.settings.journal.dir)}
+        history.disk_full = any(out_of_space(folder, view) for folder in folders)
         now = time.monotonic()
-        for key, line in (*notices(history, view, out, free), *self._trackers.notices(now)):
+        for key, line in (*notices(history, view, out), *self._trackers.notices(now)):
             if key not in self._told:
                 self._told.add(key)
                 self._display.say(line)

@@ -60,6 +60,8 @@ def pace(view: Tally, history: History, now: float) -> str:
     left = view.run.versions - view.head.version
     if view.run.state == "finished" or left <= 0:
         return "measuring the last version"
+    if history.disk_full:
+        return "waiting for space: the disk is full"
     idle = history.idle_s(now)
     if not rate and (view.head.version or idle <= FIRST_S):  # a resumed run's times are old
         return "waiting for updates"

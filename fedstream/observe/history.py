@@ -68,6 +68,7 @@ class History:
         self.failed = 0  # tasks that raised or killed their trainers
         self.failed_devices: set[int | None] = set()  # of these tasks
         self.refused = 0  # updates
+        self.disk_full = False  # the updater waits for space; the observer looks
         self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._times: deque[float] = deque(maxlen=1024)  # when the newest versions were published
         self._most = most

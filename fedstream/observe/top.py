@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedstream.broker.messages import Event
 from fedstream.broker.records import Tally
 from fedstream.observe.display import failing_rows, outcomes, pace, quarantined, short, two_columns
 from fedstream.observe.history import BINS, History
-from fedstream.observe.observer import Observer
+from fedstream.observe.observer import Observer, out_of_space
 from fedstream.observe.report import tasks_of
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.visible import visible
@@ -162,8 +163,10 @@ def _line(event: Event) -> str:
     return "  ".join(parts)
 
 
-async def watch(client: Client, keys: Keys, *, once: bool) -> None:
+async def watch(client: Client, keys: Keys, journal: Path | None = None, *, once: bool) -> None:
     """Show the run until `q` or Ctrl-C, or until its Redis ends with it.
+
+    ``journal``: the folder of its journal, which need not be on this machine.
 
     Raises NoRun if there is no run at the start.
     """
@@ -172,10 +175,10 @@ async def watch(client: Client, keys: Keys, *, once: bool) -> None:
     await observer.catch_up()
     # A frame's bar fills the width, so piped output needs a limit.
     here = console(width=None if room() else get_terminal_size().columns)
-    picture = await _picture(client, observer)
+    picture = await _picture(client, observer, journal)
     if not once:
         with Live(console=here, auto_refresh=False, screen=True) as live, pressed("q") as leave:
-            picture = await _watched(client, observer, live, picture, leave)
+            picture = await _watched(client, observer, live, picture, leave, journal)
     here.print(picture)
 
 
@@ -185,6 +188,7 @@ async def _watched(
     live: Live,
     picture: RenderableType,
     leave: asyncio.Event,
+    journal: Path | None = None,
 ) -> RenderableType:
     """Show the run until ``leave`` is set, or it is finished and its Redis gone.
 
@@ -192,7 +196,7 @@ async def _watched(
     """
     while not leave.is_set():
         try:
-            picture = await _picture(client, observer)
+            picture = await _picture(client, observer, journal)
             live.update(picture, refresh=True)
             until = time.monotonic() + _REFRESH_S
             while (left := until - time.monotonic()) > 0 and not leave.is_set():
@@ -211,8 +215,9 @@ async def _watched(
     return picture
 
 
-async def _picture(client: Client, observer: Observer) -> RenderableType:
+async def _picture(client: Client, observer: Observer, journal: Path | None) -> RenderableType:
     view = await observer.look()
+    observer.history.disk_full = journal is not None and out_of_space(journal, view)
     scores = await client.call("ZRANGE", observer.keys.alive, 0, -1, "WITHSCORES")
     heard = {
         name.decode(errors="replace"): view.now - float(at)

@@ -54,6 +54,7 @@ class RunSettings(Section):
     versions: Annotated[int, Field(ge=1, le=2**53)] = 400  # the run ends with this one
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # for version 0 and the scheduler's draws
+    dry_step: bool = True  # try one training step and one evaluation before the start
     start: str | None = (
         None  # version 0: DIR@VERSION or FILE.safetensors; None: drawn from the seed
     )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
 from fedstream.coordinator.page import MakePage
@@ -14,9 +14,16 @@ from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
 from fedstream.flower import apps
-from fedstream.runtime.plugins import runs_program, words
+from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
+from fedstream.settings.dry_step import (
+    look_over,
+    test_data_of,
+    try_measuring,
+    try_model,
+    try_training,
+)
 from fedstream.settings.parts import part_sources
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named, parameters
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from fedstream.trainer.task import Task, TaskSettings
 
 DEVICES = 10  # default, if neither the configuration nor the task sets a number
-_LOOK_S = 1.0  # time limit for checking the devices' data before a run
 
 
 def task_of(settings: Settings) -> Task:
@@ -112,29 +118,6 @@ def _check_steps(settings: Settings, task: Task) -> None:
         )
 
 
-def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
-    """Raise DataError if a device's data is empty, not a data set, or can't be loaded.
-
-    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
-    data is on this machine; otherwise, data that can't be loaded is not an error.
-    """
-    from fedstream.trainer.data import size_of
-
-    until = time.monotonic() + _LOOK_S
-    for device in range(devices):
-        try:
-            data = task.device_data(device)
-        except Exception as error:
-            if not trained_here:
-                return  # the trainer that has the data will report the error
-            if isinstance(error, FedstreamError):
-                raise
-            raise DataError(f"device {device}: {words(error)}") from error
-        size_of(data, device)
-        if time.monotonic() > until:
-            return
-
-
 def check_used(settings: Settings) -> None:
     """Raise ConfigError for keys that have no effect on a user's own task."""
     task = settings.task
@@ -154,10 +137,14 @@ def check_used(settings: Settings) -> None:
 
 
 def create_run(settings: Settings) -> tuple[Run, Model]:
-    """Make a new run: its record and version 0. Raises ConfigError, DataError."""
+    """Make a new run: its record and version 0. Raises ConfigError, DataError.
+
+    The model is checked; training is not tried, because the data and the GPU may be elsewhere.
+    """
     task = task_of(settings)
     devices = devices_of(settings, task)
-    look_over(task, devices, trained_here=False)
+    try_model(settings, task)
+    look_over(settings, task, devices, trained_here=False)
     rule = settings.rule.build()
     model, start = first_model(
         task, settings.run.seed, settings.run.start, controls=rule.controls
@@ -217,9 +204,16 @@ def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
 
 
 def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    def load() -> Task:
+        task = task_of(settings)
+        devices = settings.trainer.owns or range(devices_of(settings, task))
+        try_model(settings, task)
+        try_training(settings, task, devices, settings.trainer.device)
+        return task
+
     service = Trainer(
         settings.trainer, settings.solver, settings.devices, settings.lease,
-        keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
+        keys=keys, redis=settings.redis, name=name, load=load,
         solvers=settings.solvers, participation=settings.participation,
         wire=settings.wire.of_updates,
     )  # fmt: skip
@@ -227,9 +221,16 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
 
 
 def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    def load() -> Task:
+        task = task_of(settings)
+        try_model(settings, task)
+        data, devices = test_data_of(settings, task), devices_of(settings, task)
+        try_measuring(settings, task, data, devices, settings.evaluator.device)
+        return task
+
     service = Evaluator(
         settings.evaluator, keys=keys, redis=settings.redis, name=name,
-        load=lambda: task_of(settings), target=settings.run.target_accuracy,
+        load=load, target=settings.run.target_accuracy,
     )  # fmt: skip
     return service, settings.evaluator.drain_s
 

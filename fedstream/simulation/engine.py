@@ -24,6 +24,7 @@ from fedstream.broker.messages import Contribution, Upload
 from fedstream.coordinator.rests import no_device_works
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
+from fedstream.runtime.plugins import words
 from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
 from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
@@ -241,7 +242,8 @@ class _Simulation:
         on_version: Callable[[VersionMade, Model], object] | None,
         cancelled: Callable[[], bool],
     ) -> None:
-        from fedstream.settings.services import devices_of, look_over
+        from fedstream.settings.dry_step import try_task
+        from fedstream.settings.services import devices_of
         from fedstream.settings.start import first_model
         from fedstream.simulation.training import Measuring, Training, blamed
 
@@ -252,13 +254,13 @@ class _Simulation:
         self._is_planned = arrivals is None
         self._plan = self._planned() if arrivals is None else iter(arrivals)
         self._strategy = settings.rule.build(self._devices)
-        look_over(task, self._devices, trained_here=True)
+        tried = try_task(settings, task, self._devices, simulated=True, cancelled=cancelled)
         with blamed("model()"):
             x_0, self._start = first_model(
                 task, settings.run.seed, settings.run.start, controls=self._strategy.controls
             )  # fmt: skip
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
-        self._measure = Measuring(settings, task, self._training, self._devices)
+        self._measure = Measuring(settings, task, self._training, self._devices, tried.test_data)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest(settings.wire.digest) if journal else _NO_DIGEST
         self._transport = Transport(settings.wire, self._strategy.sends)
@@ -347,13 +349,10 @@ class _Simulation:
 
     def _give_up(self, arrival: Arrival, error: DataError) -> None:
         """Give a task up because it raised. Raises the error if no device works."""
-        device, cause = arrival.device, error.__cause__
-        reason = reasons.of_giving_up(
-            reasons.raised(cause if isinstance(cause, Exception) else error)
-        )
-        self._given_up[reason] += 1
-        said = str(error).removeprefix(f"device {device}: ")
-        self._failing[device] = self._failing.get(device, (0, ""))[0] + 1, said
+        device = arrival.device
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        self._given_up[reasons.of_giving_up(reasons.raised(cause))] += 1
+        self._failing[device] = self._failing.get(device, (0, ""))[0] + 1, words(cause)
         self._in_a_row[device] += 1
         tried = len(self._in_a_row)
         if why := no_device_works(self._in_a_row.total(), tried, self._devices):
@@ -494,7 +493,8 @@ class _Simulation:
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()
-        metrics = self._measure(self._models.published.model, last=last) if due else {}
+        published = self._models.published.model
+        metrics = self._measure(published, state.version, last=last) if due else {}
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedstream.broker.errors import DataError, FedstreamError
 from fedstream.broker.layout import Model
-from fedstream.runtime.plugins import words
+from fedstream.runtime.plugins import about, words
 from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
@@ -147,7 +147,7 @@ class Training:
     def _solve(self, job: Job, work: Work) -> Trained:
         vector.load(job.base, self.module)
         device = job.arrival.device
-        with blamed(f"device {device}"):
+        with blamed(f"device {device} at version {job.version}"):
             with self._precision(), self._layout():
                 trained = self._task.train(self.module, self.data(device), work)
             vector.read(self.module, job.into)
@@ -197,7 +197,15 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 class Measuring:
     """Measurement of models on the task's test data, in float32."""
 
-    def __init__(self, settings: Settings, task: Task, training: Training, devices: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        training: Training,
+        devices: int,
+        data: Dataset[Any] | None,
+    ) -> None:
+        """``data``: the test data."""
         self._task = task
         self._training = training
         self._settings = settings
@@ -205,15 +213,13 @@ class Measuring:
         self.per_device: dict[int, dict[str, float]] = {}
         """the devices' metrics, as they were measured last"""
         self._place = settings.simulation.device
-        with blamed("test data"):
-            data = task.test_data()
-            self._data = placed(data, self._place) if data is not None else None
+        self._data = placed(data, self._place) if data is not None else None
 
-    def __call__(self, model: Model, *, last: bool) -> dict[str, float]:
-        """Metrics of a model; empty if there is no test data. ``last``: of the run."""
+    def __call__(self, model: Model, version: int, *, last: bool) -> dict[str, float]:
+        """Metrics of a version; empty if there is no test data. ``last``: of the run."""
         vector.load(model, self._training.module)
         metrics: dict[str, float] = {}
-        with blamed("test data"):
+        with blamed(f"test data at version {version}"):
             if self._data is not None:
                 metrics = measured(self._task, self._training.module, self._data)
             when, target = self._settings.evaluator.per_device, self._settings.run.target_accuracy
@@ -228,10 +234,13 @@ class Measuring:
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn whatever the user's task raises into a DataError that says what it concerned."""
+    """Turn whatever the user's task raises into a DataError that says what it concerned.
+
+    Its ``trace`` is the traceback from the user's first frame on.
+    """
     try:
         yield
     except (FedstreamError, Cancelled):
         raise
     except Exception as error:
-        raise DataError(f"{what}: {words(error)}") from error
+        raise about(error, DataError(f"{what}: {words(error)}")) from error

@@ -22,6 +22,7 @@ from fedstream.sweep.trials import (
     Configuration,
     Finished,
     Trial,
+    check_some_works,
     configurations,
     run_trial,
     words,
@@ -81,6 +82,8 @@ def sweep(
     total = len(wanted) * request.repeats
     what = f"{counted(len(wanted), 'configuration')}, {counted(total, 'run')}"
     say(f"{what}, {total - len(trials)} of them done already")
+    if trials:
+        check_some_works(trials)
     try:
         _run(trials, request, store, say)
     finally:

@@ -110,6 +110,25 @@ def configurations(
     return list(found.values())
 
 
+def check_some_works(trials: Sequence[Trial]) -> None:
+    """Raise the first error if the task works with no configuration: no run would finish."""
+    from fedstream.settings.dry_step import try_task
+    from fedstream.settings.services import devices_of
+
+    first: FedstreamError | None = None
+    for trial in {one.configuration: one for one in trials}.values():
+        settings = load(Settings, path=trial.file, environ={})
+        try:
+            task = _task(settings.task)
+            try_task(settings, task, devices_of(settings, task), simulated=True)
+        except FedstreamError as error:
+            first = first or error
+        else:
+            return
+    if first is not None:
+        raise first
+
+
 def run_trial(trial: Trial) -> Finished:
     """Simulate one run; if its task raises, so says what it gives.
 

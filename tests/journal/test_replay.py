@@ -226,7 +226,8 @@ def test_update_of_the_wrong_size_is_damage(folder: Path) -> None:
     path, at = scribe.writer.path, scribe.writer.size
     larger = Model(layout_of(5))
     larger.floats[:] = 0.0
-    scribe.writer.append(record, larger)
+    upload = record.upload.model_copy(update={"digest": larger.digest()})
+    scribe.writer.append(record.model_copy(update={"upload": upload}), larger)
     scribe.close()
     said = f"^{path} at byte {at}: a payload of {larger.layout.nbytes} bytes, which does not"
     with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match=said):

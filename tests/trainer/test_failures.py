@@ -27,8 +27,27 @@ async def test_raising_task_is_given_up_with_its_traceback(hand: Hand, make: Mak
     assert isinstance(upload, Upload)  # and life goes on
     [error] = await hand.words(Event)
     assert (error.device, error.version) == (9, 0)
-    assert "Traceback" in (error.text or "")
-    assert "device 9 is broken" in (error.text or "")
+    first, frame, *_, last = (error.text or "").splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert "adding.py" in frame, "the user's first frame"
+    assert "device 9 is broken" in last
+
+
+async def test_exception_in_a_group_is_the_one_that_is_shown(
+    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: object) -> None:
+        raise ExceptionGroup("unhandled", [ValueError("no\nsuch layer"), KeyError("b")])
+
+    await hand.create()
+    monkeypatch.setattr(task, "train", train)
+    async with running(make(), context()):
+        await hand.open()
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    assert answer.reason == "raised ValueError"
+    [error] = await hand.words(Event)
+    assert (error.text or "").endswith("ValueError: no such layer")
 
 
 async def test_training_without_a_result_is_a_task_error(

@@ -427,7 +427,7 @@ task = Mine()
     ("samples", "columns", "said"),
     [
         (5, 4, "device 0: RuntimeError: mat1 and mat2"),
-        (0, 3, "device 0: the data set is empty"),
+        (0, 3, "device 0 has no data: its data set is empty"),
     ],
 )
 def test_data_that_does_not_fit_the_model(

@@ -145,9 +145,11 @@ def test_failing_devices_are_told_once_and_again_when_twice_as_many_fail() -> No
 
 
 def test_full_disk_is_reported() -> None:
+    history = History()
+    assert list(notices(history, view(), Path("out"))) == []
+    history.disk_full = True
     full = [("full", "out: the disk is full: the updater is waiting for space")]
-    for free, said in ((16, []), (15, full), (None, [])):  # a model takes 16 bytes
-        assert list(notices(History(), view(), Path("out"), free)) == said
+    assert list(notices(history, view(), Path("out"))) == full
 
 
 def test_problems_are_reported_by_kind() -> None:
@@ -157,7 +159,7 @@ def test_problems_are_reported_by_kind() -> None:
         event("error", version=2, device=2, reason="ValueError at x.py:1", text="again\n"),
     )
     counts = {"refused": 2, "refused:digest": 2, "dead": 1, "dead:crashed its trainers": 1}
-    told = dict(notices(history, view(counts), Path("out"), None))
+    told = dict(notices(history, view(counts), Path("out")))
     assert len(told) == 4
     assert list(told.values()) == [
         f"the task raised on the test data at version 3 (updater):\n{RAISED.rstrip()}",
@@ -165,4 +167,4 @@ def test_problems_are_reported_by_kind() -> None:
         "updates are being refused: digest (for counts, see fedstream status)",
         "a task is dead: it crashed its trainers (for counts, see fedstream status)",
     ]
-    assert list(dict(notices(history, None, Path("out"), None))) == list(told)[:2]
+    assert list(dict(notices(history, None, Path("out")))) == list(told)[:2]

@@ -6,6 +6,8 @@ import asyncio
 import io
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Failing, Head
 from fedstream.coordinator.app import status
-from fedstream.observe import display, top
+from fedstream.observe import display, observer, top
 from fedstream.observe import status as page
 from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
@@ -202,6 +204,22 @@ async def test_top_uses_bounded_memory(
         await hand.ledger.tell(event("evaluation", version=number, metrics={"accuracy": 0.5}))
     await top.watch(client, hand.keys, once=True)
     assert list(observers[0].history.evaluations) == [2, 3]
+
+
+async def test_top_says_for_how_long_the_disk_is_full(
+    client: Client,
+    hand: Hand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    room = [0]
+    monkeypatch.setattr(observer, "disk_usage", lambda _: SimpleNamespace(free=room[0]))
+    await hand.create()
+    await hand.admitted(1.0)
+    for room[0], full in ((0, True), (1 << 20, False)):
+        await top.watch(client, hand.keys, tmp_path, once=True)
+        assert ("waiting for space: the disk is full" in capsys.readouterr().out) is full
 
 
 async def test_top_ends_with_a_finished_run_whose_redis_is_gone() -> None:
