@@ -57,7 +57,8 @@ def seeded(seed: int) -> Iterator[None]:
     import torch
 
     python, numpy = random.getstate(), np.random.get_state()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = range(torch.cuda.device_count()) if begun else ()
     with torch.random.fork_rng(devices=gpus):
         # Not torch.manual_seed, which looks for every kind of device, in each call.
         torch.default_generator.manual_seed(seed)
