@@ -155,7 +155,7 @@ class Writer:
             try:
                 os.fdatasync(self._file)
             except OSError as error:
-                self._lost = error.strerror
+                self._lost = error.strerror or str(error)
         with self._lock:
             if self._lost:
                 raise JournalError(f"{self.path}: not written to disk: {self._lost}")
