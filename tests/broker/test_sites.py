@@ -248,6 +248,7 @@ async def test_sites_can_run_only_trainers_scripts_on_their_own_keys(
     theirs = {"stream": KEYS.tasks_of("south/edge"), "tasks": KEYS.tasks_of("south/edge")}
     rest = {
         "mend": [KEYS.alive, KEYS.quarantine(KEYS.alive)], "measure": [KEYS.tasks_of("south/edge")],
+        "trim_registers": [KEYS.enrolled("gateway")],
     }  # fmt: skip
     async with there.client(NORTH) as north:
         for name in sorted(names - {"may"}):
