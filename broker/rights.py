@@ -37,9 +37,10 @@ from fedstream.broker.ledger import (
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.scripts import Script
 
-# Commands that any of our connections may need: PING and ROLE as checks, the others to set it up.
+# Commands that any of our connections may need: PING and ROLE as checks, TIME for the run's clock,
+# the others to set it up.
 _CONNECTION = (
-    "ping", "role", "select", "client|setname", "cluster|slots", "asking",
+    "ping", "role", "time", "select", "client|setname", "cluster|slots", "asking",
 )  # fmt: skip
 
 RIGHTS = {

@@ -70,7 +70,9 @@ class Claim:
         self.name = f"{epoch:08d}.claim"
         self._folder = folder
         self._path = folder / self.name
-        self._looked_at = 0  # the folder's mtime when it was listed; 0: list again
+        self._changed = 0  # the folder's newest mtime
+        self._changed_at = 0  # when it was seen first, of a clock that nobody sets
+        self._is_listed = False  # all changes with this mtime were there when it was listed
         try:
             made_folder(folder)
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -105,10 +107,14 @@ class Claim:
             changed = self._folder.stat().st_mtime_ns
         except OSError as error:
             raise JournalError(f"{self._folder}: cannot be read: {error.strerror}") from error
-        if changed == self._looked_at:
+        now = time.monotonic_ns()
+        if changed != self._changed:
+            self._changed, self._changed_at, self._is_listed = changed, now, False
+        if self._is_listed:
             return  # with many segments, a listing takes as long as a record
-        # File system clocks are coarse: a change this recent may hide another one.
-        self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
+        # File system clocks are coarse, and another machine's over a network: a change that was
+        # seen this recently may hide another one.
+        self._is_listed = now - self._changed_at > _STEP_NS
         names = _listed(self._folder)
         newer = max((name for name in names if _epoch(name) > self.epoch), default=None)
         if newer is not None:

@@ -165,7 +165,10 @@ class Outbox:
         A long list is sent only until a coordinator has noted its digest, and when that note is
         gone. Returns False and sends nothing while the inbox isn't being read, so that
         announcements don't pile up. ``concurrent``: whether the devices work at the same time.
+
+        The trainer's clock is kept right along with it.
         """
+        await self._client.time()
         digest = self._digest_of(owns) if len(owns) > _SHORT else None
         note = self._keys.owned(member(self.site, trainer))
         asked: list[Command] = [("XLEN", self._inbox)]

@@ -167,7 +167,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         devices=devices,
         versions=settings.run.versions,
         seed=settings.run.seed,
-        created=time.time(),
+        created=0.0,  # the updater says when
         max_staleness=rule.max_staleness,
         sends=rule.sends,
         by_steps=rule.by_steps,
