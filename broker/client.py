@@ -357,20 +357,22 @@ class Client:
         try:
             if isinstance(self._guide, Sentinels):
                 await _check_role(connection)
-            await self._read_clock(connection)
             link = self._taken_over(connection)
         except BaseException:
             await _disconnect(connection)
             raise
+        sent = uptime()
+        try:
+            [reply] = await link.exchange(encoded([("TIME",)]), 1, seconds=self._timeout_s)
+        except BaseException:
+            link.abort()
+            raise
+        if not link.has_erred:  # a probe's user may not ask; any other error will come again
+            self.clock.read(_seconds(reply), sent)
         if self._lost:
             self._lost = False
             self.reconnects += 1
         return link
-
-    async def _read_clock(self, connection: Connection) -> None:
-        sent = uptime()
-        await connection.send_command("TIME", check_health=False)
-        self.clock.read(_seconds(await connection.read_response(disconnect_on_error=False)), sent)
 
     def _taken_over(self, connection: Connection) -> Link:
         """The link of a connection whose handshake redis-py has done."""

@@ -151,7 +151,7 @@ class Scheduler:
     async def _look_at_all(self) -> Tally:
         """Look at all open tasks and owned devices."""
         tally, changes = await self._ledger.changes()
-        self._mirror.follow(tally, changes, tally.now)
+        self._mirror.follow(tally, changes, self._ledger.now())
         self._whole_at = time.monotonic()
         return tally
 
@@ -169,7 +169,7 @@ class Scheduler:
         )  # fmt: skip
         if changes.all_tasks:
             self._whole_at = time.monotonic()
-        return opened, tally, self._mirror.follow(tally, changes, tally.now)
+        return opened, tally, self._mirror.follow(tally, changes, self._ledger.now())
 
     async def _decide(self, view: Tally) -> Tally:
         """Carry out the plan, wait for events or the next planning time, return the new look."""
