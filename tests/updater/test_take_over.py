@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,11 +283,14 @@ def test_newest_claim_wins(tmp_path: Path) -> None:
     assert newest_epoch(tmp_path / "elsewhere") == -1
 
 
+@pytest.mark.parametrize("behind_s", [0.0, 3600.0], ids=["own", "of-a-file-server"])
 def test_claim_check_survives_coarse_timestamps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind_s: float
 ) -> None:
     """A file system's clock has steps: two changes may have the same time."""
     mine = Claim(tmp_path, 3)
+    at = time.time() - behind_s
+    os.utime(tmp_path, (at, at))
     mine.check()
     about = tmp_path.stat()
     Claim(tmp_path, 4)
