@@ -99,7 +99,8 @@ class Assignment(Message):
     epochs: Annotated[int, Field(ge=1)] | None = None
     seconds: Annotated[float, Field(gt=0)] | None = None
     version: Count | None = None  # rounds: train from this version
-    deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
+    # Rounds: seconds since 1970 by Redis's clock, after which no answer counts.
+    deadline: float | None = None
 
 
 _ASSIGNED = tuple(Assignment.model_fields)

@@ -37,10 +37,11 @@ from fedstream.broker.ledger import (
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.scripts import Script
 
-# Commands that any of our connections may need: PING and ROLE as checks, the others to set it up.
-# Not SELECT: a user's keys are the same in every database, and clean-up looks in the run's alone.
+# Commands that any of our connections may need: PING and ROLE as checks, TIME for the run's clock,
+# the others to set it up. Not SELECT: a user's keys are the same in every database, and clean-up
+# looks in the run's alone.
 _CONNECTION = (
-    "ping", "role", "client|setname", "cluster|slots", "asking",
+    "ping", "role", "time", "client|setname", "cluster|slots", "asking",
 )  # fmt: skip
 
 RIGHTS = {

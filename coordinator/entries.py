@@ -119,7 +119,8 @@ class Entries:
                 return self._ledger.beat(site.name, entry, said, rate=rate), lambda _: None
             case Event(what="error", device=int()) as event:  # no device: the evaluator's
                 told = Event(
-                    what="error", service=member(site.name, event.service), time=time.time(),
+                    what="error", service=member(site.name, event.service),
+                    time=self._ledger.now(),
                     task=event.task, device=event.device, version=event.version,
                     reason=(event.reason or "")[:200], text=(event.text or "")[-_TEXT:],
                     site=site.name,
@@ -184,7 +185,7 @@ class Entries:
             return self._dropped(site, entry, reasons.TRIGGER_TOO_LONG, device=trigger.device)
         own = trigger.model_copy(
             update={
-                "task": task_id(time.time_ns() // 1_000_000), "why": "own initiative",
+                "task": task_id(round(entry.time * 1000)), "why": "own initiative",
                 "origin": member(site.name, trigger.origin), "version": None, "deadline": None,
             }
         )  # fmt: skip

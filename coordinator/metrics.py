@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -57,7 +57,7 @@ class SchedulerMetrics:
 class Seen:
     """The result of one look at the run and its Redis."""
 
-    at: float  # seconds since 1970, the coordinator's clock
+    at: float  # seconds since 1970, Redis's clock
     memory: int  # bytes that Redis uses
     memory_limit: int  # bytes that it may use; 0: no limit
     view: Tally | None = None  # None: there is no run
@@ -71,8 +71,10 @@ class RunMetrics:
     Every coordinator exports the same values: take the maximum over replicas, never the sum.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], float]) -> None:
+        """``now``: seconds since 1970, Redis's clock."""
         self._seen: Seen | None = None
+        self._now = now
         registry.register(self)
 
     def saw(self, seen: Seen) -> None:
@@ -83,6 +85,8 @@ class RunMetrics:
         """Yield the metrics, for the registry."""
         seen = self._seen
         at = seen.at if seen else 0.0
+        # Alerts compare the times below with this one: their own clock may differ.
+        yield _gauge("run_clock_timestamp_seconds", "Redis's clock.", self._now())
         yield _gauge("run_looked_timestamp_seconds", "When Redis last answered; 0: not yet.", at)
         if seen is None:
             return

@@ -130,7 +130,7 @@ class Scheduler:
             await self._client.close()
 
     async def _work(self) -> None:
-        self._last = time.time()
+        self._last = self._ledger.now()
         await repeat(self._context, "schedule", self._step, within_s=60.0)
 
     async def _step(self) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
     async def _look_at_all(self) -> Tally:
         """Look at all open tasks and owned devices."""
         tally, changes = await self._ledger.changes()
-        self._mirror.follow(tally, changes, time.time())
+        self._mirror.follow(tally, changes, self._ledger.now())
         self._whole_at = time.monotonic()
         self._tell_failing()
         return tally
@@ -172,7 +172,7 @@ class Scheduler:
         )  # fmt: skip
         if changes.all_tasks:
             self._whole_at = time.monotonic()
-        followed = self._mirror.follow(tally, changes, time.time())
+        followed = self._mirror.follow(tally, changes, self._ledger.now())
         self._tell_failing()
         return opened, tally, followed
 
@@ -215,7 +215,7 @@ class Scheduler:
             opening = self._ledger.trigger(
                 self._lease.token, todo.limit, view.issued, todo.triggers
             )
-        wait_ms, now = BLOCK_MS, time.time()
+        wait_ms, now = BLOCK_MS, self._ledger.now()
         if todo.wake_at is not None:
             wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - now) * 1000)))
         opened, view, followed = await self._look_after(view, wait_ms, opening, todo.triggers)
@@ -284,11 +284,11 @@ class Scheduler:
             self._given_up |= dict.fromkeys(tasks, now)
 
     def _situation(self, view: Tally) -> Situation:
-        mirror, now = self._mirror, time.time()
+        mirror, now = self._mirror, self._ledger.now()
         self._last = min(self._last, now)  # a clock that was set back must not hold tasks back
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or mirror.tasks.count(version)
-        if self._round[0] != version or not begun:
+        if self._round[0] != version or not begun or self._round[1] > now:  # set back, too
             self._round = (version, now)
         return Situation(
             now=now,

@@ -157,6 +157,26 @@ def _as_json(refused: Counter | None) -> Middleware:
     return answer
 
 
+def _refusing_old_versions(refused: Counter | None) -> Middleware:
+    """Make what refuses HTTP/1.0, in which a proxy may disagree on where a request ends.
+
+    aiohttp reads chunks there, too, and others don't.
+    """
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.version >= HttpVersion11:
+            return await handler(request)
+        if refused is not None:
+            refused.labels("malformed").inc()
+        text = "only HTTP/1.1 is served; for a proxy of nginx: proxy_http_version 1.1"
+        response = problem(505, text, reason="malformed")
+        response.force_close()
+        return response
+
+    return answer
+
+
 def _expecting(refused: Counter | None) -> Callable[[web.Request], Awaitable[None]]:
     """Make what answers ``Expect``: aiohttp's own fails on a value that is not UTF-8."""
 
@@ -223,7 +243,7 @@ async def listening(
     many there may be. ``refused``: counts, by reason, what no route was asked about.
     """
     loop = asyncio.get_running_loop()
-    app.middlewares.insert(0, _for_us(http, refused))
+    app.middlewares[:0] = [_refusing_old_versions(refused), _for_us(http, refused)]
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 

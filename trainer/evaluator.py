@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -164,7 +163,7 @@ class Evaluator:
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(
             Event(
-                what="evaluation", service=self._name, time=time.time(),
+                what="evaluation", service=self._name, time=self._ledger.now(),
                 version=head.version, metrics=metrics,
             )
         )  # fmt: skip
@@ -179,7 +178,7 @@ class Evaluator:
         self._context.log.error("metrics raised", version=head.version, exc_info=error)
         await self._ledger.tell(
             Event(
-                what="error", service=self._name, time=time.time(), version=head.version,
+                what="error", service=self._name, time=self._ledger.now(), version=head.version,
                 reason=f"metrics: {type(innermost(error)).__name__}",
                 text=(users_traceback(error) or words(error))[-8000:],
             )

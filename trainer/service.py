@@ -213,7 +213,7 @@ class Trainer:
         site = self._settings.site
 
         def is_eligible(device: int) -> bool:
-            at_s = time.time() - run.created
+            at_s = self._ledger.now() - run.created
             return eligible(self._devices.availability, device, run.seed, at_s)
 
         def saved_work(task: str) -> SavedWork:
@@ -222,6 +222,7 @@ class Trainer:
 
         return Workshop(
             name=self._name, settings=self._settings, context=context, run=run,
+            now=self._ledger.now,
             solvers=self._solvers, devices=self._devices, is_eligible=is_eligible,
             newest=Newest(self._client, self._ledger, self._keys, site, run.layout, metrics),
             saved_work=saved_work, learner=learner, thread=thread, out=Model(run.layout),

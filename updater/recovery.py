@@ -139,9 +139,11 @@ class Recovery:
     async def _begin(self) -> RunState:
         """Begin a new run, with version 0 as the journal's first checkpoint."""
         run, model = await self._patiently(self.create_run)
+        now = self.ledger.now()
         state = RunState(
-            run=replace(run, lineage=secrets.token_hex(8)), strategy=self.rule.build(run.devices),
-            progress=Progress(State(0, model)), digest=model.digest(self.digests), time=time.time(),
+            run=replace(run, lineage=secrets.token_hex(8), created=now),
+            strategy=self.rule.build(run.devices),
+            progress=Progress(State(0, model)), digest=model.digest(self.digests), time=now,
             ends=Ends(self.index),
         )  # fmt: skip
         state = await self.begin_segment(state, "begun")
@@ -249,7 +251,7 @@ class Recovery:
         version, digest, made_at = head.version, head.digest, head.time
         if head.given != head.digest:
             # Redis has what devices were given of it: less than the version, so it is another.
-            version, digest, made_at = version + 1, model.digest_like(digest), time.time()
+            version, digest, made_at = version + 1, model.digest_like(digest), self.ledger.now()
             if run.state != "finished" and version >= run.versions:
                 run = replace(
                     run, state="finished", why=f"version {version} reached", finished=made_at
@@ -313,7 +315,7 @@ class Recovery:
         )  # fmt: skip
         found.version += 1
         found.digest = before.state.model.digest_like(found.digest)
-        found.time, found.made = time.time(), ()
+        found.time, found.made = self.ledger.now(), ()
         found.progress = Progress(State(found.version, before.state.model), norms=found.norms)
         return found
 
@@ -421,7 +423,7 @@ class Recovery:
             lineage=run.lineage, run=self.keys.name, task=run.task, devices=run.devices,
             versions=run.versions, seed=run.seed, created=run.created,
             strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),
-            release=f"numpy {np.__version__}, {platform.machine()}", time=time.time(),
+            release=f"numpy {np.__version__}, {platform.machine()}", time=self.ledger.now(),
             start=run.start,
             sources=sources_of(self.rule), parts=self.parts, format=self.format.name,
         )  # fmt: skip

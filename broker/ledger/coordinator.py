@@ -53,7 +53,7 @@ RIGHTS = Rights(
     ),
     writes=("queue", "dead"),
     commands=(
-        "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zmscore", "hgetall", "info",
+        "xgroup|create", "xreadgroup", "zrangebyscore", "zmscore", "hgetall", "info",
         "type", "sadd", "zrange", "smembers", "hscan", *blobs.READS,
     ),
     scripts=(

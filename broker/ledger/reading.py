@@ -170,9 +170,9 @@ class Register(Ledger):
 
         Returns names as written, which may not be valid text.
         """
-        now = await self._client.call("TIME")
+        now = await self._client.time()
         names: list[bytes] = await self._client.call(
-            "ZRANGEBYSCORE", self.keys.alive, "(0", int(now[0]) - seconds
+            "ZRANGEBYSCORE", self.keys.alive, "(0", now - seconds
         )
         return names
 

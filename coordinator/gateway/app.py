@@ -236,7 +236,7 @@ class GatewayApp:
             return _json(Advice(go_on=False, why=why))
         why_not = await self._running().tasks.overdue(held)
         run, head = self._current.run, self._current.head
-        advice = offers.advice(held, said.attempt, run, head, time.time())
+        advice = offers.advice(held, said.attempt, run, head, self._running().tasks.now())
         if advice.why == "too stale":  # and it would be, however often it were offered again
             why_not = why_not or reasons.BECAME_STALE
         if why_not is not None:

@@ -31,7 +31,7 @@ class Teller:
 
     def __init__(self, channel: IO[bytes]) -> None:
         self._channel = channel
-        self._shown = 0.0
+        self._shown = -_EVERY_S
 
     def _tell(self, **message: object) -> None:
         try:
@@ -50,10 +50,10 @@ class Teller:
         self._tell(kind="say", text=text)
 
     def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
-        now = time.time()
-        if not 0 <= now - self._shown < _EVERY_S:
+        now = time.monotonic()
+        if now - self._shown >= _EVERY_S:
             self._shown = now
-            text = doing(view, history, now, stopping=stopping)
+            text = doing(view, history, stopping=stopping)
             told = f"{text} · {figures(view, history)}" if view else text
             self._tell(kind="show", version=view.head.version if view else 0, text=told)
 

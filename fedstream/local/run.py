@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstream.broker.client import Client
+from fedstream.broker.clock import uptime
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
@@ -160,7 +161,7 @@ class LocalRun:
         self._host, self._port = settings.http.host, port  # the coordinator's
         self._has_page = has_page(settings.page, settings.http)
         self._header = _header(request, subject, self._client.address, over_http)
-        self._started = time.time()
+        self._started = uptime()
         self._table: report.Table | None = None  # None: the run does not exist yet
         self._ending: Ending | None = None
         self._over = asyncio.Event()
@@ -349,7 +350,8 @@ class LocalRun:
             await self._client.close()
         facts = results.facts(
             request, subject, view, how,
-            started=self._started, restarts=self._supervisor.restarts,
+            seconds=uptime() - self._started, ended=self._client.clock.now(),
+            restarts=self._supervisor.restarts,
         )  # fmt: skip
         numbers = report.summary(facts, history, view)
         code, files, picture = how.code, list[str](), None

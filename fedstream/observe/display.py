@@ -86,11 +86,11 @@ def short(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def doing(view: Tally | None, history: History, now: float, *, stopping: bool) -> str:
+def doing(view: Tally | None, history: History, *, stopping: bool) -> str:
     """Current activity: the pace, unless the services are starting or stopping."""
     if stopping:
         return "stopping the services"
-    return "starting the services" if view is None else pace(view, history, now)
+    return "starting the services" if view is None else pace(view, history, view.now)
 
 
 def quarantined(devices: Sequence[int]) -> str:
@@ -220,7 +220,7 @@ class Lines:
             return
         self._shown = time.monotonic()
         done = f"version {view.head.version} of {view.run.versions}"
-        now = doing(view, history, time.time(), stopping=stopping)
+        now = doing(view, history, stopping=stopping)
         line(f"{done} · {now} · {figures(view, history)}")
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
@@ -280,7 +280,7 @@ class Bar:
     def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
         if self._live is None:
             return
-        text = doing(view, history, time.time(), stopping=stopping)
+        text = doing(view, history, stopping=stopping)
         if view is None:
             waiting = Text(f"{text} {'.' * (int(time.monotonic() * 2) % 4)}")
             self._live.update(waiting, refresh=True)

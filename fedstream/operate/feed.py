@@ -251,10 +251,9 @@ class Feeder:
             todo.done()
         return _LOOK_S
 
-    @staticmethod
-    def _triggering(upload: Upload) -> Trigger:
+    def _triggering(self, upload: Upload) -> Trigger:
         return Trigger(
-            task=task_id(time.time_ns() // 1_000_000), device=upload.device, seed=0,
+            task=task_id(round(self._ledger.now() * 1000)), device=upload.device, seed=0,
             steps=max(1, upload.steps), why=f"replay of {upload.task}",
         )  # fmt: skip
 

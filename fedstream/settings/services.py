@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -156,7 +155,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         devices=devices,
         versions=settings.run.versions,
         seed=settings.run.seed,
-        created=time.time(),
+        created=0.0,  # the updater says when
         max_staleness=rule.max_staleness,
         sends=rule.sends,
         by_steps=rule.by_steps,

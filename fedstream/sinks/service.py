@@ -252,7 +252,7 @@ class Tracking:
         run, head = await self._ledger.run(), await self._ledger.head()
         if run.state != "finished" or head is None:
             return
-        waited = time.time() - (run.finished or 0.0) > _MEASURED_WITHIN_S
+        waited = self._ledger.now() - (run.finished or 0.0) > _MEASURED_WITHIN_S
         if not (stopping or waited or self._feed.tried == head.version):
             return
         summary: dict[str, TrackedValue] = {

@@ -209,7 +209,7 @@ class Injector:
 
     async def _clock(self, fault: Fault) -> None:
         control = self._controls[await self._name(fault)]
-        control["clock_s"] = 240.0 * (fault.share - 0.5)
+        control["clock_s"] = 7200.0 * (fault.share - 0.5)
         await asyncio.sleep(fault.seconds)
         control["clock_s"] = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from fedstream.broker.messages import (
     Presence,
     Trigger,
     Upload,
+    time_of,
 )
 from fedstream.broker.records import Run
 from fedstream.coordinator.entries import LARGEST
@@ -74,14 +76,18 @@ async def strays(run: Hand) -> dict[str, int]:
 
 
 async def test_coordinator_sets_origin_and_task_of_a_sites_trigger(
-    run: Hand, redis: RedisSettings, keys: Keys
+    run: Hand, redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The id's time is Redis's: of the ended tasks, those with the newest ids are remembered."""
+    now = time.time()
+    monkeypatch.setattr(time, "time_ns", lambda: int((now - 3600) * 1e9))
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
     said = run.trigger(device=3, origin="scheduler", task="0", why="round", version=0, deadline=1.0)
     async with running(make(redis, keys), context()):
         await Outbox(run.client, keys, NORTH).say(said)
         await heard(run, 1)
     [opened] = (await run.ledger.look()).open
-    assert len(opened.task) == 36
+    assert time_of(opened.task) == pytest.approx(now, abs=60)
     assert opened == said.model_copy(
         update={
             "task": opened.task, "origin": "north/scheduler", "why": "own initiative",

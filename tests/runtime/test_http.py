@@ -529,6 +529,18 @@ async def test_malformed_request_is_logged_and_answered_in_json(request_: bytes)
         assert "\n" not in line["reason"]
 
 
+@pytest.mark.parametrize("port", ["port", "health_port"])
+@pytest.mark.parametrize("path", ["/short", "/livez", "/v2/nothing"])
+async def test_http_before_1_1_is_refused_on_every_port(port: str, path: str) -> None:
+    async with site() as http:
+        reader, writer = await http.connected(port)
+        writer.write(get(path, "Connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0") * 2)
+        status, _, body = await answer(reader)
+        assert (status, body["reason"]) == (505, "malformed")
+        assert await is_closed(reader)
+        writer.close()
+
+
 async def test_failing_handler_is_logged_and_answered_in_json() -> None:
     async with site() as http:
         with capture_logs() as lines:

@@ -151,7 +151,7 @@ class FleetRoutes:
     ) -> web.StreamResponse:
         if self._opened is None or self._opened.context.stop.is_set():
             raise self._later("the gateway is starting or stopping")
-        device, pem = self._roster.device_of(request.headers, time.time())
+        device, pem = self._roster.device_of(request.headers, self._ledger.now())
         _, is_revoked = await self._ledger.registration(device)
         if is_revoked:
             raise Refusal(401, "revoked", f"device {device} is revoked")
@@ -296,7 +296,7 @@ class FleetRoutes:
         about = {
             "run_id": self._run_id(), "src_node_id": _SERVER, "dst_node_id": device + _FIRST_NODE,
             "reply_to_message_id": "", "group_id": str(head.version), "ttl": _TTL_S,
-            "message_type": "train", "created_at": time.time(), "message_id": "",
+            "message_type": "train", "created_at": self._ledger.now(), "message_id": "",
         }  # fmt: skip
         message = protobuf.message("Message", metadata=about)
         whole = packed("Message", message.SerializeToString(), [content])

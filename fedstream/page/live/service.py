@@ -71,6 +71,7 @@ class LiveService:
         self._run = settings.run.name
         keys = Keys(settings.run.name)
         self._sessions = Sessions(self._run, settings.http.token, settings.page.operator_token)
+        self._now = client.clock.now  # on which replicas agree
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
         self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
@@ -184,7 +185,7 @@ class LiveService:
         return self._sessions.is_open or now is not None or self._sessions.is_bearer(header)
 
     def _who(self, request: web.Request) -> Who | None:
-        return self._sessions.who(self._cookie(request), time.time())
+        return self._sessions.who(self._cookie(request), self._now())
 
     def _cookie(self, request: web.Request) -> str:
         return request.cookies.get(self._sessions.cookie, "")
@@ -349,7 +350,7 @@ class LiveService:
         guesser = network_of(request.remote or "")
         if (wait_s := self._guesses.wait_s(guesser, time.monotonic())) > 0:
             return await self._too_often(to, who, wait_s)
-        begun = self._sessions.begun(said.get("token", ""), time.time())
+        begun = self._sessions.begun(said.get("token", ""), self._now())
         if begun is None or (who == "operator" and begun[0] != "operator"):
             self._guesses.charge(guesser, time.monotonic())
             self._say("login refused", request, to=to[:80])
