@@ -6,11 +6,12 @@ torch is imported by the task's metrics alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import ceil, isnan, sqrt
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.trainer.placement import Processor, placed
-from fedstream.trainer.task import Task, measured
+from fedstream.trainer.task import NoLabels, Task, measured
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +41,9 @@ def device_metrics(
     place: Processor = "cpu",
     cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[int, dict[str, float]]:
-    """The metrics of a model on each device's test data, by device; devices without any are absent.
+    """The metrics of a model on each device's test data, by device.
+
+    Devices without test data, or without a label that counts, are absent.
 
     Of more than 10,000 devices, that many evenly spaced ones are measured. Stops early, with those
     measured so far, once ``cancelled``. Raises whatever the task raises.
@@ -52,7 +55,8 @@ def device_metrics(
             break
         data = task.device_test_data(device)
         if data is not None:
-            found[device] = measured(task, module, placed(data, place))
+            with suppress(NoLabels):
+                found[device] = measured(task, module, placed(data, place))
     return found
 
 
