@@ -6,6 +6,7 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
@@ -14,6 +15,7 @@ from fedstream.broker.errors import ConfigError, DataError
 from fedstream.broker.layout import Model
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import gather, samples_of
+from fedstream.trainer.goals import Goals
 from fedstream.trainer.splitting import PartitionSettings
 
 if TYPE_CHECKING:
@@ -40,6 +42,10 @@ class Task(ABC):
 
     devices: int | None = None
     """The number of devices that the data is split over; None: unknown to the task."""
+
+    goal: Goals = MappingProxyType({})
+    """Whether a metric is to be low or high, by its name: ``goal = {"bits": "min"}``. Names that
+    everybody knows, such as accuracy, loss or rmse, need not be here."""
 
     exact_steps: ClassVar[bool] = True
     """Whether ``train`` says how many steps it took, at which learning rate, and corrects client

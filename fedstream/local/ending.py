@@ -77,6 +77,7 @@ def notices(
     """
     for kind, event in history.errors.items():
         yield f"error {kind}", _raised(event)
+    yield from history.notices()
     if view is None:
         return
     if free_bytes is not None and free_bytes < view.run.layout.nbytes:

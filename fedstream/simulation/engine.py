@@ -26,6 +26,7 @@ from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.trainer.goals import declared_goals, ends_run
 from fedstream.trainer.solvers import Cancelled
 from fedstream.updater import refusals
 
@@ -263,7 +264,14 @@ class _Simulation:
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
-                journal, settings, self._devices, self._progress, self._digest, self._start, lineage
+                journal,
+                settings,
+                self._devices,
+                self._progress,
+                self._digest,
+                self._start,
+                declared_goals(task),
+                lineage,
             )
             if journal
             else None
@@ -440,7 +448,7 @@ class _Simulation:
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"
-        elif run.target_accuracy and metrics.get("accuracy", 0.0) >= run.target_accuracy:
+        elif ends_run(metrics, run.target_accuracy):
             said = f"accuracy {metrics['accuracy']:.4f} reached"
             self._ending = "finished", said
         losses = [update.loss for update in updates if update.loss is not None]

@@ -69,7 +69,7 @@ def test_data_without_any_label_cannot_be_measured() -> None:
 def test_a_device_without_labels_is_not_served_worst() -> None:
     found = device_metrics(Tagging(), Perfect(), 3)
     assert sorted(found) == [1, 2]
-    assert spread(found)["device_worst_tenth_accuracy"] == 1.0
+    assert spread(found, {})["device_worst_tenth_accuracy"] == 1.0
 
 
 def test_a_minibatch_without_labels_changes_neither_model_nor_reported_loss() -> None:
