@@ -77,9 +77,12 @@ def unknown_goal(metric: str) -> str:
 
 
 def main_metric(names: Iterable[str]) -> str | None:
-    """The metric to show or compare unless another is asked for: accuracy, or the first one."""
-    own = [name for name in names if not name.startswith(OVER_DEVICES)]
-    return "accuracy" if "accuracy" in own else next(iter(own), None)
+    """The metric to show or compare unless another is asked for; None if there is none.
+
+    It is accuracy, or else the first by name that is not the loss.
+    """
+    own = (name for name in names if not name.startswith(OVER_DEVICES))
+    return min(own, key=lambda name: (name != "accuracy", name == "loss", name), default=None)
 
 
 def declared_goals(task: Task) -> dict[str, Goal]:

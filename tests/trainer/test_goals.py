@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import ConfigError
-from fedstream.trainer.goals import Swings, declared_goals, goal_of, reaches
+from fedstream.trainer.goals import Swings, declared_goals, goal_of, main_metric, reaches
 from fedstream.trainer.task import Task
 
 
@@ -56,6 +56,15 @@ def test_a_target_is_reached_from_the_right_side() -> None:
         True, True, False, False
     ]  # fmt: skip
     assert [reaches(value, 2.0, "max") for value in (1.0, 2.0, 3.0)] == [False, True, True]
+
+
+def test_the_main_metric_does_not_depend_on_the_order() -> None:
+    for names in (["loss", "rmse", "device_mean_accuracy", "mae"], ["mae", "rmse", "loss"]):
+        assert main_metric(names) == "mae"
+    assert main_metric(["f1", "loss", "accuracy"]) == "accuracy"
+    assert [main_metric(names) for names in (["loss"], ["device_mean_f1"], [])] == [
+        "loss", None, None
+    ]  # fmt: skip
 
 
 def relapses(metric: str, *values: float) -> int | None:
