@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
@@ -39,6 +39,9 @@ class Bisection:
     limit: Limit
     every: int | None = None  # measure every N-th version; None: about 50 in all
     until: int | None = None  # the last version that counts; None: the newest
+    # The metric as the run measured it: what is known of a run that goes on doesn't change what is
+    # asked.
+    recorded: Mapping[int, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ def bisection(fields: Fields, run: RecordedRun) -> tuple[Bisection | None, Probl
             reading.problems["bound"] = str(error)
     if reading.problems or limit is None:
         return None, reading.problems
-    return Bisection(metric, limit, every, until), {}
+    recorded = {one.version: one.metrics[metric] for one in run.measured if metric in one.metrics}
+    return Bisection(metric, limit, every, until, recorded), {}
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from sys import stderr
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import DataError, FedstreamError, LayoutMismatch
 from fedstream.broker.layout import Model
+from fedstream.observe.recall import measurements
+from fedstream.observe.report import METRICS
 from fedstream.settings.services import loaded
 from fedstream.trainer.task import measured, untrained
 
@@ -63,6 +66,18 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
             return measured(task, module, data)
 
     return measure
+
+
+def recorded_values(journal: Path, metric: str) -> dict[int, float]:
+    """A metric as the run itself measured it, by version, from the metrics.csv beside its journal.
+
+    Empty without the file. Raises FedstreamError for anything but such a table.
+    """
+    table = next(
+        (at / METRICS for at in (journal, journal.parent) if (at / METRICS).is_file()), None
+    )
+    measured = measurements(table) if table is not None else []
+    return {one.version: one.metrics[metric] for one in measured if metric in one.metrics}
 
 
 @contextmanager

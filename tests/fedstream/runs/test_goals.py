@@ -123,7 +123,9 @@ def test_an_unknown_goal_is_asked_for_and_never_guessed(simulated: Path, command
     code, said, _ = command("compare", folder, "--out", simulated / "one")
     assert code == 0
     assert "no best: whether a low or a high misfit is good is " + asked in said
-    code, said, _ = command("compare", folder, "--goal", "min", "--out", simulated / "two", "--json")
+    code, said, _ = command(
+        "compare", folder, "--goal", "min", "--out", simulated / "two", "--json"
+    )
     assert json.loads(said)["runs"][0]["best_version"] > 0
     with pytest.raises(ConfigError, match=r"--target 0\.5: whether a low or a high misfit"):
         fedstream.compare([folder], target=0.5)
