@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from sys import stderr
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import DataError, FedstreamError, LayoutMismatch
@@ -48,14 +48,14 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
 
     torch.set_num_threads(settings.evaluator.threads)
     name = settings.task.name
-    with redirect_stdout(stderr), _told(f"task {name!r}"):  # stdout may be read by a program
+    with redirect_stdout(sys.stderr), _told(f"task {name!r}"):  # stdout may be read by a program
         task = loaded(settings.task)
         data, module = task.test_data(), untrained(task)
     if data is None:
         return None
 
     def measure(version: int, model: Model) -> dict[str, float]:
-        with redirect_stdout(stderr), _told(f"task {name!r}: metrics() of version {version}"):
+        with redirect_stdout(sys.stderr), _told(f"task {name!r}: metrics() of version {version}"):
             try:
                 vector.load(model, module)
             except LayoutMismatch as error:
@@ -73,10 +73,7 @@ def recorded_values(journal: Path, metric: str) -> dict[int, float]:
 
     Empty without the file. Raises FedstreamError for anything but such a table.
     """
-    table = next(
-        (at / METRICS for at in (journal, journal.parent) if (at / METRICS).is_file()), None
-    )
-    measured = measurements(table) if table is not None else []
+    measured = measurements(journal / METRICS) or measurements(journal.parent / METRICS)
     return {one.version: one.metrics[metric] for one in measured if metric in one.metrics}
 
 
