@@ -168,7 +168,7 @@ class History:
             if isnan(value) and not name.startswith(OVER_DEVICES):
                 yield f"nan {name}", f"{name} is not a number at version {version}: see metrics()"
         for name, relapses in self._swings.items():
-            if relapses.count > MOST_RELAPSES:
+            if name == self.main and relapses.count > MOST_RELAPSES:
                 lost = f"{relapses.count} times in {RECENT} measurements it lost what it had gained"
                 yield f"swings {name}", f"{name} swings: {lost}: see fedstream journal bisect"
 
