@@ -71,7 +71,7 @@ def test_devices_that_hardly_differ_do_not_stand_out(sign: float) -> None:
     alike = [0.2826, 0.2827, 0.2828, 0.2829, 0.2830]
     for last, stands_out in ((0.2844, False), (0.2828 * 1.09, False), (0.2828 * 1.11, True)):
         scores = robust_scores([sign * value for value in (*alike, last)])
-        assert (abs(scores[-1]) > OUTLIER) is stands_out
+        assert bool(abs(scores[-1]) > OUTLIER) is stands_out
         assert all(np.abs(scores[:-1]) < 1)
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import fedstream
 from fedstream.broker.errors import ConfigError
+from fedstream.broker.records import Run
+from fedstream.coordinator.app import status
+from fedstream.journal import opened
 from fedstream.page.questions import first_bisection, worsening
 from fedstream.page.run import RecordedRun
 from tests.fedstream.conftest import Command
+from tests.fedstream.views import view
 
 TASK = """
 import torch
@@ -56,6 +63,11 @@ class Misfit(Line):
 
 class Undeclared(Line):
     name = "misfit"
+
+
+class Odd(Misfit):
+    def metrics(self, model, data):
+        return super().metrics(model, data) | {"mse": float("nan")}
 """
 
 
@@ -111,6 +123,35 @@ def test_a_recording_carries_the_goal_in_its_journal(simulated: Path) -> None:
     assert worse is not None
     assert (worse.goal, worse.worst, worse.is_grave) == ("min", 100.0, True)
     assert first_bisection(again)["side"] == "above"
+
+
+def test_a_run_in_redis_carries_the_goal() -> None:
+    run = replace(view().run, goal={"misfit": "min"})
+    record = [one if isinstance(one, bytes) else one.encode() for one in run.record()]
+    assert Run.parsed(tuple(record)) == run
+    assert status("demo", replace(view(), run=run))["goal"] == {"misfit": "min"}
+    at = record.index(b"goal")
+    assert Run.parsed((*record[:at], *record[at + 2 :])).goal == {}  # by an older release
+
+
+@pytest.mark.process
+def test_a_metric_that_is_never_a_number_is_told_and_the_run_finishes(
+    tasks: Path, tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "fedstream", "run", "--task", f"{tasks}:Odd", "--versions", "20",
+         "--set", "solver.lr=0.05", "--out", tmp_path / "run"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "\nmse is not a number at version " in ended.stdout
+    assert "\nwarning    never a finite number: mse; see the task's metrics()\n" in ended.stdout
+    numbers = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (numbers["goal"], numbers["never_finite"]) == ({"misfit": "min"}, ["mse"])
+    assert numbers["best"].keys() == {"misfit"}
+    assert f"misfit     {numbers['metrics']['misfit']:.4f} (best " in ended.stdout
+    with opened(tmp_path / "run") as chain:
+        assert chain[-1].head.goal == {"misfit": "min"}
 
 
 def test_an_unknown_goal_is_asked_for_and_never_guessed(simulated: Path, command: Command) -> None:
