@@ -38,7 +38,7 @@ from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
-from fedstream.sinks.choice import named, parameters
+from fedstream.sinks.choice import flat, named, parameters
 from fedstream.sinks.direct import DirectSinks
 from fedstream.sinks.sink import TrackedRun
 from fedstream.terminal import console, line, measure
@@ -100,7 +100,8 @@ def simulate_into(
         update={"sinks": tuple(sink.placed(out.absolute()) for sink in settings.sinks)}
     )
     with _folder(out, settings, begun=lambda: len(history.versions) > 1):
-        tracked = TrackedRun(secrets.token_hex(8), settings.run.name, began, parameters(settings))
+        about = {**parameters(settings), **flat({"goal": history.goal})}
+        tracked = TrackedRun(secrets.token_hex(8), settings.run.name, began, about)
         sinks = DirectSinks(named(settings.sinks), tracked, lambda why: line(why, err=True))
 
         def heard(made: VersionMade, _model: object) -> None:
