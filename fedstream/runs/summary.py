@@ -81,6 +81,8 @@ def from_file(path: Path) -> dict[str, Any]:
                 "version": found.best_accuracy_version, "value": found.best_accuracy,
             }
         }  # fmt: skip
+    if not found.metrics and found.accuracy is not None:
+        numbers["metrics"] = {"accuracy": found.accuracy}
     if found.updates is None:  # an older release's
         numbers["updates"] = found.tasks.get("applied", 0) + found.tasks.get("buffered", 0)
     numbers["simulated"] = found.simulated or found.virtual_seconds is not None
