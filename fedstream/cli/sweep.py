@@ -83,7 +83,7 @@ def sweep(
     from fedstream.observe import report
     from fedstream.settings.config import options, read
     from fedstream.sweep import command as page
-    from fedstream.sweep.results import Judgement
+    from fedstream.sweep.results import Ranking
 
     given = options(
         task=task, strategy=strategy, devices=devices, versions=versions, data_root=data_root
@@ -95,7 +95,7 @@ def sweep(
     request = page.SweepRequest(
         over=over or (),
         out=out or Path("sweeps") / reading(()).run.name,
-        judgement=Judgement(metric, goal, which="best" if best else "last"),
+        ranking=Ranking(metric, goal, which="best" if best else "last"),
         repeats=repeats,
         random=random,
         seed=seed,
@@ -109,7 +109,7 @@ def sweep(
         line(f"interrupted: the same command continues, in {request.out}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        verbatim(report.as_json(page.as_json(found, request.judgement)) + "\n")
+        verbatim(report.as_json(page.as_json(found, request.ranking)) + "\n")
     else:
         page.show(found, request)
     page.complain(found)

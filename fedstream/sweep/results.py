@@ -25,7 +25,7 @@ Which: TypeAlias = Literal["last", "best"]
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Ranking:
     """What makes one configuration better than another."""
 
     metric: str = "accuracy"
@@ -105,7 +105,7 @@ class Ranked:
 def lines(
     configurations: Sequence[Configuration],
     runs: Iterable[Finished],
-    judgement: Judgement,
+    ranking: Ranking,
     repeats: int,
 ) -> list[Ranked]:
     """The configurations that have run, the best first. Raises ConfigError.
@@ -119,7 +119,7 @@ def lines(
     found = []
     for one in configurations:
         if done := sorted(of.get(one.name, ()), key=lambda run: run.repeat):
-            values = tuple(value for run in done if (value := judgement.of(run)) is not None)
+            values = tuple(value for run in done if (value := ranking.of(run)) is not None)
             found.append(Ranked(one.name, one.keys, tuple(done), values))
 
     def place(line: Ranked) -> tuple[bool, int, float]:
@@ -127,7 +127,7 @@ def lines(
         if mean is None:
             return True, line.failed, inf
         run = next(run for run in line.runs if run.state == "finished")
-        return False, line.failed, mean if judgement.goal_in(run) == "min" else -mean
+        return False, line.failed, mean if ranking.goal_in(run) == "min" else -mean
 
     return sorted(found, key=place)
 

@@ -109,9 +109,7 @@ def test_a_low_value_is_the_best_where_the_name_or_the_task_says_so(simulated: P
         assert f"best {measured[best]:.4f} at version {best}" in repr(run)
 
 
-def test_a_recording_carries_the_goal_in_its_journal(
-    simulated: Path, command: Command
-) -> None:
+def test_a_recording_carries_the_goal_in_its_journal(simulated: Path, command: Command) -> None:
     code, said, _ = command("list", simulated)
     assert code == 0
     rows = {line.split()[0]: line.split()[6:9] for line in said.splitlines()}
