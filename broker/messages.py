@@ -39,6 +39,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # Ids of tasks and attempts, without the separators used in blob names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
+Goal = Literal["min", "max"]  # whether a metric is good if it is low or high
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000

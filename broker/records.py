@@ -14,6 +14,7 @@ from fedstream.broker.errors import BrokerError
 from fedstream.broker.layout import Layout
 from fedstream.broker.messages import (
     OUTCOMES,
+    Goal,
     Outcome,
     Quarantine,
     Sends,
@@ -64,11 +65,13 @@ class Run:
     why: str | None = None  # reason for finishing
     finished: float | None = None  # seconds since 1970
     start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
+    goal: Mapping[str, Goal] = field(default_factory=dict)  # of metrics, as the task declares them
 
     def record(self) -> list[str | bytes]:
         return flattened(
             {name: value for name, value in self.__dict__.items() if name != "layout"}
             | {
+                "goal": msgpack.packb(self.goal),
                 "keys": _KEYS,
                 "layout": self.layout.signature,
                 "size": self.layout.nbytes,
@@ -104,6 +107,7 @@ class Run:
             why=record["why"].decode() if "why" in record else None,
             finished=None if finished is None else float(finished),
             start=record.get("start", b"").decode(),
+            goal=msgpack.unpackb(record.get("goal", b"\x80")),
         )
 
 

@@ -37,6 +37,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "task": run.task,
         "strategy": run.strategy,
         "devices": run.devices,
+        "goal": dict(run.goal),
         "parameters": run.layout.parameters,
         "model_bytes": run.layout.nbytes,
         "created": run.created,

@@ -9,6 +9,7 @@ from pydantic import Field
 from fedstream.broker.messages import (
     Contribution,
     Count,
+    Goal,
     Message,
     Name,
     Outcome,
@@ -72,6 +73,8 @@ class SegmentHead(Message):
     # The same for parts that no replay needs (solvers, partition, policy), by configuration key.
     parts: dict[Name, Chain] = Field(default_factory=dict)
     format: Name = "f32"  # in which devices are given the versions made here
+    # Of metrics, as the task declares them; None: by a release that doesn't say, or none.
+    goal: dict[Name, Goal] | None = None
 
 
 class Standing(Message):

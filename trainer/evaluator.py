@@ -23,6 +23,7 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.fairness import PerDevice, device_metrics, spread
+from fedstream.trainer.goals import Swings, ends_run
 from fedstream.trainer.placement import Processor, Threads, check, placed
 from fedstream.trainer.task import measured, untrained
 from fedstream.wire.newest import read_newest
@@ -83,6 +84,11 @@ class Evaluator:
         self._metrics = Gauge(
             "fedstream_metric", "The newest measurement.", ["metric"], registry=context.registry
         )
+        self._relapses = Gauge(
+            "fedstream_metric_relapses",
+            "How often a metric lost what it had gained, in the newest 20 measurements.",
+            ["metric"], registry=context.registry,
+        )  # fmt: skip
         self._version = Gauge(
             "fedstream_measured_version", "The version measured last.", registry=context.registry
         )
@@ -110,6 +116,7 @@ class Evaluator:
         self._learning = self._load()
         data = self._learning.test_data()
         self._data: Dataset[object] | None = data if data is None else placed(data, place)
+        self._swings = Swings(self._learning.goal)
         self._module: nn.Module = untrained(self._learning).to(place)
 
     async def _step(self) -> None:
@@ -157,8 +164,11 @@ class Evaluator:
             await self._report(error, head)
             self._measured, self._lacks_spread = head.version, False
             return
+        self._swings.add(metrics)
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
+        for name, relapses in self._swings.items():
+            self._relapses.labels(name).set(relapses.count)
         self._version.set(head.version)
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(
@@ -185,7 +195,7 @@ class Evaluator:
         )  # fmt: skip
 
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:
-        return self._target is not None and metrics.get("accuracy", 0.0) >= self._target
+        return ends_run(metrics, self._target)
 
     def _is_spread(self, metrics: Mapping[str, float], is_last: bool) -> bool:
         """Whether devices are measured with these metrics, or never are."""
@@ -205,5 +215,5 @@ class Evaluator:
                 self._context.stop.is_set,
             )  # fmt: skip
             if not self._context.stop.is_set():  # else some are missing
-                metrics |= spread(found)
+                metrics |= spread(found, self._learning.goal)
         return metrics

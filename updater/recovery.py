@@ -389,6 +389,7 @@ class Recovery:
             by_steps=strategy.by_steps, lineage=head.lineage,
             state="finished" if over else "running", why=over,
             finished=found.time if over else None, start=head.start,
+            goal=head.goal or {},
         )  # fmt: skip
 
     # the journal's segments
@@ -424,7 +425,7 @@ class Recovery:
             versions=run.versions, seed=run.seed, created=run.created,
             strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),
             release=f"numpy {np.__version__}, {platform.machine()}", time=self.ledger.now(),
-            start=run.start,
+            start=run.start, goal=dict(run.goal) or None,
             sources=sources_of(self.rule), parts=self.parts, format=self.format.name,
         )  # fmt: skip
         standing, models = standing_of(

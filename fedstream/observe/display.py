@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from math import isfinite
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -16,6 +17,7 @@ from rich.text import Text
 from fedstream.broker.records import Tally
 from fedstream.observe.history import FIRST_S, History, is_stalled
 from fedstream.terminal import cell, console, cut, line, measure, number, spaced
+from fedstream.trainer.goals import main_metric, unknown_goal
 
 _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
@@ -128,12 +130,12 @@ def failing_rows(
 
 
 def figures(view: Tally, history: History) -> str:
-    """Accuracy, staleness and counts, in one line."""
+    """The main metric, staleness and counts, in one line."""
     parts = []
     if measured := history.measured:
         version, metrics = measured
-        if "accuracy" in metrics:
-            parts.append(f"accuracy {metrics['accuracy']:.3f} at {version}")
+        if history.main is not None:
+            parts.append(f"{history.main} {metrics[history.main]:.3f} at {version}")
     parts.append(f"staleness {history.recent_staleness():.1f}")
     if view.run.state == "running":  # meaningless once training is over
         parts += [
@@ -164,20 +166,40 @@ def fairness(metrics: Mapping[str, float | None]) -> str:
     parts = (("mean", "mean"), ("worst tenth", "worst_tenth"), ("deviation", "deviation"))
     values = [(said, metrics.get(f"device_{key}_{name}")) for said, key in parts]
     told = ", ".join(f"{said} {measure(v)}" for said, v in values if v is not None)
-    return f"{name} {told}"
+    has_worst = f"device_worst_tenth_{name}" in metrics
+    return f"{name} {told}" if has_worst else f"{name} {told}; {unknown_goal(name)}"
+
+
+def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The main metric at the end and at its best, as (name, value); None if nothing was measured.
+
+    Its best is unknown if it was never a finite number, or has no goal.
+    """
+    name = main_metric(numbers["metrics"])
+    if name is None:
+        return None
+    value = numbers["metrics"][name]
+    text = "not a finite number" if value is None or not isfinite(value) else measure(value)
+    if numbers["measured_version"] != numbers["versions"]:
+        text += f" at version {numbers['measured_version']}"
+    if best := numbers["best"].get(name):
+        text += f" (best {measure(best['value'])} at version {best['version']})"
+    return name, text
+
+
+def never_finite(numbers: Mapping[str, Any]) -> str:
+    """The metrics that never were a finite number, in words; '' if all were."""
+    never = ", ".join(numbers["never_finite"])
+    return f"never a finite number: {never}; see the task's metrics()" if never else ""
 
 
 def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Result as rows of (name, value)."""
     rows = [("result", f"{numbers['state']}: {numbers['why']}")]
-    if numbers["accuracy"] is not None:
-        text = f"{numbers['accuracy']:.4f}"
-        if numbers["measured_version"] != numbers["versions"]:
-            text += f" at version {numbers['measured_version']}"
-        if numbers["best_accuracy"] is not None:  # None: never a finite number
-            best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
-            text += f" (best {best:.4f} at version {at})"
-        rows.append(("accuracy", text))
+    if main := main_row(numbers):
+        rows.append(main)
+    if never := never_finite(numbers):
+        rows.append(("warning", never))
     if served := fairness(numbers["metrics"]):
         rows.append(("devices", served))
     speed = f"{numbers['seconds']:.1f} s, {numbers['updates_per_s']:.1f} updates/s"

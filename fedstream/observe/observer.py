@@ -80,6 +80,7 @@ class Observer:
     async def look(self) -> Tally:
         """Refresh the view. Raises NoRun until the run exists."""
         self.view = await self.ledger.tally(inboxes=True)
+        self.history.goal.update(self.view.run.goal)
         self._looked = time.monotonic()
         return self.view
 

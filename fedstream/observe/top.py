@@ -86,7 +86,7 @@ def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, 
     shape = " ".join(f"{label}:{count}" for label, count in bins if count)
     spark = sparkline([count for _, count in bins]).rstrip()
     rows = [
-        ("accuracy", _accuracy(history)),
+        (history.main or "accuracy", _measured(history)),
         (
             "staleness",
             f"mean {history.mean_staleness:.2f}, max {max(late, default=0)}  {spark}  {shape}",
@@ -108,15 +108,20 @@ def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, 
     return two_columns(rows)
 
 
-def _accuracy(history: History) -> str:
-    known = (m.get("accuracy", math.nan) for _, m in sorted(history.evaluations.items()))
-    points = [accuracy for accuracy in known if math.isfinite(accuracy)]
-    if not points or history.best_accuracy is None or history.measured is None:
+def _measured(history: History) -> str:
+    """The main metric: its newest value, its best, and its curve."""
+    name = history.main
+    if name is None or history.measured is None:
         return "not measured yet"
-    at, best = history.best_accuracy
-    curve = sparkline(points[:: max(1, len(points) // 24)])
-    last = measure(points[-1])
-    return f"{last} at {history.measured[0]}, best {measure(best)} at {at}  {curve}"
+    known = (m.get(name, math.nan) for _, m in sorted(history.evaluations.items()))
+    points = [value for value in known if math.isfinite(value)]
+    if not points:
+        return "never a finite number"
+    text = f"{measure(points[-1])} at {history.measured[0]}"
+    if name in history.best:
+        at, best = history.best[name]
+        text += f", best {measure(best)} at {at}"
+    return f"{text}  {sparkline(points[:: max(1, len(points) // 24)])}"
 
 
 def _trainers(trainers: Mapping[str, Mapping[str, Any]], heard: Mapping[str, float]) -> Table:

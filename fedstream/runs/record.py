@@ -20,6 +20,7 @@ from fedstream.runtime.files import read_regular
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.visible import visible
 from fedstream.settings.recording import CONFIG
+from fedstream.trainer.goals import goal_of, main_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,9 +221,11 @@ class RunRecord:
         Of a simulation without a journal, only what was measured.
         """
         if not self._mark():
-            points = [one for one in self.measurements if "accuracy" in one.metrics]
+            measured, goal = self.measurements, self.summary["goal"]
+            metric = main_metric(name for one in measured for name in one.metrics) or "accuracy"
+            points = [one for one in measured if metric in one.metrics]
             return pictures.overlaid(
-                [self.name], [points], "accuracy", "virtual time", None, low=False
+                [self.name], [points], metric, "virtual time", None, goal_of(metric, goal)
             )
         found = self.reading()
         return pictures.curves_of(self.summary, found, self.seen(), self.clock)

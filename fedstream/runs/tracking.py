@@ -99,7 +99,8 @@ def _open(sink: Sink, name: str) -> Iterator[None]:
 
 def _about(run: RunRecord) -> TrackedRun:
     head = run.reading().head
-    return TrackedRun(head.lineage, run.name, _began(run), flat(run.settings))
+    about = flat(run.settings | {"goal": head.goal or {}})
+    return TrackedRun(head.lineage, run.name, _began(run), about)
 
 
 def _began(run: RunRecord) -> float:

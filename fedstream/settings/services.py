@@ -31,6 +31,7 @@ from fedstream.trainer.choices import Solvers
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.fairness import has_device_tests
+from fedstream.trainer.goals import declared_goals
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.service import Trainer
 from fedstream.updater.service import Updater
@@ -47,6 +48,7 @@ def task_of(settings: Settings) -> Task:
     """Load the task and check the other keys against it. Raises ConfigError."""
     task = loaded(settings.task)
     devices_of(settings, task)
+    declared_goals(task)  # raises
     return task
 
 
@@ -160,6 +162,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         sends=rule.sends,
         by_steps=rule.by_steps,
         start=start,
+        goal=declared_goals(task),
     )
     return run, model
 

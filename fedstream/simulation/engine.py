@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.broker import reasons
-from fedstream.broker.errors import DataError
+from fedstream.broker.errors import ConfigError, DataError
 from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Contribution, Upload
+from fedstream.broker.messages import Contribution, Goal, Upload
 from fedstream.coordinator.rests import no_device_works
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
@@ -30,6 +30,7 @@ from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.trainer.goals import best_of, declared_goals, ends_run, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled
 from fedstream.updater import refusals
 
@@ -99,6 +100,8 @@ class SimulationResult:
     """metrics on each device's own test data, as measured last (``evaluator.per_device``)"""
     update_bytes: int = 0
     """of all updates that arrived, in the format they were sent in"""
+    goal: Mapping[str, Goal] = field(default_factory=dict)
+    """of metrics, as the task declares them"""
     remembering: int = 0
     """devices with error feedback, which takes the memory of a model's parameters for each"""
 
@@ -108,8 +111,15 @@ class SimulationResult:
         return [made for made in self.versions if made.metrics]
 
     def best(self, name: str = "accuracy") -> float:
-        """Highest value of a metric over the measured versions."""
-        return max(made.metrics[name] for made in self.measured)
+        """Best value of a metric over the measured versions.
+
+        Raises ConfigError if nobody said whether the metric is to be low or high.
+        """
+        goal = goal_of(name, self.goal)
+        if goal is None:
+            raise ConfigError(unknown_goal(name))
+        found = best_of(((made.metrics[name], 0) for made in self.measured), goal)
+        return found[0] if found else math.nan
 
     def last(self, name: str = "accuracy") -> float:
         """Value of a metric at the last measured version."""
@@ -248,6 +258,7 @@ class _Simulation:
         from fedstream.simulation.training import Measuring, Training, blamed
 
         self._settings = settings
+        self._goal = declared_goals(task)
         self._on_version = on_version
         self._devices = devices_of(settings, task)
         self._failed: set[int] = set()  # numbers of tasks, for the plan
@@ -279,7 +290,14 @@ class _Simulation:
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
-                journal, settings, self._devices, self._progress, self._digest, self._start, lineage
+                journal,
+                settings,
+                self._devices,
+                self._progress,
+                self._digest,
+                self._start,
+                self._goal,
+                lineage,
             )
             if journal
             else None
@@ -315,7 +333,8 @@ class _Simulation:
             self._versions, model, module, self._devices, state, why, self._refused,
             self._given_up, dict(sorted(failing.items())), time.perf_counter() - began,
             self._measuring, self._training.together, self._start,
-            self._measure.per_device, self._transport.update_bytes, self._transport.remembering,
+            self._measure.per_device, self._transport.update_bytes, self._goal,
+            self._transport.remembering,
         )  # fmt: skip
 
     # arrivals, and training ahead of them
@@ -498,7 +517,7 @@ class _Simulation:
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"
-        elif run.target_accuracy and metrics.get("accuracy", 0.0) >= run.target_accuracy:
+        elif ends_run(metrics, run.target_accuracy):
             said = f"accuracy {metrics['accuracy']:.4f} reached"
             self._ending = "finished", said
         losses = [update.loss for update in updates if update.loss is not None]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedstream.journal.records import Counted
     from fedstream.settings.config import Settings
     from fedstream.simulation.arrivals import RoundOver
+    from fedstream.trainer.goals import Goals
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,13 @@ class SimulationRecorder:
         progress: Progress,
         digest: str,
         start: str,
+        goal: Goals,
         lineage: str,
     ) -> None:
         """Begin the journal. Raises JournalError; Fenced if there is one already.
 
-        ``digest``: of version 0. ``start``: where it was taken from, and ``lineage``: the run's
-        id, as the head says them.
+        ``digest``: of version 0. ``start``: where it was taken from, ``goal``: of metrics, and
+        ``lineage``: the run's id, as the head says them.
         """
         self._settings = settings.journal
         needs = [] if settings.wire.of_updates.is_plain else [WIRE_FORMATS]
@@ -67,7 +69,7 @@ class SimulationRecorder:
             seed=settings.run.seed, created=0.0, strategy=settings.rule.model_dump(mode="json"),
             layout=progress.state.model.layout.encode(),
             release=f"numpy {np.__version__}, {platform.machine()}, simulated", time=time.time(),
-            start=start,
+            start=start, goal=dict(goal) or None,
             sources=sources_of(settings.rule), parts=part_sources(settings),
             format=settings.wire.of_models.name,
         )  # fmt: skip

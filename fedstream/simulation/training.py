@@ -17,6 +17,7 @@ from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.fairness import device_metrics, spread
+from fedstream.trainer.goals import ends_run
 from fedstream.trainer.placement import check, placed
 from fedstream.trainer.solvers import Cancelled, Trained, Work
 from fedstream.trainer.task import Task, measured, untrained
@@ -223,12 +224,12 @@ class Measuring:
             if self._data is not None:
                 metrics = measured(self._task, self._training.module, self._data)
             when, target = self._settings.evaluator.per_device, self._settings.run.target_accuracy
-            last = last or (target is not None and metrics.get("accuracy", 0.0) >= target)
+            last = last or ends_run(metrics, target)
             if when == "always" or (when == "last" and last):
                 self.per_device = device_metrics(
                     self._task, self._training.module, self._devices, self._place
                 )
-                metrics |= spread(self.per_device)
+                metrics |= spread(self.per_device, self._task.goal)
         return metrics
 
 

@@ -207,7 +207,10 @@ class Tracking:
         if self._run is not None and self._run.lineage == run.lineage:
             return
         cursor = await self._ledger.cursor(self._name, run.lineage)
-        tracked = TrackedRun(run.lineage, self._ledger.keys.name, run.created, self._parameters)
+        goals = {f"goal.{name}": goal for name, goal in run.goal.items()}
+        tracked = TrackedRun(
+            run.lineage, self._ledger.keys.name, run.created, {**self._parameters, **goals}
+        )
         reached = await self._ask(lambda: self._sink.begin(tracked))
         own = Reached(cursor.version, cursor.evaluation)
         self._feed = Feed(own if reached is None else reached, cursor.lost)

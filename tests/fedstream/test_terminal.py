@@ -239,7 +239,7 @@ async def test_evaluation_without_a_version_or_by_a_device_is_ignored(
     assert observer.history.measured is None
     await hand.ledger.tell(event("evaluation", version=0, metrics={"accuracy": 0.5}))
     await observer.catch_up()
-    assert observer.history.best_accuracy == (0, 0.5)
+    assert observer.history.best["accuracy"] == (0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ HEALTHY = {
             ("fedstream_redis_memory_max_bytes", "", "100x45"),
         )
     },
+    'fedstream_metric_relapses{namespace="fl", pod="e-0", metric="accuracy"}': "1x45",
     'fedstream_leading{namespace="fl", pod="s-0", role="scheduler"}': "1x45",
     'fedstream_leading{namespace="fl", pod="s-1", role="scheduler"}': "0x45",  # stands by
     'fedstream_leading{namespace="fl", pod="u-0", role="updater"}': "1x45",
@@ -262,6 +263,8 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "refusals rise": ({'outcome="refused"': "0x15 0+10x30"}, {"FedstreamRefusals"}),
     "the task raises": ({'outcome="given_up"': "0x15 0+10x30"}, {"FedstreamTaskRaises"}),
+    "the accuracy swings": ({"metric_relapses": "1x15 2x30"}, {"FedstreamMetricSwings"}),
+    "it swung before the run was over": (FINISHED | {"metric_relapses": "2x45"}, set()),
     "the disk does not sync": (
         {"journal_unsynced": "0x15 134217728x30"}, {"FedstreamJournalBehind"},
     ),

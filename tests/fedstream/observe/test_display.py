@@ -122,11 +122,12 @@ def test_row_that_was_not_known_at_first_stands_below_the_others(
 
 def test_accuracy_names_its_version() -> None:
     numbers: dict[str, Any] = {
-        "state": "finished", "why": "version 9 reached", "accuracy": 0.5, "measured_version": 9,
-        "best_accuracy": 0.6, "best_accuracy_version": 4, "versions": 9, "versions_before": 0,
+        "state": "finished", "why": "version 9 reached", "measured_version": 9,
+        "best": {"accuracy": {"version": 4, "value": 0.6}}, "versions": 9, "versions_before": 0,
         "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
         "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
         "strays": {}, "failing": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
+        "never_finite": [],
     }  # fmt: skip
     rows = dict(display.result_rows(numbers))
     assert "devices" not in rows
@@ -140,8 +141,16 @@ def test_accuracy_names_its_version() -> None:
     assert dict(display.result_rows(numbers | {"metrics": served}))["devices"] == (
         "accuracy mean 0.4000, worst tenth 0.1000, deviation 0.2500"
     )
-    never = {"accuracy": float("nan"), "best_accuracy": None, "best_accuracy_version": None}
-    assert dict(display.result_rows(numbers | never))["accuracy"] == "nan"
+    unknown = {"device_mean_score": 2.0, "device_deviation_score": 1.0}
+    assert dict(display.result_rows(numbers | {"metrics": unknown}))["devices"] == (
+        "score mean 2.0000, deviation 1.0000; whether a low or a high score is good is unknown: "
+        'set Task.goal = {"score": "min"} or "max"'
+    )
+    for value in (float("nan"), None):  # as it goes on, and from summary.json
+        never = {"metrics": {"mse": value}, "best": {}, "never_finite": ["mse"]}
+        rows = dict(display.result_rows(numbers | never))
+        assert rows["mse"] == "not a finite number"
+        assert rows["warning"] == "never a finite number: mse; see the task's metrics()"
 
 
 def test_histogram_is_a_row_of_blocks() -> None:

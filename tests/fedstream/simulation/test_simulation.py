@@ -262,6 +262,14 @@ def test_only_due_versions_are_measured() -> None:
     assert [made.version for made in found.measured] == [10]
 
 
+def test_the_best_value_is_on_the_side_of_the_metrics_goal() -> None:
+    found = run("run.versions=10")
+    for name, pick in (("accuracy", max), ("loss", min)):
+        assert found.best(name) == pick(made.metrics[name] for made in found.measured)
+    with pytest.raises(ConfigError, match="a low or a high odd is good is unknown"):
+        found.best("odd")
+
+
 def test_simulation_ends_at_its_target() -> None:
     found = run("run.versions=500", "run.target_accuracy=0.5", "simulation.evaluate_every=1")
     assert found.state == "finished"
