@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
@@ -184,7 +184,7 @@ def _shaking(results: Results, cell: str) -> dict[int, float]:
     }
 
 
-def _by_level(values: dict[int, PerRepeat]) -> str:
+def _by_level(values: Mapping[int, PerRepeat]) -> str:
     return ", ".join(f"{mean_of(value):.4f} at p = {p}" for p, value in values.items())
 
 
