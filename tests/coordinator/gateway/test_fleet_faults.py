@@ -44,7 +44,8 @@ async def test_nothing_is_answered_that_ends_a_supernode(
     redis: RedisSettings, hand: Hand, tmp_path: Path, limit: str
 ) -> None:
     await hand.create()
-    async with fleet(hand, redis, tmp_path, **{limit: 0.01}) as node:
+    limits: dict[str, Any] = {limit: 0.01}
+    async with fleet(hand, redis, tmp_path, **limits) as node:
         beat = "/v1/fleet/send-node-heartbeat", "HeartbeatRequest"
         said = [await node.status(*beat, node={"node_id": node.id}) for _ in range(4)]
         assert said == [200, 200, 503, 503], "too many requests: 429 to others"
@@ -195,7 +196,7 @@ async def test_only_objects_that_are_expected_are_not_charged_to_the_device(
         assert all(await node.reply(message, reply))
         some = next(iter(received.contents))
         pull = "/v1/fleet/pull-object", "PullObjectRequest"
-        own_ = {"node": {"node_id": node.id}, "object_id": some}
+        own_: dict[str, Any] = {"node": {"node_id": node.id}, "object_id": some}
         assert 503 in [await node.status(*pull, **own_) for _ in range(60)]
 
 

@@ -95,13 +95,12 @@ def taken(pid: int, port: int, method: str, path: str, headers: Mapping[str, str
             wire = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             wire.sendall(head)
             wire.setblocking(False)
-            selector.register(wire, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            selector.register(wire, selectors.EVENT_READ | selectors.EVENT_WRITE, wire)
             left[wire] = BODY - 1
         moved = time.monotonic()  # at last
         while left and time.monotonic() - moved < 0.5:
             for key, events in selector.select(0.1):
-                wire = key.fileobj
-                assert isinstance(wire, socket.socket)
+                wire = key.data
                 moved = time.monotonic()
                 is_answered = bool(events & selectors.EVENT_READ)
                 if not is_answered:
