@@ -424,9 +424,11 @@ class _Ahead:
                 if record.end == chunk.end:
                     self._used = chunk.memory
                 if sent is not None and sent.buffer.nbytes >= _LONG:
-                    self._checking = self._checker.submit(check_digest, record, sent)
+                    self._checking = self._checker.submit(
+                        check_digest, record, sent, segment.layout
+                    )
                 elif sent is not None:
-                    check_digest(record, sent)
+                    check_digest(record, sent, segment.layout)
                 yield segment, record, decoded(record, sent, room) if sent is not None else None
 
     def _chunks(self) -> Iterator[Chunk]:

@@ -17,15 +17,17 @@ def received(segment: Segment, record: Record, room: Model) -> Payload:
     how = _format_of(record, segment.layout)
     block = room if how.is_plain else Payload.empty(record.payload_bytes)
     segment.load(record, block)
-    check_digest(record, block)
+    check_digest(record, block, segment.layout)
     return block
 
 
-def check_digest(record: Record, sent: Payload) -> None:
+def check_digest(record: Record, sent: Payload, layout: Layout) -> None:
     """Raise UpdateAltered unless these are the update's bytes as they were received.
 
-    A flipped bit may be lost in rounding, so that no version shows it.
+    A flipped bit may be lost in rounding, so that no version shows it. Raises JournalError if the
+    record's size does not fit.
     """
+    _format_of(record, layout)
     message = record.entry
     if isinstance(message, Taken) and not sent.is_of(message.upload.digest):
         raise UpdateAltered(f"{record.place.where}: the update does not match its digest")

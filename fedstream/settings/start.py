@@ -116,8 +116,9 @@ def _load_file(path: Path, into: Model, where: str) -> str:
     try:
         os.close(open_regular(path))  # of a pipe, the next line would wait for a writer
         found: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:  # its OSErrors have no strerror
-        raise ConfigError(f"{where}: cannot be read: {error}") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error  # safetensors' OSErrors have none
+        raise ConfigError(f"{where}: cannot be read: {why}") from error
     layout = into.layout.without_controls()
     theirs = []
     for tensor in layout.tensors:

@@ -61,10 +61,9 @@ class Ext4:
     def fill(self) -> None:
         """From now on the disk has no room: data that is new to it cannot be written back."""
         os.sync()
-        with self._filler.open("wb") as file, suppress(OSError):  # there is no more room
+        with self._filler.open("wb", buffering=0) as file, suppress(OSError):  # no more room
             while True:
                 file.write(bytes(1 << 12))
-                file.flush()
 
     def make_room(self) -> None:
         """The disk has room again."""
