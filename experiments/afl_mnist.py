@@ -184,7 +184,7 @@ def _shaking(results: Results, cell: str) -> dict[int, float]:
     }
 
 
-def _by_level(values: Mapping[int, PerRepeat]) -> str:
+def _by_level(values: Mapping[int, Mapping[int, float]]) -> str:
     return ", ".join(f"{mean_of(value):.4f} at p = {p}" for p, value in values.items())
 
 

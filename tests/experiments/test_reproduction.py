@@ -364,7 +364,7 @@ def test_curves_are_thinned_and_average_losses_in_between() -> None:
 def comparison(errors: float, repeats: int = 5) -> Series:
     """Margins with a mean of so many standard errors, which are 1."""
     spread: Series = np.linspace(-1, 1, repeats)
-    margins: Series = errors + spread * repeats**0.5 / spread.std(ddof=1)
+    margins: Series = errors + spread * float(repeats**0.5 / spread.std(ddof=1))
     return margins
 
 

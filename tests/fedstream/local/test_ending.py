@@ -134,7 +134,7 @@ def test_run_fails_only_if_no_device_works(
 def test_failing_devices_are_told_once_and_again_when_twice_as_many_fail() -> None:
     def told(*devices: int) -> dict[str, str]:
         failing = {device: Failing(2, 1.0, "raised OSError") for device in devices}
-        return dict(notices(History(), view(failing=failing), Path("out"), None))
+        return dict(notices(History(), view(failing=failing), Path("out")))
 
     said = "failing and asked less often: "
     named = [f"device {device} (2 tasks in a row, raised OSError)" for device in range(9)]

@@ -71,7 +71,7 @@ async def test_notices_are_shown_once(
     for room[0], queue in steps:
         running._observer.view = view(queue=queue)
         running._judge()
-        shown = doing(running._observer.view, running._observer.history, CREATED, stopping=False)
+        shown = doing(running._observer.view, running._observer.history, stopping=False)
         full.append(shown == "waiting for space: the disk is full")
     assert full == [False, False, True, True, False], "as long as it lasts"
     assert (
