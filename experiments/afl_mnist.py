@@ -15,7 +15,6 @@ from fedstream.experiments.reproduction import (
     Experiment,
     JudgedClaim,
     Panel,
-    PerRepeat,
     Picture,
     Results,
     Series,

@@ -31,7 +31,7 @@ from fedstream.runtime.signals import Stop
 from fedstream.settings.config import RunSettings, Settings, read
 from fedstream.sinks.choice import added
 from fedstream.trainer.task import Task
-from tests.fedstream.views import CREATED, view
+from tests.fedstream.views import view
 
 
 def half(d: int) -> float:
