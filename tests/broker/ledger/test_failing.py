@@ -111,7 +111,12 @@ async def test_resting_device_gets_no_task_by_its_own_trigger(run: Hand) -> None
 
 
 async def test_foreign_values_among_failing_devices_do_no_harm(run: Hand) -> None:
-    junk = {"3": b"\xff", "4": "one two", "x": "2 3 y", "5": "2 3000 raised OSError"}
+    junk: dict[str, str | bytes] = {
+        "3": b"\xff",
+        "4": "one two",
+        "x": "2 3 y",
+        "5": "2 3000 raised OSError",
+    }
     for field, value in junk.items():
         await run.client.call("HSET", run.keys.failing, field, value)
     assert (await run.ledger.tally()).failing == {5: Failing(2, 3.0, "raised OSError")}
