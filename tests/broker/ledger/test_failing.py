@@ -111,7 +111,7 @@ async def test_resting_device_gets_no_task_by_its_own_trigger(run: Hand) -> None
 
 
 async def test_foreign_values_among_failing_devices_do_no_harm(run: Hand) -> None:
-    junk: dict[str, bytes | str] = {
+    junk: dict[str, str | bytes] = {
         "3": b"\xff",
         "4": "one two",
         "x": "2 3 y",
