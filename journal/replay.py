@@ -4,11 +4,12 @@
         for moment in replayer:
             print(moment.version, moment.message.upload.device, moment.model.floats.max())
 
-By the recorded rule, every outcome and digest must be the recorded one, and every weight up to its
-last bits, else Diverged is raised. Another rule gets the same updates in the same order, each as
-stale as it was; refused updates stay refused, and rounds end where they ended. If it takes deltas
-and devices sent their models, or the other way round, each update is converted by the recorded
-x_tau that it was trained from. Nothing is ever written to a journal.
+Every update and checkpoint must have its recorded digest, else JournalDamaged is raised. By the
+recorded rule, so must every version, every outcome must be the recorded one, and every weight up to
+its last bits, else Diverged is raised. Another rule gets the same updates in the same order, each
+as stale as it was; refused updates stay refused, and rounds end where they ended. If it takes
+deltas and devices sent their models, or the other way round, each update is converted by the
+recorded x_tau that it was trained from. Nothing is ever written to a journal.
 """
 
 from __future__ import annotations
