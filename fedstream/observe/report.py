@@ -99,6 +99,8 @@ def usable(out: Path) -> Iterator[None]:
     """Turn OSErrors about the folder into ConfigError, because the user has to fix them."""
     try:
         yield
+    except BrokenPipeError:  # what is shown meanwhile, not a file
+        raise
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}: choose a writable folder") from error
 
