@@ -74,9 +74,7 @@ class HttpSettings(Section):
     @property
     def is_local(self) -> bool:
         """Whether only this machine reaches it."""
-        return self.host == "localhost" or (
-            _is_address(self.host) and ip_address(self.host).is_loopback
-        )
+        return self.host == "localhost" or _is_loopback(self.host)
 
     def is_named(self, host: str) -> bool:
         """Whether a ``Host`` header, perhaps with a port, names this server.
@@ -91,8 +89,12 @@ class HttpSettings(Section):
         if name in {*_HERE, self.host.lower(), f"[{self.host}]".lower(), *self.hosts}:
             return True
         if self.is_local or not name:
-            return False
+            return _is_loopback(name.strip("[]"))
         return "." not in name or name.endswith(_INSIDE) or _is_address(name.strip("[]"))
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ip_address(host).is_loopback
 
 
 def _is_address(host: str) -> bool:
