@@ -14,10 +14,12 @@ least; a model of zeros has no scale, so there that vector counts as the model's
 hold later, too, while the median is zero. Unscaled inputs have large statistics, so without a
 median, buffers may be 1e9 times as large as that vector or their own norm.
 
-A device that a site answers for may claim any number of samples, and some rules weigh its update by
-them. So the claims of the newest updates are kept too, and an untrusted one counts as at most
-``_SAMPLES`` times their median. Before there are ``_FEWEST_CLAIMS``, it counts as at most the
-smallest of them, so that nobody outweighs the others from the start.
+An untrusted site's device may claim any number of samples, and some rules weigh its update by them.
+So it counts as at most ``_SAMPLES`` times the median of the samples that the newest updates counted
+with. A run begins as if ``_AT_FIRST`` updates of one sample had come before. So the first untrusted
+updates count alike, and while untrusted devices only answer, the limit grows tenfold each time that
+more than half of the updates reached it: no early claim, small or large, lets a later one outweigh
+the others.
 
 Senders of half of the newest updates can move the median: a few devices are enough, if they answer
 fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
@@ -40,8 +42,8 @@ _WINDOW = 101  # newest updates that the median is taken over
 _FEWEST = 5  # updates that a median needs
 _FIRST = 20  # updates that may be as large as a vector of ones
 _ONES = 1000  # in that vector, at least
-_FEWEST_CLAIMS = 20  # that their median needs
-_SAMPLES = 10  # times the median claim
+_AT_FIRST = (1,) * 20  # samples of updates before the first
+_SAMPLES = 10  # times the median
 _OWN = 1 / 3  # of `factor`, relative to the model's own part
 _BUFFERS, _UNSCALED = 1, 1e9
 
@@ -63,10 +65,10 @@ def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The sizes of the newest updates, and the samples that their devices claimed; oldest first."""
+    """The sizes of the newest updates, and the samples that they counted with; oldest first."""
 
     last: tuple[Sizes, ...] = ()
-    claims: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
 
     def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
         """Whether an update of these sizes is usual for ``x``; its sizes, capped at the limits."""
@@ -99,22 +101,19 @@ class Norms:
         """With one more update."""
         return replace(self, last=(*self.last, counted)[-_WINDOW:])
 
-    def with_claim(self, upload: Upload) -> Norms:
-        """With the samples that one more device claimed."""
-        claim = upload.samples if upload.claimed is None else upload.claimed
-        return replace(self, claims=(*self.claims, claim)[-_WINDOW:])
+    def with_samples(self, samples: int) -> Norms:
+        """With the samples that one more update counted with."""
+        return replace(self, samples=(*self.samples, samples)[-_WINDOW:])
 
     def weighable(self, upload: Upload, most: int | None) -> Upload:
         """The upload with as many samples as count for it: all, if its site is trusted.
 
-        ``most``: the operator's limit, in place of the one by the other devices' claims.
+        ``most``: the operator's limit, in place of the one by other updates' samples.
         """
         if upload.handed is None:
             return upload
-        if most is None and len(self.claims) >= _FEWEST_CLAIMS:
-            most = _SAMPLES * median_low(self.claims)
-        elif most is None:
-            most = min(self.claims, default=0)
-        if upload.samples <= (most := max(1, most)):
+        if most is None:
+            most = _SAMPLES * max(1, median_low((*_AT_FIRST, *self.samples)[-_WINDOW:]))
+        if upload.samples <= most:
             return upload
         return upload.model_copy(update={"samples": most, "claimed": upload.samples})
