@@ -27,6 +27,7 @@ REFUSED = (
     TOO_STALE := "too stale",
     UNKNOWN_DEVICE := "unknown device",  # to a strategy that remembers each device
     NO_STEPS := "no steps",  # where a strategy divides by them
+    LEARNING_RATE := "learning rate",  # far from the configured one, where a strategy divides by it
     SENDS_A_MODEL := "sends a model",  # and the strategy takes deltas
     SENDS_A_DELTA := "sends a delta",  # and the strategy takes models
     BLOB_MISSING := "blob missing",  # or a part of it

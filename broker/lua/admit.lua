@@ -4,8 +4,8 @@
 -- current staleness. ARGV: the answer, the entry for the queue, the event's fields. rest: the
 -- blob's key as its site wrote it, and its key once admitted, where no site can change what the
 -- updater will read. For untrusted sites, staleness counts from the newest version at the time the
--- task was handed out, and a count of steps is the one that was asked for: a number, or at least one
--- for each epoch.
+-- task was handed out, and steps count as many as the task asked for; if it asked for epochs or
+-- seconds, as claimed, from one for each epoch to `most_steps`.
 local a = cmsgpack.unpack(ARGV[1])
 local blob, admitted = KEYS[first_rest], KEYS[first_rest + 1]
 guard()

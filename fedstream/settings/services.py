@@ -174,7 +174,8 @@ def _coordinator(
     service = Coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        lr_of=lambda device: solvers[device].lr, token=settings.http.token, page=page,
+        lr_of=(lambda device: solvers[device].lr) if settings.rule.by_steps else None,
+        token=settings.http.token, page=page,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 
