@@ -419,8 +419,8 @@ async def test_segments_are_deleted_once_their_last_record_is_too_old(tmp_path: 
     """By Redis's clock: the disk's may differ from it, and from this machine's."""
     async with recording(tmp_path, keep_s=10) as recorder:
         for at, kept in ((2.0, "01"), (3.0, "012"), (12.0, "0123"), (13.5, "234")):
-            for path in tmp_path.iterdir():
-                os.utime(path, (0, 0))
+            for name in listed(tmp_path):
+                os.utime(tmp_path / name, (0, 0))
             await begins_the_next(recorder, at)
             assert listed(tmp_path) == [f"00000001-00000{number}.journal" for number in kept]
 
