@@ -291,11 +291,10 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
 
 def http_of(role: str, settings: Settings) -> HttpSettings:
     """Where a service listens, under which names, and its limits on clients."""
-    http, hosts = settings.http, (*(settings.http.hosts or ()), *settings.page.hosts)
-    if role == "coordinator":
+    http = settings.http
+    if role == "coordinator" and http.token is not None and not http.hosts:
         # A page under another name has no token, and no cookie for us.
-        is_any = http.token is not None and not hosts
-        return http.model_copy(update={"hosts": None if is_any else hosts})
+        return http.model_copy(update={"hosts": None})
     if role == "gateway":
         gateway, is_direct = settings.gateway, not settings.gateway.proxies
         return http.model_copy(
