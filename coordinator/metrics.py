@@ -32,10 +32,6 @@ class SchedulerMetrics:
             "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
             registry=registry,
         )  # fmt: skip
-        self.dropped = Counter(
-            "fedstream_rounds_dropped", "Rounds dropped at their timeout: too few answers.",
-            registry=registry,
-        )  # fmt: skip
         self._holding = Gauge(
             "fedstream_held_back",
             "1: fewer tasks are open than the policy wants, for this reason.", ["by"],

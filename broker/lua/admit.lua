@@ -73,15 +73,27 @@ if first == a.attempt then return again() end
 if first then return astray(reasons.ANSWERED_TWICE) end
 
 if task.device ~= a.device then return refused(reasons.ANOTHER_DEVICE) end
-if a.give_up then
-  -- The device failed, whatever the reason given, unless its trainer fails and there are others.
-  local blames = not (a.trainer_fails and redis.call('SCARD', key.pool) > 1)
-  end_task(a.task, a.attempt, 'given_up', a.give_up, event(), blames)
-  return {'given_up', a.give_up}
-end
 local state, layout, size, max_staleness =
   unpack(redis.call('HMGET', key.run, 'state', 'layout', 'size', 'max_staleness'))
 local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
+
+local function is_too_stale(since)
+  return max_staleness and since and head - since > tonumber(max_staleness)
+end
+
+-- Whether a task can't be finished for this reason, whatever its device does.
+local function is_so(why)
+  return why == reasons.RUN_FINISHED and state ~= 'running'
+    or why == reasons.ROUND_OVER and task.version and task.version ~= head
+    or why == reasons.BECAME_STALE and is_too_stale(task.handed)
+end
+
+if a.give_up then
+  -- The device failed, unless the reason is so, or its trainer fails and there are others.
+  local excused = is_so(a.give_up) or a.trainer_fails and redis.call('SCARD', key.pool) > 1
+  end_task(a.task, a.attempt, 'given_up', a.give_up, event(), not excused)
+  return {'given_up', a.give_up}
+end
 if state ~= 'running' then
   end_task(a.task, a.attempt, 'given_up', reasons.RUN_FINISHED, event())
   redis.call('UNLINK', blob)
@@ -96,7 +108,7 @@ local least, most = a.least or tonumber(size), a.most or tonumber(size)
 if a.size < least or a.size > most then return refused(reasons.SIZE) end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused(reasons.UNKNOWN_BASE) end
 if a.tau < since then return refused(reasons.UNKNOWN_BASE) end -- older than its task
-if max_staleness and head - since > tonumber(max_staleness) then return refused(reasons.TOO_STALE) end
+if is_too_stale(since) then return refused(reasons.TOO_STALE) end
 local size_text = string.format('%d', a.size)
 local why = unlike(size_text)
 if why then return refused(why) end

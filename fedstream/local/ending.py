@@ -47,8 +47,8 @@ def ending(
     """
     if view is None:
         return None
-    devices = view.run.devices
-    if why := no_device_works(history.failed, len(history.failed_devices), devices):
+    tried = len(history.failed_devices - view.head.quarantines.by_device.keys())
+    if why := no_device_works(history.failed, tried, view.askable):
         return Ending("failed", f"{why}: {_last_error(history.errors)}")
     if history.refused >= _MOST_REFUSED:
         reasons = ", ".join(view.reasons("refused"))
@@ -57,11 +57,11 @@ def ending(
     if view.run.state != "finished":
         return None
     why = view.run.why or ""
-    tried = view.head.version == history.tried
-    if tried and history.unmeasured is not None:
+    is_tried = view.head.version == history.tried
+    if is_tried and history.unmeasured is not None:
         failure = _last_line(history.unmeasured)
         return Ending("failed", f"{why}, but it could not be measured: {failure}")
-    if tried or not tested:
+    if is_tried or not tested:
         return Ending("finished", why)
     if finished_s > _MEASURED_WITHIN_S:
         late = f"the last version was not measured within {_MEASURED_WITHIN_S:.0f} s"
