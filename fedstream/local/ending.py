@@ -76,7 +76,7 @@ def notices(history: History, view: Tally | None, out: Path) -> Iterator[tuple[s
     """
     for kind, event in history.errors.items():
         yield f"error {kind}", _raised(event)
-    yield from history.notices()
+    yield from history.notices(journal=True)
     if view is None:
         return
     if history.disk_full:

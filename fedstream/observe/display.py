@@ -175,7 +175,7 @@ def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
 
     Its best is unknown if it was never a finite number, or has no goal.
     """
-    name = main_metric(numbers["metrics"])
+    name = main_metric(numbers["metrics"], numbers["goal"])
     if name is None:
         return None
     value = numbers["metrics"][name]

@@ -56,7 +56,7 @@ def _row(path: Path) -> dict[str, Any]:
     names = ("state", "why", "strategy", "task", "versions", "versions_wanted", "updates",
              "accuracy", "best_accuracy", "simulated")  # fmt: skip
     speed = None if numbers["simulated"] else numbers["updates_per_s"]
-    metric = main_metric(numbers["metrics"])
+    metric = main_metric(numbers["metrics"], numbers["goal"])
     if metric not in (None, "accuracy"):
         best = numbers["best"].get(metric, {}).get("value")
         row |= {"metric": metric, "last": numbers["metrics"][metric], "best": best}

@@ -177,7 +177,13 @@ def test_an_unknown_goal_is_asked_for_and_never_guessed(simulated: Path, command
     assert json.loads(said)["runs"][0]["best_version"] > 0
     with pytest.raises(ConfigError, match=r"--target 0\.5: whether a low or a high misfit"):
         fedstream.compare([folder], target=0.5)
-    assert fedstream.compare([folder, simulated / "Misfit"]).goal is None  # one run says nothing
+    both = [folder, simulated / "Misfit"]
+    assert fedstream.compare(both).goal == "min"  # one run, perhaps an older one, says nothing
+    numbers["goal"] = {"misfit": "max"}
+    (folder / "summary.json").write_text(json.dumps(numbers))
+    assert fedstream.compare(both).goal is None
+    with pytest.raises(ConfigError, match=r"--target 0\.5: the runs' tasks disagree whether"):
+        fedstream.compare(both, target=0.5)
     shutil.rmtree(folder)
 
 
