@@ -142,4 +142,4 @@ def test_what_is_not_a_number_is_lost_once_there_was_one() -> None:
 
 def test_old_relapses_are_forgotten() -> None:
     assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 16) == 2
-    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 18) == 0
+    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 19) == 0
