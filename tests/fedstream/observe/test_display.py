@@ -123,7 +123,8 @@ def test_row_that_was_not_known_at_first_stands_below_the_others(
 def test_accuracy_names_its_version() -> None:
     numbers: dict[str, Any] = {
         "state": "finished", "why": "version 9 reached", "measured_version": 9,
-        "goal": {}, "best": {"accuracy": {"version": 4, "value": 0.6}}, "versions": 9, "versions_before": 0,
+        "goal": {}, "best": {"accuracy": {"version": 4, "value": 0.6}},
+        "versions": 9, "versions_before": 0,
         "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
         "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
         "strays": {}, "failing": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
