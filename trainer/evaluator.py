@@ -168,7 +168,7 @@ class Evaluator:
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
         for name, swing in self._swings.items():
-            self._relapses.labels(name).set(swing.count)
+            self._relapses.labels(name).set(swing.times)
         self._version.set(head.version)
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(

@@ -135,12 +135,12 @@ class Swing(NamedTuple):
     """How often a metric lost what it had gained, in its newest measurements."""
 
     metric: str
-    count: int
+    times: int
     measurements: int  # at most 20
 
     def __str__(self) -> str:
-        times = "once" if self.count == 1 else f"{self.count} times"
-        return f"{self.metric} fell back {times} in {self.measurements} measurements"
+        often = "once" if self.times == 1 else f"{self.times} times"
+        return f"{self.metric} fell back {often} in {self.measurements} measurements"
 
 
 def relapses(values: Sequence[float], goal: Goal) -> int:
@@ -188,4 +188,4 @@ class Swings(dict[str, Swing]):
     @property
     def worst(self) -> Swing | None:
         """The one that fell back most often; None before a metric with a goal is measured."""
-        return max(self.values(), key=lambda swing: swing.count, default=None)
+        return max(self.values(), key=lambda swing: swing.times, default=None)

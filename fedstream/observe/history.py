@@ -181,7 +181,7 @@ class History:
             if isnan(value) and not is_over_devices(name):
                 yield f"nan {name}", f"{name} is not a number at version {version}: see metrics()"
         swing = self._swings.worst
-        if swing is not None and swing.count > MOST_RELAPSES:
+        if swing is not None and swing.times > MOST_RELAPSES:
             hint = ": see fedstream journal bisect" if journal else ""
             yield "swings", f"{swing}{hint}"
 

@@ -92,7 +92,7 @@ def relapses(metric: str, *values: float, goal: Goals | None = None) -> int | No
     for value in values:
         swings.add({metric: value, "device_mean_accuracy": value})
     assert swings.keys() <= {metric}
-    return swings[metric].count if swings else None
+    return swings[metric].times if swings else None
 
 
 def test_the_worst_swing_says_over_how_many_measurements() -> None:
@@ -127,7 +127,7 @@ def test_independent_draws_at_chance_level_are_no_swing() -> None:
         for _ in range(20):
             hits = sum(draw.random() < 0.1 for _ in range(300))
             swings.add({"accuracy": hits / 300})
-            assert swings["accuracy"].count <= MOST_RELAPSES
+            assert swings["accuracy"].times <= MOST_RELAPSES
 
 
 def test_one_huge_value_hides_no_swing() -> None:

@@ -152,7 +152,7 @@ def _metric_swings(scene: Scene, rule: AlarmRule) -> Evidence:
     for one in measured:
         swings.add(one.metrics)
         worst = swings.worst
-        most.append(worst.count if worst else 0)
+        most.append(worst.times if worst else 0)
         text = str(worst or "")
     at = np.searchsorted([one.time for one in measured], scene.gauged["time"], side="right")
     return Evidence(text, _while_running(scene, np.array(most)[at] > rule.threshold))
