@@ -76,14 +76,15 @@ def notices(history: History, view: Tally | None, out: Path) -> Iterator[tuple[s
     """
     for kind, event in history.errors.items():
         yield f"error {kind}", _raised(event)
-    yield from history.notices()
+    yield from history.notices(journal=True)
     if view is None:
         return
     if history.disk_full:
         yield "full", f"{out}: the disk is full: the updater is waiting for space"
     if view.failing:  # told again when twice as many fail
-        who = failing(view.failing_devices)
-        yield f"failing {len(view.failing).bit_length()}", f"failing and asked less often: {who}"
+        asked = "it is" if len(view.failing) == 1 else "they are"
+        text = f"{failing(view.failing_devices)}: {asked} asked less often"
+        yield f"failing {len(view.failing).bit_length()}", text
     for reason in view.reasons("refused"):
         yield (
             f"refused {reason}",

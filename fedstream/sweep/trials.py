@@ -19,7 +19,7 @@ from fedstream.runtime.nearest import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys
-from fedstream.trainer.goals import declared_goals, goal_of, unknown_goal
+from fedstream.trainer.goals import declared_goals, goal_of, is_over_devices, unknown_goal
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade
@@ -153,7 +153,7 @@ def run_trial(trial: Trial) -> Finished:
     from fedstream.simulation import simulate
 
     def heard(made: VersionMade, _model: object) -> None:
-        spread = trial.metric.startswith("device_")  # perhaps only of the last version
+        spread = is_over_devices(trial.metric)  # perhaps only of the last version
         if made.metrics and not spread and trial.metric not in made.metrics:
             raise UnknownMetric.among(trial.metric, list(made.metrics))
         if made.metrics and trial.goal is None and goal_of(trial.metric, declared) is None:

@@ -157,11 +157,12 @@ def test_failing_devices_are_told_once_and_again_when_twice_as_many_fail() -> No
         failing = {device: Failing(2, 1.0, "raised OSError") for device in devices}
         return dict(notices(History(), view(failing=failing), Path("out")))
 
-    said = "failing and asked less often: "
-    named = [f"device {device} (2 tasks in a row, raised OSError)" for device in range(9)]
-    assert list(told(3).values()) == [said + named[3]]
+    named = [f"device {device} failed 2 tasks in a row (raised OSError)" for device in range(9)]
+    assert list(told(3).values()) == [f"{named[3]}: it is asked less often"]
     assert told(3).keys() == told(4).keys() != told(3, 4).keys() == told(2, 3, 4).keys()
-    assert [*told(*range(9)).values()] == [f"{said}{', '.join(named[:5])} and 4 more"]
+    assert [*told(*range(9)).values()] == [
+        f"{', '.join(named[:5])} and 4 more: they are asked less often"
+    ]
     assert told() == {}
 
 
