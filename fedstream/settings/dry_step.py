@@ -8,7 +8,7 @@ given few rows as well, and all of them if it raises, since it may need more; tr
 cancelled after some seconds.
 
 ``run.dry_step = false`` switches both off. A task without ``exact_steps``, which trains as long as
-it likes, is not tried. Then the data of devices are loaded until one has some.
+it likes, is not tried. Instead, the data of devices are loaded until one device has some.
 """
 
 from __future__ import annotations

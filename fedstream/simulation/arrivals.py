@@ -89,8 +89,8 @@ def plan(
 ) -> Iterator[PlannedEvent]:
     """Plan an endless sequence of events. Raises ConfigError if the settings can't be simulated.
 
-    ``failed``: to report that the task of the last arrival failed, add its number, before the next
-    event is asked for. It then counts as given up, and its device may rest.
+    ``failed``: numbers of failed tasks. Add a task's number before you ask for the event after its
+    arrival. The task then counts as given up, and its device may rest.
     """
     failed = set() if failed is None else failed
     initiative, groups = settings.trainer.anarchic, settings.participation
@@ -296,7 +296,7 @@ class _Clock:
             if task.n in self._failed:
                 is_used = False
                 self._version, self._used, self._mean_staleness = before
-        self._rests.ended(task.device, self._now, failed=not is_used)
+            self._rests.ended(task.device, self._now, failed=not is_used)
         return is_used
 
     def _arrived(self, task: _Working) -> Arrival:

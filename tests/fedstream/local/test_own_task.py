@@ -46,10 +46,16 @@ class Raising(Blobs):
     def device_data(self, device):
         raise OSError("no disk")
 
+    def test_data(self):
+        return None
+
 
 class Empty(Blobs):
     def device_data(self, device):
         return []
+
+    def test_data(self):
+        return None
 
 
 class Nothing(Blobs):
