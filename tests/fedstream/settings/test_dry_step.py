@@ -302,6 +302,14 @@ class Drawing(Sound):
         np.random.random()
         return super().model()
 
+    def test_data(self) -> Dataset[Any] | None:
+        random.random()
+        return super().test_data()
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        np.random.random()
+        return super().device_data(device)
+
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
         self.seen += [random.random(), np.random.random(), float(torch.rand(()))]
         return super().train(model, data, work)
@@ -318,6 +326,14 @@ def test_random_numbers_are_those_of_a_run_without_it() -> None:
         found = simulate(of(Drawing, *keys), task)
         drawn.append((task.seen[-6:], found.model.digest()))
     assert drawn[0] == drawn[1]
+
+
+def test_it_draws_no_random_numbers() -> None:
+    for keys in ((), ("run.dry_step=false",)):
+        task, before = Drawing(), (random.getstate(), str(np.random.get_state()))
+        task.seen = []
+        try_task(of(Drawing, *keys), task, 5, simulated=True)
+        assert (random.getstate(), str(np.random.get_state())) == before
 
 
 def test_errors_are_found_by_handlers_of_old() -> None:

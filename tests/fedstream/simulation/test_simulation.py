@@ -476,9 +476,14 @@ def test_simulation_fails_if_no_device_works() -> None:
     with pytest.raises(
         DataError, match=r"no device works: .* on 6 of 6 devices: device \d at version 0: Index"
     ) as raised:
-        run(*AFA, "run.dry_step=false", task=Lacking(*range(DEVICES)))
+        run(*AFA, "run.dry_step=false", task=Untrainable())
     assert raised.value.trace.splitlines()[-1] == "IndexError: no device"
     assert run(*AFA, task=Raising(*range(1, DEVICES))).state == "finished"
+
+
+class Untrainable(Small):
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        raise IndexError("no device")
 
 
 class Lacking(Small):
