@@ -17,7 +17,6 @@ from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import (
-    look_over,
     test_data_of,
     try_measuring,
     try_model,
@@ -140,12 +139,11 @@ def check_used(settings: Settings) -> None:
 def create_run(settings: Settings) -> tuple[Run, Model]:
     """Make a new run: its record and version 0. Raises ConfigError, DataError.
 
-    The model is checked; training is not tried, because the data and the GPU may be elsewhere.
+    The model is checked, but neither data nor training, because they may be elsewhere.
     """
     task = task_of(settings)
     devices = devices_of(settings, task)
     try_model(settings, task)
-    look_over(settings, task, devices, trained_here=False)
     rule = settings.rule.build()
     model, start = first_model(
         task, settings.run.seed, settings.run.start, controls=rule.controls

@@ -137,7 +137,7 @@ def simulate_into(
 
         outcome = simulate(
             settings, task, journal=out / FOLDER if journal else None, on_version=heard,
-            lineage=tracked.id, cancelled=cancelled,
+            on_error=partial(line, err=True), lineage=tracked.id, cancelled=cancelled,
         )  # fmt: skip
         numbers = summary(settings, outcome, history)
         files = _write(settings, out, outcome, history, numbers, picture=picture)
