@@ -72,8 +72,8 @@ class Failures:
 
     def gave_up(self, device: int, reason: str) -> None:
         """Note that a task was given up. Reasons that say nothing of the trainer are ignored."""
-        if reason == reasons.DROPPED_OUT or reason in reasons.OF_THE_RUN:
-            return  # the first is simulated: the device's part
+        if reason in reasons.OF_THE_RUN:
+            return
         self._rest_s = self._rests.next()
         self._given_up += 1
         was_known = self.in_a_row > 0

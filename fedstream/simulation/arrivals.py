@@ -398,11 +398,11 @@ class _Clock:
                 self._give_up(failed=True)
             deadline, wake = since + policy.timeout_s, self._fill(k, answered)
             end = self._ends[0][0] if self._ends else math.inf
-            if not self._open and len(answered) < policy.min_answers and deadline < wake < math.inf:
-                if policy.too_few == "extend":  # again and again, until a rest ends
-                    while deadline <= wake:
-                        since, deadline = deadline, deadline + policy.timeout_s
-                    deadline = wake
+            too_few = not self._open and len(answered) < policy.min_answers
+            if too_few and policy.too_few == "extend" and wake < math.inf:
+                while deadline <= wake:  # extended again and again, until a rest ends
+                    since, deadline = deadline, deadline + policy.timeout_s
+                deadline = wake
             if end > wake or end >= deadline:
                 self._now = min(wake, deadline)
                 continue
