@@ -4,12 +4,13 @@
         for moment in replayer:
             print(moment.version, moment.message.upload.device, moment.model.floats.max())
 
-Every update and checkpoint must have its recorded digest, else JournalDamaged is raised. By the
-recorded rule, so must every version, every outcome must be the recorded one, and every weight up to
-its last bits, else Diverged is raised. Another rule gets the same updates in the same order, each
-as stale as it was; refused updates stay refused, and rounds end where they ended. If it takes
-deltas and devices sent their models, or the other way round, each update is converted by the
-recorded x_tau that it was trained from. Nothing is ever written to a journal.
+Every update (unless ``check_updates`` is False) and checkpoint must have its recorded digest, else
+JournalDamaged is raised. By the recorded rule, so must every version, every outcome must be the
+recorded one, and every weight up to its last bits, else Diverged is raised. Another rule gets the
+same updates in the same order, each as stale as it was; refused updates stay refused, and rounds
+end where they ended. If it takes deltas and devices sent their models, or the other way round, each
+update is converted by the recorded x_tau that it was trained from. Nothing is ever written to a
+journal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias
 
-from fedstream.broker.layout import Model
+from fedstream.broker.layout import Layout, Model, Payload
 from fedstream.broker.messages import Sends, Upload
 from fedstream.journal.bases import Bases
 from fedstream.journal.chain import check_joint, cuts, segments
@@ -96,6 +97,8 @@ class Replayer:
     to there the run is as recorded. ``beside``: replay the recorded rule too, as
     ``Moment.original``. ``from_version``: only yield what came after this version. ``until``: the
     version to stop at. Both are the journal's versions. ``bases``: have every ``Moment.base``.
+    ``check_updates``: check the digest of every update. A flipped bit that rounding hides in the
+    versions is found by nothing else.
 
     Holds at most three models (four, if updates are encoded) and the strategy's memory, and 8 MB
     read ahead if models are small;
@@ -114,6 +117,7 @@ class Replayer:
         until: int | None = None,
         beside: bool = False,
         bases: bool = False,
+        check_updates: bool = True,
     ) -> None:
         """Open the journal.
 
@@ -131,6 +135,7 @@ class Replayer:
         self._without = without
         self._beside = beside
         self._bases = bases
+        self.check_updates = check_updates
         self._until = until
         self._allowed = allowed()
         self.begin = chain[0].standing.version if from_version is None else from_version
@@ -265,7 +270,7 @@ class Replayer:
             oldest = self.begin if bases.oldest is None else bases.oldest
             while first and self._chain[first][0].standing.version > oldest:
                 first -= 1
-        reading = _Ahead(self._chain[first:])
+        reading = _Ahead(self._chain[first:], check=self.check_updates)
         try:
             yield from self._moments(reading, bases)
         finally:
@@ -400,8 +405,9 @@ class _Ahead:
     while the version is compared.
     """
 
-    def __init__(self, chain: Sequence[CutSegment]) -> None:
+    def __init__(self, chain: Sequence[CutSegment], *, check: bool) -> None:
         self._chain = chain
+        self._check = check  # the digests of updates
         self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
         self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end
         self._checker = ThreadPoolExecutor(1, "check")
@@ -424,13 +430,16 @@ class _Ahead:
             for chunk, record, sent in segment.found(self._chunks(), cut):
                 if record.end == chunk.end:
                     self._used = chunk.memory
-                if sent is not None and sent.buffer.nbytes >= _LONG:
-                    self._checking = self._checker.submit(
-                        check_digest, record, sent, segment.layout
-                    )
-                elif sent is not None:
-                    check_digest(record, sent, segment.layout)
+                if sent is not None and self._check:
+                    self._begin_check(record, sent, segment.layout)
                 yield segment, record, decoded(record, sent, room) if sent is not None else None
+
+    def _begin_check(self, record: Record, sent: Payload, layout: Layout) -> None:
+        """Check an update's digest: a long one's beside the work. Raises UpdateAltered."""
+        if sent.buffer.nbytes >= _LONG:
+            self._checking = self._checker.submit(check_digest, record, sent, layout)
+        else:
+            check_digest(record, sent, layout)
 
     def _chunks(self) -> Iterator[Chunk]:
         """The chunks of the next segment."""

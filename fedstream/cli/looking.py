@@ -115,6 +115,13 @@ def replay(
         Path | None,
         typer.Option(metavar="DIR", help="folder for the table and picture; default: DIR/replay-N"),
     ] = None,
+    skip_update_digests: Annotated[
+        bool,
+        typer.Option(
+            "--skip-update-digests",
+            help="don't check the digest of every update; versions are still compared",
+        ),
+    ] = False,
     redis: Annotated[
         str | None,
         typer.Option(metavar="URL", help="feed the updates to the live services of this Redis"),
@@ -161,6 +168,7 @@ def replay(
             "--from": begin, "--until": until, "--set": sets, "--strategy": strategy,
             "--without": without, "--out": out, "--evaluate-every": evaluate_every,
             "--task": task, "--data-root": data_root,
+            "--skip-update-digests": skip_update_digests or None,
         }  # fmt: skip
         if given := [name for name, value in others.items() if value not in (None, [])]:
             raise ConfigError(
@@ -180,7 +188,8 @@ def replay(
         code = page.replay(
         folder, strategy=strategy, begin=begin, until=until, every=evaluate_every, sets=sets or (),
         without=without or (), config=config,
-        task=task, trusted=trust, data_root=data_root, out=out, as_json=as_json,
+        task=task, trusted=trust, data_root=data_root, out=out,
+        check_updates=not skip_update_digests, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(code)
 

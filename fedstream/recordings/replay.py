@@ -44,6 +44,7 @@ _CONVERTED: dict[Sends, str] = {
     "delta": "it got each model minus the recorded one that it was trained from",
     "model": "it got each delta plus the recorded model that it was trained from",
 }
+SKIP = "--skip-update-digests"
 _POINTS = 10  # default number of versions to measure
 _UNMEASURED = "; --evaluate-every 0 measures nothing and needs no task"
 
@@ -126,6 +127,7 @@ class ReplayResult:
     records: int = 0
     made: int = 0  # versions, as recorded
     identical: int = 0
+    updates_checked: bool = True  # against their recorded digests
     updates: dict[str, int] = field(default_factory=dict)  # number by fate under another rule
     converted_to: Sends | None = None  # what another rule takes, if devices did not send that
     inherited: int | None = None  # updates used whose base was influenced by a left-out device
@@ -141,7 +143,8 @@ class ReplayResult:
     @property
     def same(self) -> str:
         """Number of identical versions, in words."""
-        return f"{self.identical} of {self.made} versions identical"
+        unchecked = "" if self.updates_checked else f"; digests of updates not checked ({SKIP})"
+        return f"{self.identical} of {self.made} versions identical{unchecked}"
 
 
 def distance(one: Model, other: Model) -> float:
@@ -164,12 +167,13 @@ def replay(
     trusted: bool,
     data_root: str | None,
     out: Path | None,
+    check_updates: bool,
     as_json: bool,
 ) -> int:
     """Run the command; returns its exit code. Raises FedstreamError.
 
     ``strategy``, ``sets`` and ``without`` define another rule; ``trusted``: the task that the
-    recording names may be loaded.
+    recording names may be loaded; ``check_updates``: check the digest of every update.
     """
     rule, devices = rule_by(sets, strategy), devices_of(without)
     other = rule is not None or bool(devices)
@@ -180,7 +184,7 @@ def replay(
     files_in = report.beside(folder, "replay", out, (TABLE, PICTURE)) if other else None
     with Replayer(
         journal_of(folder), strategy=rule, without=devices, from_version=begin, until=until,
-        beside=other,
+        beside=other, check_updates=check_updates,
     ) as replayer:  # fmt: skip
         end = replayer.newest if until is None else until
         if every is None:
@@ -227,7 +231,10 @@ def follow(
 
     ``step`` is called with every version; every ``every``-th version and the last become points.
     """
-    out = ReplayResult(replayer.changed, begin=replayer.begin, version=replayer.begin)
+    out = ReplayResult(
+        replayer.changed, begin=replayer.begin, version=replayer.begin,
+        updates_checked=replayer.check_updates,
+    )  # fmt: skip
     if out.changed:
         out.updates = dict.fromkeys(("used", "dropped", "left_out", "no_base", "unfit"), 0)
         out.converted_to = replayer.converts_to

@@ -52,6 +52,10 @@ def test_every_version_is_compared(
         said = capsys.readouterr().out.splitlines()
         assert said[0] == "20 of 20 versions identical"
         assert said[1].startswith("20 versions from 0 to 20, 20 records, 1 checkpoint passed")
+    assert fedstream(out, "--skip-update-digests") == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "20 of 20 versions identical; digests of updates not checked (--skip-update-digests)"
+    )
     assert fedstream(out, "--from", 5, "--until", 9, "--json") == 0
     numbers = json.loads(capsys.readouterr().out)
     assert (numbers["begin"], numbers["version"], numbers["made"], numbers["identical"]) == (
