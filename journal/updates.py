@@ -30,7 +30,10 @@ def check_digest(record: Record, sent: Payload, layout: Layout) -> None:
     _format_of(record, layout)
     message = record.entry
     if isinstance(message, Taken) and not sent.is_of(message.upload.digest):
-        raise UpdateAltered(f"{record.place.where}: the update does not match its digest")
+        raise UpdateAltered(
+            f"{record.place.where}: the update does not match its digest "
+            f"(device {message.upload.device}, version {message.version})"
+        )
 
 
 def decoded(record: Record, sent: Payload, into: Model) -> Model:

@@ -261,7 +261,8 @@ def test_altered_update_is_found_at_its_version(folder: Path, layout: Any, optio
     with Replayer(folder, **options) as replayer:
         replay = iter(replayer)
         assert [next(replay).message.version, next(replay).message.version] == [1, 2]
-        said = f"{path} at byte {third.place.offset}: the update does not match its digest"
+        at = f"{path} at byte {third.place.offset}"
+        said = rf"{at}: the update does not match its digest \(device 2, version 3\)"
         with pytest.raises(JournalDamaged, match=said):
             next(replay)
         with pytest.raises(JournalDamaged, match=said):

@@ -58,7 +58,7 @@ def test_verify_locates_damage_and_continues(
     place = f"{tmp_path / FIRST} at byte {third.place.offset}"
     assert code == 1
     assert out.splitlines()[0] == (
-        f"{FIRST}  DAMAGED: {place}: the update does not match its digest"
+        f"{FIRST}  DAMAGED: {place}: the update does not match its digest (device 2, version 3)"
     )
     assert out.splitlines()[1].startswith(f"{SECOND}  versions 6 to 12, 7 records, ")
     assert "all intact" not in out
