@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import re
 import textwrap
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
 from tests.k8s.policy.checks import CHECKS, findings
 from tests.k8s.policy.sources import sources
-from tests.k8s.policy.targets import K8S, ROOT, on_base, renderings
+from tests.k8s.policy.targets import K8S, ROOT, differences, largest, on_base, renderings
 from tests.k8s.policy.workloads import BY_THE_OPERATOR
 
 HOW_TO = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "how-to").glob("*.md")))
@@ -57,6 +58,15 @@ def broken(manifests: Manifests, change: Callable[[Manifests], object]) -> list[
     those = Manifests(copy.deepcopy(list(manifests)))
     change(those)
     return list(findings(Manifests(list(those))))  # anew: a change may rename
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("names", largest(), ids=" ".join)
+def test_the_order_of_components_does_not_matter(names: tuple[str, ...]) -> None:
+    """The reverse of an order has every pair the other way round."""
+    shuffled = [*names]
+    random.Random(0).shuffle(shuffled)
+    assert list(differences([names, names[::-1], shuffled])) == []
 
 
 def test_images_are_named_in_one_place() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -59,15 +59,28 @@ def together(number: int) -> list[tuple[str, ...]]:
     return [names for names in found if not any(pair <= {*names} for pair in APART)]
 
 
-def orders(names: Sequence[str]) -> Iterator[str]:
-    """Renderings of components that differ with the order of their list."""
-    first: list[Manifest] | None = None
-    for order in itertools.permutations(names):
-        objects = sorted((_in_order(one) for one in on_base(*order)), key=_key)
-        first = first or objects
-        for one, other in zip(first, objects, strict=False):
-            if one != other:
-                yield f"{', '.join(order)}: {' '.join(_key(other))} differs from {', '.join(names)}"
+def largest() -> list[tuple[str, ...]]:
+    """The sets of components that no other component can be added to."""
+    found: list[set[str]] = [set(components())]
+    for pair in APART:
+        parted = [those - {name} for those in found if pair <= those for name in pair]
+        found = [those for those in found if not pair <= those] + parted
+    return sorted({tuple(sorted(one)) for one in found if not any(one < other for other in found)})
+
+
+def differences(orders: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The objects that differ between the first order of components and another one."""
+    first, *others = orders
+    expected = _objects(first)
+    for order in others:
+        found = _objects(order)
+        for key in expected.keys() | found.keys():
+            if expected.get(key) != found.get(key):
+                yield f"{' '.join(key)}: with {', '.join(first)} and with {', '.join(order)}"
+
+
+def _objects(order: Sequence[str]) -> dict[tuple[str, str], Any]:
+    return {_key(one): _in_order(one) for one in on_base(*order)}
 
 
 def _key(one: Manifest) -> tuple[str, str]:
