@@ -118,6 +118,22 @@ BREAKS: dict[str, tuple[Change, str]] = {
         )["persistentVolumeClaim"].update(claimName="data"),
         r"references: Deployment trainer: there is no PersistentVolumeClaim 'data'",
     ),
+    "a namespace that is deleted with the overlay": (
+        lambda m: m.put(
+            {
+                "apiVersion": "v1",
+                "kind": "Namespace",
+                "metadata": {
+                    "name": "fedstream",
+                    "labels": {
+                        f"pod-security.kubernetes.io/{mode}": "restricted"
+                        for mode in ("enforce", "audit", "warn")
+                    },
+                },
+            }
+        ),
+        r"references: Namespace fedstream: is deleted with the overlay",
+    ),
     "a budget for no pods": (
         lambda m: m.get("PodDisruptionBudget", "trainer")["spec"]["selector"]["matchLabels"].update(
             role="trainer"
@@ -247,10 +263,6 @@ BREAKS: dict[str, tuple[Change, str]] = {
     "a folder of the node": (
         lambda m: pod(m, "trainer")["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
         r"restricted: Deployment trainer: volume 'x' is of kind hostPath",
-    ),
-    "a namespace that enforces nothing": (
-        lambda m: m.get("Namespace", "fedstream")["metadata"]["labels"].clear(),
-        r"restricted: Namespace fedstream",
     ),
     "no limit": (
         lambda m: container(m, "trainer")["resources"]["limits"].pop("memory"),

@@ -94,6 +94,14 @@ def test_mistakes_are_detected(what: str, rendering: Rendering) -> None:
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
+def test_a_namespace_that_enforces_nothing_is_detected(rendering: Rendering) -> None:
+    def changed(manifests: Manifests) -> None:
+        manifests.get("Namespace", "fedstream")["metadata"]["labels"].clear()
+
+    lines = broken(rendering("overlay dev"), changed)
+    assert lines == ["restricted: Namespace fedstream: does not enforce 'restricted'"]
+
+
 def test_keda_works_with_rounds(rendering: Rendering) -> None:
     """Their number of open tasks is their own: as the documentation says to write it."""
 
@@ -137,7 +145,7 @@ def test_operators_objects_are_documented() -> None:
 def test_documented_objects_are_valid() -> None:
     """What is to be copied from there would be taken by a cluster."""
     kinds = sorted(one["kind"] for one in OBJECTS)
-    assert kinds == ["Kustomization", "PersistentVolume", "Pod"]
+    assert kinds == ["Kustomization", "PersistentVolume", "PersistentVolumeClaim", "Pod"]
     cluster = Manifests(one for one in OBJECTS if one["kind"] != "Kustomization")
     assert list(CHECKS["schemas"](cluster)) == []
     claim = cluster.get("Pod", "journal")["spec"]["volumes"][0]["persistentVolumeClaim"]
