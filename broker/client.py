@@ -26,6 +26,7 @@ from redis._parsers import _AsyncHiredisParser
 from redis.asyncio.connection import Connection, parse_url
 from redis.crc import key_slot
 
+from fedstream.broker.clock import Clock, uptime
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
 from fedstream.broker.errors import BrokerError, ConfigError, ReplyTooLarge
 from fedstream.broker.failures import is_elsewhere, meaning
@@ -87,9 +88,11 @@ class Client:
         self._closed = False
         self._lost = False  # Redis was lost, and no connection was made since
         self.reconnects = 0  # reconnections after Redis was lost
+        self.clock = Clock()  # Redis's, as of the newest connection or call of `time`
         place = (str(options.get("host", "localhost")), int(options.get("port", 6379)))
         self._place: Address | None = place  # None: ask the guide
         self._path = options.get("path")
+        self.database = int(options.get("db") or 0)
         self._guide: Guide | None = None
         self._guide_options: dict[str, Any] = {}
         if settings.sentinel is not None:
@@ -127,6 +130,13 @@ class Client:
         ``wait_s``: seconds the command itself may block.
         """
         return (await self._exchange((command,), wait_s))[0]
+
+    async def time(self) -> float:
+        """Redis's time, in seconds since 1970. Services call it regularly to keep their clock."""
+        sent = uptime()
+        at = _seconds(await self.call("TIME"))
+        self.clock.read(at, sent)
+        return at
 
     def pipeline(
         self,
@@ -352,6 +362,14 @@ class Client:
         except BaseException:
             await _disconnect(connection)
             raise
+        sent = uptime()
+        try:
+            [reply] = await link.exchange(encoded([("TIME",)]), 1, seconds=self._timeout_s)
+        except BaseException:
+            link.abort()
+            raise
+        if not link.has_erred:  # a probe's user may not ask; any other error will come again
+            self.clock.read(_seconds(reply), sent)
         if self._lost:
             self._lost = False
             self.reconnects += 1
@@ -481,6 +499,12 @@ async def _check_role(connection: Connection) -> None:
     role, *_ = await connection.read_response(disconnect_on_error=False)
     if role != b"master":
         raise exceptions.ReadOnlyError(f"it is not a master but a {role.decode()} now")
+
+
+def _seconds(reply: Sequence[bytes]) -> float:
+    """Seconds since 1970 in the reply to TIME."""
+    whole, micros = reply
+    return int(whole) + int(micros) / 1e6
 
 
 def _first_error(replies: Sequence[Any]) -> exceptions.ResponseError | None:

@@ -7,6 +7,7 @@ and tasks, which are given up and triggered again). In the run's own state it is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ _MEND = Script("mend")
 _SCAN = Script("scan")
 _DROP = Script("drop_copies")
 _FIND = Script("find_lost")
+TRIM = Script("trim_registers")
 SCRIPTS = (_MEND, _SCAN, _DROP, _FIND)  # that coordinators run
 _OF_UPDATER = ("applied", "buffered")  # outcomes that coordinators never set
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # time that quarantined keys stay for an operator to inspect
@@ -31,6 +33,12 @@ _AT_ONCE = 500  # keys per script call: Redis is blocked meanwhile
 
 _WORKSPACES = "workspace:"
 _OF_SITES = ("update:", _WORKSPACES)  # written by sites; leaked if a site forgets the expiry
+# A gateway's, likewise; its other keys are registers, of which each is one.
+_OF_GATEWAYS = re.compile(rb"gateway:[^:]*:(nonce|upload):")
+_REGISTERED = (
+    2048  # bytes of a value in a register: a public key and an invite's digest, or a secret
+)
+_MOVES = (20_000, 64 << 20)  # entries and bytes of a gateway's `moves`, of which it keeps 2,000
 _COPIES = "control:"  # per-site copies of a strategy's device state
 _FORGOTTEN_MS = 600_000  # expiry given to keys without one
 _LONGEST_MS = 24 * 3600 * 1000  # longer expiries are cut to this
@@ -39,7 +47,7 @@ _STEP = 1000  # keys per scan step, or tasks: there may be any number
 _MENDED = {
     "triggers": "stream", "tasks": "stream", "events": "stream", "changes": "stream",
     "alive": "zset", "trainers": "hash", "working": "hash", "concurrent": "hash",
-    "owners": "hash", "rates": "hash",
+    "owners": "hash", "rates": "hash", "failing": "hash",
     "sites": "set", "pool": "set", "letters": "zset",
 }  # fmt: skip
 _NAMED = {
@@ -111,6 +119,8 @@ async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) ->
     meanwhile has been renamed, so it doesn't expire.
     """
     names = _of(keys, some, *_OF_SITES)
+    start = len(keys.prefix.encode())
+    names += [name for name in _of(keys, some, "gateway:") if _OF_GATEWAYS.match(name, start)]
     lives = await client.pipeline([("PTTL", name) for name in names]) if names else []
     left = dict(zip(names, lives, strict=True))
     changed = [name for name, ms in left.items() if ms == -1 or ms > _LONGEST_MS]
@@ -120,6 +130,26 @@ async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) ->
     if cuts:
         await client.pipeline(cuts)
     return [name.decode(errors="replace") for name in changed]
+
+
+def registers(keys: Keys, some: Iterable[bytes]) -> list[bytes]:
+    """The gateways' registers among ``some`` keys: what doesn't expire of theirs."""
+    start = len(keys.prefix.encode())
+    return [name for name in _of(keys, some, "gateway:") if not _OF_GATEWAYS.match(name, start)]
+
+
+async def trim_registers(
+    client: Client, keys: Keys, names: Sequence[bytes], devices: int
+) -> list[str]:
+    """Delete from gateways' registers what no device of the run needs: those that had such.
+
+    Of a register with over 1,000 devices, another 1,000 are looked at each time.
+    """
+    trimmed = await TRIM(
+        client, keys.__dict__, devices, _REGISTERED, *_MOVES,
+        rest=[name.decode(errors="surrogateescape") for name in names],
+    )  # fmt: skip
+    return [name.decode(errors="replace") for name in trimmed]
 
 
 async def expire_unowned(

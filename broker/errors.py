@@ -2,6 +2,7 @@
 
     FedstreamError
     ├── ConfigError           a key or value that is not allowed; the message names it
+    │   └── TaskError         also a DataError: a task that cannot work, found before the start
     ├── DataError             data that is missing or does not fit; says where it was expected
     └── BrokerError
         ├── Unavailable       Redis cannot be reached or cannot serve now     (retriable)
@@ -27,6 +28,11 @@ class FedstreamError(Exception):
 
     retriable = False
 
+    @property
+    def trace(self) -> str:
+        """The traceback of the user's own code, if the error is about what that raised; else ''."""
+        return "\n".join(getattr(self, "__notes__", ()))
+
 
 class ConfigError(FedstreamError):
     """A configuration key or value that is not allowed."""
@@ -34,6 +40,10 @@ class ConfigError(FedstreamError):
 
 class DataError(FedstreamError):
     """Training or test data that is missing or does not fit."""
+
+
+class TaskError(ConfigError, DataError):
+    """A task that cannot work: its model, data, training or metrics failed before the start."""
 
 
 class BrokerError(FedstreamError):
@@ -92,3 +102,12 @@ class NoRun(BrokerError):
 
 class Fenced(BrokerError):
     """Another process now holds this role; this one must stop writing."""
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The exception itself, or the first one inside a group of them, with a traceback."""
+    while isinstance(error, BaseExceptionGroup):
+        first: BaseException = error.exceptions[0]
+        # One that was never raised itself has the group's.
+        error = first.with_traceback(first.__traceback__ or error.__traceback__)
+    return error

@@ -60,6 +60,9 @@ class Keys:
         self.trainers = prefix + "trainers"  # trainer -> its latest description of itself
         self.alive = prefix + "alive"  # trainer -> when it was last heard from, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
+        self.failing = (
+            prefix + "failing"
+        )  # device -> failed tasks in a row, until when it rests, why
         self.pool = prefix + "pool"  # trainers that own nothing: they serve the unowned devices
         self.concurrent = prefix + "concurrent"  # gateway's replica -> how many devices it owns
         self.working = prefix + "working"  # trainer -> what its newest heartbeat says of its work

@@ -39,6 +39,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # Ids of tasks and attempts, without the separators used in blob names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
+Goal = Literal["min", "max"]  # whether a metric is good if it is low or high
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
@@ -99,7 +100,8 @@ class Assignment(Message):
     epochs: Annotated[int, Field(ge=1)] | None = None
     seconds: Annotated[float, Field(gt=0)] | None = None
     version: Count | None = None  # rounds: train from this version
-    deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
+    # Rounds: seconds since 1970 by Redis's clock, after which no answer counts.
+    deadline: float | None = None
 
 
 _ASSIGNED = tuple(Assignment.model_fields)
@@ -125,6 +127,7 @@ class CloseRound(Message):
     version: Count
     tasks: tuple[Id, ...]
     why: str
+    drops: tuple[Count, ...] = ()  # see RoundEnd
 
 
 class Withdraw(Message):
@@ -161,6 +164,8 @@ class Upload(Message):
     # Of its blob; None: sent by a release that doesn't say; assume this release's chunk size.
     chunks: Count | None = None
     format: Annotated[str, Field(max_length=40)] = "f32"  # a wire format's name
+    # Samples that the device claimed, if the updater counts fewer; a trainer's value is ignored.
+    claimed: Count | None = None
 
     @property
     def blob(self) -> str:
@@ -185,6 +190,7 @@ class GiveUp(Message):
     device: Count
     trainer: Name
     reason: Name
+    failing: Count = 0  # as in :class:`Presence`
 
 
 class Presence(Message):
@@ -198,6 +204,8 @@ class Presence(Message):
     pid: Count = 0
     device: Count | None = None  # the device it is training for now
     answers: Count = 0  # given so far
+    # Tasks that it gave up in a row, if it rather than their devices seems to be the cause; else 0.
+    failing: Count = 0
     # Of what it owns, if the trainer would rather send heartbeats than a long list.
     digest: Name | None = None
     concurrent: bool = False  # whether the devices work at the same time, as a gateway's do
@@ -214,6 +222,7 @@ class Heartbeat(Message):
     owns: Name  # the digest of the list
     device: Count | None = None
     answers: Count = 0
+    failing: Count = 0
 
 
 class Seating(Message):
@@ -242,6 +251,9 @@ class RoundEnd(Message):
     kind: ClassVar[str] = "round_end"
     version: Count
     why: str = ""
+    # The devices whose answers are dropped, with any that came after them, so that no version is
+    # made; (): a version is made. An end that comes again finds other devices' answers.
+    drops: tuple[Count, ...] = ()
 
 
 class SetQuarantine(Message):

@@ -74,6 +74,7 @@ STRAY = (
     ANOTHERS_DEVICE := "trigger for another's device",
     BUSY_DEVICE := "trigger for a busy device",
     QUARANTINED_DEVICE := "trigger for a quarantined device",
+    RESTING_DEVICE := "trigger for a resting device",  # its last tasks failed
     TRIGGER_TOO_LONG := "trigger for too long",
     TRIGGER_OVER_LIMIT := "trigger over the limit",
     EVENT_OVER_LIMIT := "event over the limit",
@@ -83,6 +84,12 @@ STRAY = (
     NO_DEVICES := "trainer without devices",
     MESSAGE_TOO_LONG := "message too long",
 )
+
+# Ends that say nothing of the device: any other refusal, give-up or death is a failure of it.
+OF_THE_RUN = frozenset(
+    {TOO_STALE, TOO_OLD, DEVICE_QUARANTINED, ROUND_OVER, BECAME_STALE, ENTRY_LOST, UNSERVED,
+     RUN_FINISHED, REVOKED_DEVICE, LOST_WITH_REDIS, CRASHED_COORDINATORS, UNREADABLE}
+)  # fmt: skip
 
 _RAISED = "raised "
 _ERRORS = frozenset(
@@ -103,7 +110,7 @@ def sends(what: Literal["model", "delta"]) -> str:
 
 def raised(error: Exception) -> str:
     """A trainer's text for a task that it gives up because of an error."""
-    return f"{_RAISED}{type(error).__name__:.100}"
+    return f"{_RAISED}{type(errors.innermost(error)).__name__:.100}"
 
 
 def of_giving_up(said: str) -> str:

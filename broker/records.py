@@ -14,6 +14,7 @@ from fedstream.broker.errors import BrokerError
 from fedstream.broker.layout import Layout
 from fedstream.broker.messages import (
     OUTCOMES,
+    Goal,
     Outcome,
     Quarantine,
     Sends,
@@ -64,11 +65,13 @@ class Run:
     why: str | None = None  # reason for finishing
     finished: float | None = None  # seconds since 1970
     start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
+    goal: Mapping[str, Goal] = field(default_factory=dict)  # of metrics, as the task declares them
 
     def record(self) -> list[str | bytes]:
         return flattened(
             {name: value for name, value in self.__dict__.items() if name != "layout"}
             | {
+                "goal": msgpack.packb(self.goal),
                 "keys": _KEYS,
                 "layout": self.layout.signature,
                 "size": self.layout.nbytes,
@@ -104,6 +107,7 @@ class Run:
             why=record["why"].decode() if "why" in record else None,
             finished=None if finished is None else float(finished),
             start=record.get("start", b"").decode(),
+            goal=msgpack.unpackb(record.get("goal", b"\x80")),
         )
 
 
@@ -207,6 +211,24 @@ def _encoded(record: Mapping[str, bytes]) -> Encoded | None:
     return Encoded.parsed(text) if blob == record["blob"] else None
 
 
+@dataclass(frozen=True)
+class Failing:
+    """A device whose last task failed."""
+
+    tasks: int  # in a row; one may be chance, and brings no rest
+    until: float  # it rests; seconds since 1970, Redis's clock
+    reason: str  # of the last failure
+
+    @classmethod
+    def parsed(cls, data: bytes) -> Failing | None:
+        """As the scripts note it; None for a foreign value."""
+        try:
+            tasks, until_ms, reason = data.decode().split(" ", 2)
+            return cls(int(tasks), int(until_ms) / 1000, reason)
+        except ValueError:
+            return None
+
+
 class EncodedUpdates(TypedDict):
     """Updates in wire formats, as Redis counted them."""
 
@@ -234,6 +256,8 @@ class Tally:
     owners: int  # fields of the register of owners: the owned devices, and foreign ones
     pool: bool  # whether a live trainer serves the unowned devices; False if none is owned
     now: float  # seconds since 1970, Redis's clock
+    # Devices whose last tasks failed, more than one: some of them if there are many.
+    failing: Mapping[int, Failing] = field(default_factory=dict)
     told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
 
     @property
@@ -256,6 +280,11 @@ class Tally:
         """Bytes of the kept models, if all were published like the newest."""
         one = self.head.encoded.size if self.head.encoded else self.run.layout.nbytes
         return self.kept * one
+
+    @property
+    def failing_devices(self) -> dict[str, dict[str, int | float | str]]:
+        """``failing`` as plain data: tasks in a row, reason, until when a device rests."""
+        return {str(device): one.__dict__ for device, one in self.failing.items()}
 
     @property
     def encoded(self) -> EncodedUpdates:
@@ -297,8 +326,9 @@ class Changes:
 
     tasks: Mapping[str, Trigger | None]  # by id; None: it has ended
     devices: Mapping[int, bool]  # whether a trainer owns them
+    failing: Mapping[int, Failing | None]  # of the same devices; None: it works
     all_tasks: bool  # `tasks` are all open ones, for the place was not known
-    all_devices: bool  # `devices` are all owned ones
+    all_devices: bool  # `devices` are all owned ones, and `failing` all failing ones
     place: Bookmark | None  # for the next look; None: the log is empty
 
 

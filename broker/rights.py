@@ -37,9 +37,11 @@ from fedstream.broker.ledger import (
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.scripts import Script
 
-# Commands that any of our connections may need: PING and ROLE as checks, the others to set it up.
+# Commands that any of our connections may need: PING and ROLE as checks, TIME for the run's clock,
+# the others to set it up. Not SELECT: a user's keys are the same in every database, and clean-up
+# looks in the run's alone.
 _CONNECTION = (
-    "ping", "role", "select", "client|setname", "cluster|slots", "asking",
+    "ping", "role", "time", "client|setname", "cluster|slots", "asking",
 )  # fmt: skip
 
 RIGHTS = {
@@ -152,7 +154,7 @@ def acl(
 
 
 _CALL = re.compile(
-    r"redis\.p?call\('([A-Z]+)'(?:, '(CREATE|CONSUMERS|DELCONSUMER|GROUPS|STREAM)')?"
+    r"redis\.p?call\('([A-Z]+)'(?:, '(CREATE|CONSUMERS|DELCONSUMER|GROUPS|STREAM|USAGE)')?"
 )
 
 

@@ -33,7 +33,8 @@ from fedstream.broker.commands import Argument, Command
 from fedstream.broker.errors import NoScript
 
 _LUA = files(__package__) / "lua"
-_REASONS = reasons.named()
+# A set is a text in which a script searches for "|" .. reason .. "|".
+_REASONS = reasons.named() | {"OF_THE_RUN": f"|{'|'.join(sorted(reasons.OF_THE_RUN))}|"}
 _FUNCTION = re.compile(r"^local function (\w+)\(.*?^end$", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(r"\b(\w+)\(")
 _REASON = re.compile(r"\breasons\.(\w+)")

@@ -37,6 +37,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "task": run.task,
         "strategy": run.strategy,
         "devices": run.devices,
+        "goal": dict(run.goal),
         "parameters": run.layout.parameters,
         "model_bytes": run.layout.nbytes,
         "created": run.created,
@@ -62,6 +63,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "inbox": view.inbox,
         "trainers": view.trainers,
         "quarantined": sorted(head.quarantines.by_device),
+        "failing": view.failing_devices,
         "kept_versions": view.kept,
         "dead_letters": view.dead,
     }

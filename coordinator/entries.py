@@ -45,6 +45,7 @@ LARGEST = 1 << 18  # bytes of an entry in a site's inbox
 _EVENTS = 10  # per second and site
 _LAYOUT_S = 1.0  # between two looks whether there is another run, with another layout
 _TEXT = 8000  # characters
+_LOSS = 1e30  # most that an untrusted device's loss counts as
 
 
 class Entries:
@@ -57,12 +58,16 @@ class Entries:
         context: Context,
         *,
         anarchic: bool,
+        lr_of: Callable[[int], float] | None = None,
     ) -> None:
-        """``anarchic``: devices decide for themselves when to train."""
+        """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
+        configured learning rate; None: sites may use any.
+        """
         self._ledger = ledger
         self._settings = settings
         self._context = context
         self._anarchic = anarchic
+        self._lr_of = lr_of
         # Of both there are few labels: verdicts and reasons are closed sets.
         self._answers = EventCounts(
             "fedstream_answers", "Trainers' answers, by admission's verdict.",
@@ -96,9 +101,12 @@ class Entries:
         match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Heartbeat, Event):
             case Upload() | GiveUp() as answer:
                 sizes, unfit = await self._judged(answer)
+                if isinstance(answer, Upload) and not site.trusted:
+                    answer = self._bounded(answer)
                 decision = self._ledger.admit(
                     entry, answer, size_limit=self._settings.max_update_bytes,
-                    site=site.name, trusted=site.trusted, sizes=sizes, unfit=unfit,
+                    site=site.name, trusted=site.trusted, most_steps=self._settings.most_steps,
+                    sizes=sizes, unfit=unfit,
                 )  # fmt: skip
                 name = member(site.name, answer.trainer)
                 return decision, partial(self._tell_answered, answer, name, time.time())
@@ -111,7 +119,8 @@ class Entries:
                 return self._ledger.beat(site.name, entry, said, rate=rate), lambda _: None
             case Event(what="error", device=int()) as event:  # no device: the evaluator's
                 told = Event(
-                    what="error", service=member(site.name, event.service), time=time.time(),
+                    what="error", service=member(site.name, event.service),
+                    time=self._ledger.now(),
                     task=event.task, device=event.device, version=event.version,
                     reason=(event.reason or "")[:200], text=(event.text or "")[-_TEXT:],
                     site=site.name,
@@ -121,6 +130,21 @@ class Entries:
                 return dead
             case other:
                 raise BadMessage(f"a site must not send {other.kind}")
+
+    def _bounded(self, upload: Upload) -> Upload:
+        """What an untrusted device claims, within bounds that neither a rule nor a mean overflows.
+
+        A learning rate is near the configured one, unless it is none at all: it is refused where a
+        rule divides by it. Samples and steps are bounded where others' are known.
+        """
+        lr, loss, seconds = upload.lr, upload.loss, upload.seconds
+        if self._lr_of is not None and lr > 0:
+            usual, factor = self._lr_of(upload.device), self._settings.lr_factor
+            lr = min(max(lr, usual / factor), usual * factor)
+        if loss is not None:
+            loss = min(max(loss, -_LOSS), _LOSS)
+        seconds = min(max(0.0, seconds), self._settings.most_seconds)
+        return upload.model_copy(update={"lr": lr, "loss": loss, "seconds": seconds})
 
     async def _judged(self, answer: Upload | GiveUp) -> tuple[tuple[int, int] | None, str]:
         """The sizes that an update may have, and why its format is refused: see ``admit``."""
@@ -161,7 +185,7 @@ class Entries:
             return self._dropped(site, entry, reasons.TRIGGER_TOO_LONG, device=trigger.device)
         own = trigger.model_copy(
             update={
-                "task": task_id(time.time_ns() // 1_000_000), "why": "own initiative",
+                "task": task_id(round(entry.time * 1000)), "why": "own initiative",
                 "origin": member(site.name, trigger.origin), "version": None, "deadline": None,
             }
         )  # fmt: skip

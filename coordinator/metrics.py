@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -32,6 +32,10 @@ class SchedulerMetrics:
             "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
             registry=registry,
         )  # fmt: skip
+        self.dropped = Counter(
+            "fedstream_rounds_dropped", "Rounds dropped at their timeout: too few answers.",
+            registry=registry,
+        )  # fmt: skip
         self._holding = Gauge(
             "fedstream_held_back",
             "1: fewer tasks are open than the policy wants, for this reason.", ["by"],
@@ -53,7 +57,7 @@ class SchedulerMetrics:
 class Seen:
     """The result of one look at the run and its Redis."""
 
-    at: float  # seconds since 1970, the coordinator's clock
+    at: float  # seconds since 1970, Redis's clock
     memory: int  # bytes that Redis uses
     memory_limit: int  # bytes that it may use; 0: no limit
     view: Tally | None = None  # None: there is no run
@@ -67,8 +71,10 @@ class RunMetrics:
     Every coordinator exports the same values: take the maximum over replicas, never the sum.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], float]) -> None:
+        """``now``: seconds since 1970, Redis's clock."""
         self._seen: Seen | None = None
+        self._now = now
         registry.register(self)
 
     def saw(self, seen: Seen) -> None:
@@ -79,6 +85,8 @@ class RunMetrics:
         """Yield the metrics, for the registry."""
         seen = self._seen
         at = seen.at if seen else 0.0
+        # Alerts compare the times below with this one: their own clock may differ.
+        yield _gauge("run_clock_timestamp_seconds", "Redis's clock.", self._now())
         yield _gauge("run_looked_timestamp_seconds", "When Redis last answered; 0: not yet.", at)
         if seen is None:
             return

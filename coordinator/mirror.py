@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
+from fedstream.broker.ledger.reading import repeated
 from fedstream.broker.messages import Trigger, time_of
-from fedstream.broker.records import NO_QUARANTINES, Bookmark, Changes, Tally
+from fedstream.broker.records import NO_QUARANTINES, Bookmark, Changes, Failing, Tally
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
 from fedstream.runtime.participation import Participation
@@ -18,14 +21,20 @@ class Mirror:
     def __init__(self, participation: Participation) -> None:
         self._participation = participation
         self.tasks = OpenTasks()
-        self.devices = DeviceSet(0)  # that a trainer serves, and that are not in quarantine
+        # That a trainer serves, and that are neither in quarantine nor at rest after failures.
+        self.devices = DeviceSet(0)
         self.idle = DeviceSet(0)  # of them, those without a task
+        self.failing: dict[int, Failing] = {}  # only devices that failed repeatedly
+        self.begin_to_fail: list[int] = []  # since the look before
+        self.work_again: list[int] = []
         self.place: Bookmark | None = None  # up to which changes are known
         self._owned: set[int] = set()
         self._foreign = 0  # fields among the owners that are no devices of the run
         self._serves_all = False  # whether unowned devices are served, too
         self._limit = 0  # the run's devices
         self._quarantines = NO_QUARANTINES
+        self._resting: dict[int, float] = {}  # device -> until when, seconds since 1970, our clock
+        self._ends: list[tuple[float, int]] = []  # of rests, also of outdated ones: a heap
 
     def follow(self, tally: Tally, changes: Changes, now: float) -> bool:
         """Take in a look at the run; ``now``: seconds since 1970.
@@ -44,6 +53,7 @@ class Mirror:
         for device, is_owned in () if changes.all_devices else changes.devices.items():
             (self._owned.add if is_owned else self._owned.discard)(device)
             changed.add(device)
+        changed |= self._follow_failing(changes, tally.now - now, now)
         barred, before = tally.head.quarantines, self._quarantines
         if barred is not before:
             changed |= barred.by_device.keys() ^ before.by_device.keys()
@@ -75,8 +85,29 @@ class Mirror:
                 changed.add(trigger.device)
         return changed
 
+    def _follow_failing(self, changes: Changes, ahead_s: float, now: float) -> set[int]:
+        """The devices that begin or end a rest. ``ahead_s``: of Redis's clock before ours."""
+        known = self.failing.keys() if changes.all_devices else set[int]()
+        changed = known | changes.failing.keys()
+        was = {device for device in changed if device in self.failing}
+        for device in changed:
+            self.failing.pop(device, None)
+            self._resting.pop(device, None)
+        for device, one in repeated(changes.failing).items():
+            self.failing[device] = one
+            self._resting[device] = one.until - ahead_s
+            heappush(self._ends, (one.until - ahead_s, device))
+        is_now = changed & self.failing.keys()
+        self.begin_to_fail, self.work_again = sorted(is_now - was), sorted(was - is_now)
+        while self._ends and self._ends[0][0] <= now:
+            end, device = heappop(self._ends)
+            if self._resting.get(device) == end:
+                del self._resting[device]
+                changed.add(device)
+        return changed
+
     def _begin_anew(self) -> None:
-        barred = self._quarantines.by_device
+        barred = self._quarantines.by_device.keys() | self._resting.keys()
         served = range(self._limit) if self._serves_all else self._owned
         self.devices = DeviceSet(self._limit, (d for d in served if d not in barred))
         at_work = self.tasks.at_work
@@ -86,7 +117,8 @@ class Mirror:
     def _settle(self, device: int) -> None:
         """Put a device where it belongs."""
         is_served = self._serves_all or device in self._owned
-        if is_served and device not in self._quarantines.by_device:
+        is_barred = device in self._quarantines.by_device or device in self._resting
+        if is_served and not is_barred:
             self.devices.add(device)
         else:
             self.devices.discard(device)

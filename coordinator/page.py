@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ipaddress import ip_address
 from typing import Annotated, Protocol, TypeAlias
 
 from aiohttp import web
@@ -34,10 +33,9 @@ class PageSettings(Section):
 
 def has_page(page: PageSettings, http: HttpSettings) -> bool:
     """Whether a coordinator serves the page. Raises ConfigError if it would be everybody's."""
-    is_here = _is_loopback(http.host)
-    if not (is_here if page.enabled is None else page.enabled):
+    if not (http.is_local if page.enabled is None else page.enabled):
         return False
-    if not is_here and http.token is None:
+    if not http.is_local and http.token is None:
         raise ConfigError(
             f"page.enabled = true with http.host = {http.host!r}: everybody who reaches the "
             "coordinator would see the run: set http.token too (FEDSTREAM_HTTP__TOKEN)"
@@ -48,13 +46,6 @@ def has_page(page: PageSettings, http: HttpSettings) -> bool:
             "choose another"
         )
     return True
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class LivePage(Protocol):

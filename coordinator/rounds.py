@@ -19,7 +19,9 @@ class Rounds(Chosen):
     A round ends when the strategy has enough answers for a version; at the time-out, if there are
     at least ``min_answers``; or when all available devices have answered. Later answers are too
     stale and don't count. At a time-out with fewer answers the round is extended by the same time:
-    unanswered tasks are given up, other devices are asked, and the answers so far are kept.
+    unanswered tasks are given up, other devices are asked, and the answers so far are kept. Or it
+    is dropped with its answers, as in FedAsync's account of synchronous training, and another
+    begins from the same version.
 
     No device answers twice in a round, so a round is no larger than the number of devices, nor than
     memory has room for.
@@ -31,6 +33,8 @@ class Rounds(Chosen):
     min_answers: Annotated[int, Field(ge=1)] = 1
     """fewest answers that a version is made of"""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    too_few: Literal["extend", "drop"] = "extend"
+    """what becomes of a round that timed out with fewer answers than ``min_answers``"""
 
     @property
     def size(self) -> int:
@@ -56,20 +60,22 @@ class Round:
     """answers still in the queue"""
 
 
-RoundVerdict: TypeAlias = Literal["goes on", "over", "again"]
+RoundVerdict: TypeAlias = Literal["goes on", "over", "again", "dropped"]
 
 
 def verdict(policy: Rounds, it: Round, now: float) -> RoundVerdict:
     """Decide whether a round goes on.
 
     'over': a version is made of the answers so far. 'again': it timed out with too few answers, and
-    continues from now with other devices.
+    continues from now with other devices. 'dropped': it did, and its answers are not used.
     """
     enough = it.answered >= policy.min_answers
     if now >= it.since + policy.timeout_s:
         if enough:
             return "over"
-        return "goes on" if it.coming else "again"  # count the queued answers first
+        if it.coming:
+            return "goes on"  # count the queued answers first
+        return "dropped" if policy.too_few == "drop" and it.answered else "again"
     # There is no device left to ask, but the strategy would wait for more answers.
     complete = it.answered >= it.wanted and not it.at_work
     return "over" if enough and complete and it.wanted < policy.size else "goes on"

@@ -36,7 +36,7 @@ from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
 from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Rounds
-from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
+from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, Steering, plan
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead
@@ -49,6 +49,7 @@ _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the r
 # Between two looks at all open tasks and owned devices. In case changes escaped both the log and a
 # comparison of the numbers: a release that doesn't know the log may have swapped one for another.
 _WHOLE_S = 60.0
+_NAMED = 20  # devices, in a line of the log
 _BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
 
 
@@ -110,6 +111,7 @@ class Scheduler:
         self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
+        self._steering: Steering | None = None
         self._gathering = Gathering()
         self._issued = 0  # tasks, at the last look
 
@@ -128,7 +130,7 @@ class Scheduler:
             await self._client.close()
 
     async def _work(self) -> None:
-        self._last = time.time()
+        self._last = self._ledger.now()
         await repeat(self._context, "schedule", self._step, within_s=60.0)
 
     async def _step(self) -> None:
@@ -151,8 +153,9 @@ class Scheduler:
     async def _look_at_all(self) -> Tally:
         """Look at all open tasks and owned devices."""
         tally, changes = await self._ledger.changes()
-        self._mirror.follow(tally, changes, time.time())
+        self._mirror.follow(tally, changes, self._ledger.now())
         self._whole_at = time.monotonic()
+        self._tell_failing()
         return tally
 
     async def _look_after(
@@ -169,7 +172,21 @@ class Scheduler:
         )  # fmt: skip
         if changes.all_tasks:
             self._whole_at = time.monotonic()
-        return opened, tally, self._mirror.follow(tally, changes, time.time())
+        followed = self._mirror.follow(tally, changes, self._ledger.now())
+        self._tell_failing()
+        return opened, tally, followed
+
+    def _tell_failing(self) -> None:
+        """Log which devices begin to fail or work again: a line each, not one for each device."""
+        mirror, log = self._mirror, self._context.log
+        if failing := mirror.begin_to_fail:
+            reason = mirror.failing[failing[0]].reason
+            log.warning(
+                "devices fail and rest", devices=failing[:_NAMED], number=len(failing),
+                reason=reason,
+            )  # fmt: skip
+        if working := mirror.work_again:
+            log.info("devices work again", devices=working[:_NAMED], number=len(working))
 
     async def _decide(self, view: Tally) -> Tally:
         """Carry out the plan, wait for events or the next planning time, return the new look."""
@@ -178,7 +195,7 @@ class Scheduler:
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
         seen = self._situation(view)
         todo = await self._planned(seen)
-        self._metrics.limit = todo.limit
+        self._metrics.limit, self._steering = todo.limit, todo.steering
         if todo.held != self._held:
             self._held = todo.held
             self._metrics.show_held(todo.held)
@@ -192,13 +209,13 @@ class Scheduler:
                 "round continues: too few answers", version=seen.version, answers=len(seen.held)
             )
         if todo.close is not None:
-            await self._close(view, *todo.close)
+            await self._close(view, *todo.close, todo.drops)
         opening = None
         if todo.triggers:
             opening = self._ledger.trigger(
                 self._lease.token, todo.limit, view.issued, todo.triggers
             )
-        wait_ms, now = BLOCK_MS, time.time()
+        wait_ms, now = BLOCK_MS, self._ledger.now()
         if todo.wake_at is not None:
             wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - now) * 1000)))
         opened, view, followed = await self._look_after(view, wait_ms, opening, todo.triggers)
@@ -231,7 +248,9 @@ class Scheduler:
             memory_budget=self._budget or None,
         )
 
-    async def _close(self, view: Tally, version: int, tasks: tuple[str, ...]) -> None:
+    async def _close(
+        self, view: Tally, version: int, tasks: tuple[str, ...], drops: tuple[int, ...]
+    ) -> None:
         """Ask the coordinator to end a round; repeat only a request that seems lost."""
         before, among, asked_at = self._asked
         now = time.monotonic()
@@ -239,7 +258,13 @@ class Scheduler:
             if view.triggers or now - asked_at < _ASK_AGAIN_S:
                 return
             self._context.log.warning("asking again for the end of a round", version=version)
-        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=reasons.ROUND_OVER))
+        why = reasons.ROUND_OVER
+        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=why, drops=drops))
+        if drops:
+            self._metrics.dropped.inc()
+            self._context.log.warning(
+                "round dropped: too few answers", version=version, answers=len(drops)
+            )
         self._asked = (version, tasks, now)
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:
@@ -259,11 +284,11 @@ class Scheduler:
             self._given_up |= dict.fromkeys(tasks, now)
 
     def _situation(self, view: Tally) -> Situation:
-        mirror, now = self._mirror, time.time()
+        mirror, now = self._mirror, self._ledger.now()
         self._last = min(self._last, now)  # a clock that was set back must not hold tasks back
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or mirror.tasks.count(version)
-        if self._round[0] != version or not begun:
+        if self._round[0] != version or not begun or self._round[1] > now:  # set back, too
             self._round = (version, now)
         return Situation(
             now=now,
@@ -286,6 +311,7 @@ class Scheduler:
             began=view.run.created,
             is_eligible=self._who_may_begin(view.run, now),
             not_at_work=mirror.idle,
+            steering=self._steering,
         )
 
     def _who_may_begin(self, run: Run, now: float) -> Callable[[int], bool] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from fedstream.broker.messages import Trigger, task_id
@@ -21,6 +21,8 @@ from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.runtime.participation import Participation
 
 _CATCH_UP_S = 1.0  # a policy that catches up makes up for at most this much missed time
+_SEEN_AFTER = 20  # updates in which the mean staleness forgets nearly all that it was before
+_MOST_CHANGE = 2.0  # of the tasks in flight, at once, as a factor
 
 HELD_BY = ("memory", "queue", "staleness")
 
@@ -32,6 +34,34 @@ class HoldBack:
     max_queue: int  # entries
     target_staleness: float | None  # versions, mean
     memory_budget: int | None  # bytes of Redis
+
+
+@dataclass(frozen=True)
+class Steering:
+    """How many tasks in flight bring the mean staleness to its target, as far as is known."""
+
+    tasks: float
+    since: int  # the version from which no more than these were open
+
+    @classmethod
+    def towards(cls, target: float, seen: Situation) -> Steering:
+        """What to go on with.
+
+        With n tasks in flight, each making a version, an update is n - 1 versions late on average:
+        so it begins with target + 1. Batches, and devices that vanish, make it less. Once the mean
+        shows what a number of tasks leads to, the number changes by the ratio of the staleness that
+        is wanted to the one there is. Only what is seen is corrected, and so nothing oscillates:
+        tasks take as many versions as updates are late, and the mean some more.
+        """
+        before, mean = seen.steering, seen.mean_staleness
+        if before is None:
+            return cls(target + 1, seen.version)
+        if len(seen.tasks) > round(before.tasks):
+            return cls(before.tasks, seen.version)
+        if seen.version - before.since < mean + _SEEN_AFTER:
+            return before
+        change = min(_MOST_CHANGE, max(1 / _MOST_CHANGE, (target + 1) / (mean + 1)))
+        return cls(before.tasks * change, seen.version)
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,7 @@ class Situation:
     since: Mapping[str, float] = field(default_factory=dict)
     is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
     not_at_work: DeviceSet | None = None  # of `devices`; None: derived from `open`
+    steering: Steering | None = None  # of the last plan
 
     @cached_property
     def tasks(self) -> OpenTasks:
@@ -105,14 +136,26 @@ class Plan:
     triggers: tuple[Trigger, ...] = ()
     limit: int = 0  # tasks open at the same time
     close: tuple[int, tuple[str, ...]] | None = None  # end a round: version, open tasks
+    drops: tuple[int, ...] = ()  # devices whose answers that round is ended without using
     wake_at: float | None = None  # seconds since 1970
     last: float = 0.0  # for the next situation, if there are triggers
     held: str = ""  # why there are fewer tasks than the policy wants
     overdue: tuple[tuple[str, Overdue], ...] = ()  # tasks to be given up, and why
     again: bool = False  # the round is extended from now, with other devices
+    steering: Steering | None = None  # for the next situation
 
 
-def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
+def steered(wanted: int, hold: HoldBack, seen: Situation) -> Steering | None:
+    """How many tasks the target for the staleness allows, from 1 to ``wanted``; None: any."""
+    if hold.target_staleness is None:
+        return None
+    found = Steering.towards(hold.target_staleness, seen)
+    return replace(found, tasks=min(max(1.0, found.tasks), wanted))
+
+
+def held_back(
+    wanted: int, hold: HoldBack, seen: Situation, steering: Steering | None = None
+) -> tuple[int, str]:
     """(N, why) by the tightest limit. N is never below 1, so that the run goes on."""
     limits = [(wanted, "")]
     room = _room(hold, seen)
@@ -121,8 +164,8 @@ def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
         limits.append((max(1, room - seen.queue), "memory"))
     if seen.backlog >= hold.max_queue:
         limits.append((1, "queue"))
-    if hold.target_staleness is not None and seen.mean_staleness > hold.target_staleness:
-        limits.append((1, "staleness"))
+    if steering is not None:
+        limits.append((round(steering.tasks), "staleness"))
     return min(limits, key=lambda limit: limit[0])
 
 
@@ -173,7 +216,9 @@ def _plan_tasks(
     """Open tasks, each when it is due, until there are as many as the policy wants."""
     at_work, last = AtWork(seen.tasks), seen.last
     n = tasks_wanted(policy, seen.traffic(seen.issued, at_work, last))
-    limit, why = held_back(n, hold, seen)
+    steering = steered(n, hold, seen)
+    limit, why = held_back(n, hold, seen, steering)
+    so_far = partial(Plan, limit=limit, held=why, steering=steering)
     triggers: list[Trigger] = []
     with seen.idle() as idle:
         while len(at_work) < limit:
@@ -181,14 +226,14 @@ def _plan_tasks(
             traffic = seen.traffic(seen.issued + len(triggers), at_work, last)
             due = next_due(policy, traffic, rng)
             if due > seen.now:
-                return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
+                return so_far(tuple(triggers), wake_at=due, last=last)
             device = seen.take(idle, partial(place_of_next, policy, traffic, rng, parts))
             if device is None:
                 break
             triggers.append(_trigger(rng, device, parts, seen.now, why="in flight"))
             at_work.add(device)
             last = max(due, seen.now - _CATCH_UP_S) if policy.catches_up else seen.now
-    return Plan(tuple(triggers), limit, last=last, held=why)
+    return so_far(tuple(triggers), last=last)
 
 
 def _plan_round(
@@ -209,8 +254,9 @@ def _plan_round(
     at_work = tasks.count(version, seen.now)
     it = Round(k, len(seen.held), at_work, seen.round_since, coming=seen.backlog)
     what = verdict(policy, it, seen.now)
-    if what == "over":
-        return Plan(close=(version, tuple(tasks.in_round(version))), held=why)
+    if what in ("over", "dropped"):
+        drops = seen.held if what == "dropped" else ()
+        return Plan(close=(version, tuple(tasks.in_round(version))), drops=drops, held=why)
     since = seen.now if what == "again" else seen.round_since
     deadline = since + policy.timeout_s
     mine = tasks.count(version)

@@ -10,7 +10,7 @@ on it, and :mod:`fedstream.coordinator.sweep` cleans up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 from pydantic import SecretStr
@@ -46,12 +46,16 @@ class Coordinator:
         redis: RedisSettings,
         name: str,
         anarchic: bool = False,
+        lr_of: Callable[[int], float] | None = None,
         token: SecretStr | None = None,
         page: MakePage | None = None,
     ) -> None:
-        """``anarchic``: devices decide for themselves when to train. ``page``: None for no page."""
+        """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
+        configured learning rate. ``page``: None for no page.
+        """
         self._settings = settings
         self._anarchic = anarchic
+        self._lr_of = lr_of
         self._lease = lease
         self._keys = keys
         self._name = name
@@ -70,7 +74,9 @@ class Coordinator:
         sites = served(settings.sites, settings.trusted_sites).values()
         intake = EntryIntake(
             client, self._ledger,
-            Entries(self._ledger, settings, context, anarchic=self._anarchic), context,
+            Entries(
+                self._ledger, settings, context, anarchic=self._anarchic, lr_of=self._lr_of
+            ), context,
             triggers=Group(client, keys.triggers, COORDINATORS, self._name),
             inboxes={
                 Group(client, keys.inbox(one.name), COORDINATORS, self._name, largest=LARGEST): one

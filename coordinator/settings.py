@@ -17,7 +17,10 @@ class CoordinatorSettings(Section):
 
     max_update_bytes: Annotated[int, Field(gt=0)] = 4 << 30
     sites: tuple[str, ...] = (POOL,)  # served: "name", or "name:0-9" with its devices
-    trusted_sites: tuple[str, ...] = (POOL,)  # believed about how stale an update is
+    # Believed about staleness, samples, steps and learning rates.
+    trusted_sites: tuple[str, ...] = (POOL,)
+    # How far from the configured one another site's learning rate may be, as a factor.
+    lr_factor: Annotated[float, Field(ge=1)] = 10.0
     site_trainers: Annotated[int, Field(ge=1)] = 10_000  # per site
     announce_rate: Annotated[int, Field(ge=1)] = 50_000  # trainers and devices per second and site
     site_workspace_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # per site, except the pool

@@ -20,7 +20,7 @@ class Site:
     """A site that the coordinators serve."""
 
     name: str
-    trusted: bool = True  # its trainers are believed about how stale an update is
+    trusted: bool = True  # its trainers are believed about what they did
     may_own: tuple[range, ...] | None = None  # devices; None: any without an owner
 
     def denied(self, owns: Iterable[int]) -> list[int]:

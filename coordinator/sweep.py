@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from prometheus_client import Counter
 
 from fedstream.broker.client import Client
+from fedstream.broker.clock import uptime
 from fedstream.broker.custody import (
     cap_workspaces,
     drop_copies,
@@ -14,7 +16,9 @@ from fedstream.broker.custody import (
     expire_unowned,
     foreign,
     mend,
+    registers,
     some_keys,
+    trim_registers,
 )
 from fedstream.broker.errors import Foreign, NoRun
 from fedstream.broker.keys import POOL, TRAINERS, Keys, site_of
@@ -59,8 +63,8 @@ class Sweep:
             "fedstream_trainers_lost", "Trainers removed because they were silent.",
             registry=context.registry,
         )  # fmt: skip
-        self._metrics = RunMetrics(context.registry)
-        self.ended = 0.0  # when the last sweep did, in seconds since 1970
+        self._metrics = RunMetrics(context.registry, ledger.now)
+        self._ended = 0.0  # when the last sweep did; uptime, as the machine may sleep
         self._hears_since = 0.0
         self._searched = 0.0  # when the last whole search for open tasks without an entry ended
         self._without_entry: dict[str, str] = {}  # what the last whole search found
@@ -94,7 +98,7 @@ class Sweep:
         for group in (*self._intake.groups, pool):
             await group.reap(idle_ms=round(self._settings.trainer_silence_s * 1000))
         self._metrics.saw(await self._seen(leased))
-        self.ended = time.time()
+        self._ended = uptime()
         await pause(self._context.stop, _SWEEP_S)
 
     async def _owners(self) -> set[str]:
@@ -146,6 +150,13 @@ class Sweep:
                 "site left keys without an expiry: they now expire",
                 keys=len(found), first=min(found),
             )  # fmt: skip
+        if names := registers(self._keys, some):
+            with suppress(NoRun):
+                devices = (await self._ledger.run()).devices
+                for name in await trim_registers(self._client, self._keys, names, devices):
+                    self._context.log.warning(
+                        "gateway wrote into its register what no device needs: deleted", key=name
+                    )
 
     async def _find_lost(self) -> None:
         """Give up open tasks whose entry was deleted, looking at some of them in each sweep."""
@@ -170,8 +181,8 @@ class Sweep:
             await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
         for owner in await self._ledger.unheard(owners):
             await self._ledger.leave(owner.encode())
-        now, silence_s = time.time(), self._settings.trainer_silence_s
-        if now - self.ended > _DEAF_S:  # wall clock: the machine may have slept
+        now, silence_s = uptime(), self._settings.trainer_silence_s
+        if now - self._ended > _DEAF_S:
             self._hears_since = now
         if now - self._hears_since < silence_s:
             return
@@ -188,7 +199,7 @@ class Sweep:
         try:
             view = await self._ledger.tally()
         except NoRun:  # the updater has not created it yet
-            return Seen(time.time(), memory, limit)
+            return Seen(self._ledger.now(), memory, limit)
         self._intake.saw(view.tasks, view.trainers)
         event_ms = view.told[self._keys.events].partition("-")[0]
-        return Seen(time.time(), memory, limit, view, training, int(event_ms) / 1000)
+        return Seen(self._ledger.now(), memory, limit, view, training, int(event_ms) / 1000)

@@ -229,12 +229,16 @@ async def replied(response: aiohttp.ClientResponse, what: str) -> Reply:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait, of Retry-After, which may also be a time; None: it doesn't say."""
+    """Seconds to wait, of Retry-After, which may also be a time; None: it doesn't say.
+
+    That time and the answer's Date are of one clock, which this device's may differ from.
+    """
     value = headers.get("retry-after", "").strip()
     if value.isascii() and value.isdigit() and len(value) < 10:
         return float(value)
     if (at := date_of(value)) is not None:
-        return max(0.0, (at - datetime.now(UTC)).total_seconds())
+        now = date_of(headers.get("date", "")) or datetime.now(UTC)
+        return max(0.0, (at - now).total_seconds())
     return None
 
 

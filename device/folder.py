@@ -29,6 +29,7 @@ import xxhash
 from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError
 from fedstream.broker.layout import Floats
 from fedstream.protocol.messages import BadBody, UpdateReport
+from fedstream.runtime.files import read_regular
 from fedstream.trainer.workspace import Workspace
 
 _IDENTITY, _WORK, _UPDATE, _UNSENT = "device.json", "work", "update", "unsent"
@@ -89,7 +90,7 @@ class DeviceFolder:
         """Who the device is; None: it has not enrolled. Raises ConfigError."""
         file = self.path / _IDENTITY
         try:
-            found = json.loads(file.read_text())
+            found = json.loads(read_regular(file))
             return Identity(int(found["device"]), *(str(found[k]) for k in ("run", "url", "key")))
         except FileNotFoundError:
             return None
@@ -110,7 +111,7 @@ class DeviceFolder:
     def work(self) -> Workspace | None:
         """The workspace of interrupted training, if there is a sound one."""
         try:
-            return Workspace.decode((self.path / _WORK).read_bytes())
+            return Workspace.decode(read_regular(self.path / _WORK))
         except (FileNotFoundError, BadMessage):
             return None
 
@@ -172,7 +173,7 @@ class DeviceFolder:
     def _sound(self, name: str) -> bytes | None:
         """A file's content behind its checksum; None if it is missing or damaged."""
         try:
-            data = (self.path / name).read_bytes()
+            data = read_regular(self.path / name)
         except FileNotFoundError:
             return None
         inside = data[_CHECKSUM:]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import FedstreamError
@@ -61,6 +60,7 @@ class OwnGateway:
         self._key = key
         self.device = device
         self._access: tuple[str, float] | None = None  # the token, and when to ask for the next
+        self._behind_s = 0.0  # this device's clock, as its gateway's refusal has told
         self._doubted_since: float | None = None  # the gateway refuses the device, which it knew
 
     async def enrol(self, asks: Enrolment) -> Enrolled:
@@ -134,8 +134,8 @@ class OwnGateway:
 
     def _refused(self, reply: Reply, what: str) -> FedstreamError:
         """A refusal of the device itself: NotNow while it may pass."""
-        told = _told(reply, what)
-        if self._access is None or reply.refusal(what).reason not in _DOUBTFUL:
+        told = reply.refusal(what)
+        if self._access is None or told.reason not in _DOUBTFUL:
             return told
         now = time.monotonic()
         if self._doubted_since is None:
@@ -166,39 +166,25 @@ class OwnGateway:
         reply = await self.connection.answered(lambda: self._signed_once(path, body, keyid))
         self.connection.settled()
         if reply.status not in expected:
-            raise _told(reply, what)
+            raise reply.refusal(what)
         return reply
 
     async def _signed_once(self, path: str, body: bytes, keyid: str) -> Reply:
-        headers = sign(
-            self._key, method="POST", authority=self.connection.base.host_port_subcomponent or "",
-            path=path, body=body, keyid=keyid, created=int(time.time()),
-        )  # fmt: skip
-        reply = await self.connection.once("POST", path, body=body, headers=headers)
-        if reply.status == 401 and (refusal := reply.refusal("a signature")).reason == NONCE:
-            # Something on the way sent it twice, and the other one was first.
-            raise NotNow(str(refusal))
+        for is_told in (False, True):
+            headers = sign(
+                self._key, method="POST",
+                authority=self.connection.base.host_port_subcomponent or "", path=path, body=body,
+                keyid=keyid, created=int(time.time() + self._behind_s),
+            )  # fmt: skip
+            reply = await self.connection.once("POST", path, body=body, headers=headers)
+            if reply.status != 401:
+                break
+            refusal = reply.refusal("a signature")
+            if refusal.reason == NONCE:
+                # Something on the way sent it twice, and the other one was first.
+                raise NotNow(str(refusal))
+            gateways = date_of(reply.headers.get("date", ""))
+            if refusal.reason != CLOCK or gateways is None or is_told:
+                break
+            self._behind_s = gateways.timestamp() - time.time()
         return reply
-
-
-def _told(reply: Reply, what: str) -> FedstreamError:
-    """A refusal of something signed; that of a wrong clock says by how much it is wrong."""
-    refusal = reply.refusal(what)
-    gateways = date_of(reply.headers.get("date", ""))
-    if refusal.reason != CLOCK or gateways is None:
-        return refusal
-    ahead_s = (datetime.now(UTC) - gateways).total_seconds()
-    return FedstreamError(
-        f"this device's clock is {_long(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} "
-        "the gateway's, which accepts one minute: set the clock"
-    )
-
-
-def _long(seconds: float) -> str:
-    """A length of time in two units, as in ``2 h 3 min``."""
-    whole = round(seconds)
-    for unit, size, smaller in (("d", 86400, "h"), ("h", 3600, "min"), ("min", 60, "s")):
-        if whole >= size:
-            part = {"h": 3600, "min": 60, "s": 1}[smaller]
-            return f"{whole // size} {unit} {whole % size // part} {smaller}"
-    return f"{whole} s"

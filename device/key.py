@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedstream.broker.errors import ConfigError
+from fedstream.runtime.files import open_regular
 
 if TYPE_CHECKING:
     from fedstream.protocol.signatures import PrivateKey
@@ -40,7 +41,7 @@ def own_key(path: Path) -> PrivateKey:
 
 
 def _read(path: Path) -> PrivateKey:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         about = os.fstat(file.fileno())
         if about.st_uid not in (os.getuid(), 0) or about.st_mode & _OTHERS:
             raise ConfigError(
@@ -75,13 +76,13 @@ def _make(path: Path) -> PrivateKey:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123
-            file.write(pem)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(aside, path)  # unlike a rename, it replaces no other process's key
-        finally:
-            aside.unlink()
+            try:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+                os.link(aside, path)  # unlike a rename, it replaces no other process's key
+            finally:
+                aside.unlink()
     except OSError as error:
         raise ConfigError(f"--key {path}: cannot be written: {error.strerror}") from error
     return key

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fedstream.broker.clock import uptime
 from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.broker.layout import Model
 from fedstream.trainer.choices import chosen
@@ -37,9 +38,9 @@ _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other w
 class Halt:
     """A request to training to end, from any thread; the first reason counts."""
 
-    def __init__(self, deadline: float | None) -> None:
-        """``deadline``: seconds since 1970; None: there is none."""
-        self._deadline = deadline
+    def __init__(self, left_s: float | None) -> None:
+        """``left_s``: seconds until the task's deadline; None: it has none."""
+        self._deadline = None if left_s is None else uptime() + left_s
         self._called = threading.Event()
         self.why = ""
 
@@ -52,7 +53,7 @@ class Halt:
     @property
     def is_late(self) -> bool:
         """Whether the deadline has passed."""
-        return self._deadline is not None and time.time() > self._deadline
+        return self._deadline is not None and uptime() > self._deadline
 
     def __bool__(self) -> bool:
         return self._called.is_set() or self.is_late

@@ -143,7 +143,7 @@ class DeviceWorker:
 
     async def _perform(self, offer: Offer) -> bool:
         """Do one task; whether it was answered by an update."""
-        halt = Halt(offer.task.deadline)
+        halt = Halt(offer.task.left_s)
         try:
             async with self._beating(offer, halt):
                 update = await self._trained(offer, halt)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fedstream.experiments.reproduction import KeyValues
+import numpy as np
+
+from fedstream.experiments.reproduction import KeyValues, Results, mean
 
 T = 2000  # FedAsync's versions
 K = 10  # FedAvg's devices per round: T / K rounds take as many gradients
@@ -58,3 +60,13 @@ def fedavg(measured: int) -> KeyValues:
         "run.versions": T // K,
         "simulation.evaluate_every": T // K // measured,
     }
+
+
+def over_run(results: Results, cell: str, y: str) -> dict[int, float]:
+    """Each repeat's mean of y at the gradient counts of FedAvg's measured rounds.
+
+    Raises TooShort.
+    """
+    rounds, _, _ = results.curve("FedAvg", "gradients", y)
+    found = results.measured(cell, "gradients", y)
+    return {n: mean(np.interp(rounds[1:], *curve)) for n, curve in found.items()}

@@ -1,4 +1,4 @@
-"""Description of the machine that a result was measured on."""
+"""Description of the machine and the program that a result was measured with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from fedstream.experiments.program import commit
 
-def described() -> dict[str, str | int]:
-    """Describe machine, package versions and date."""
+
+def described(program: str | None = None) -> dict[str, str | int]:
+    """Describe machine, package versions, commit and date.
+
+    ``program``: the commit, empty if unknown; None: the checkout's.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     models = (
         [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
@@ -26,4 +31,5 @@ def described() -> dict[str, str | int]:
         "system": f"{platform.system()} {platform.release()}",
         "python": sys.version.split()[0],
         **{name: version(name) for name in packages},
+        "commit": (commit() if program is None else program) or "not recorded",
     }

@@ -8,9 +8,9 @@ experiments share running (:mod:`fedstream.experiments.running`), tables and pic
     BASE = {"task.name": "mnist", "strategy.name": "afa-cd", "run.versions": 150}
 
     def claims(results: Results) -> list[JudgedClaim]:
-        slow, fast = results.mean("gamma = .1"), results.mean("gamma = .5")
-        said = f"{fast:.4f} after {slow:.4f}."
-        return [JudgedClaim("A larger step is better.", fast > slow, said)]
+        slow, fast = results.each("gamma = .1"), results.each("gamma = .5")
+        said = f"{mean(fast.values()):.4f} after {mean(slow.values()):.4f}."
+        return [JudgedClaim("A larger step is better.", [above(fast, slow)], said)]
 
     EXPERIMENTS = (
         Experiment(
@@ -47,8 +47,8 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, TypeAlias
+from itertools import pairwise, permutations
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +59,13 @@ from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 
 Series: TypeAlias = npt.NDArray[np.float64]
+PerRepeat: TypeAlias = Mapping[int, float]
+"""A figure of a cell in each of its repeats, by the repeat's number."""
 KeyValues: TypeAlias = Mapping[str, object]
 Of = Literal["best", "last"]
 
+LEAST_REPEATS = 5  # for a verdict
+ERRORS = 2.0  # standard errors that a margin must exceed for a verdict
 SCALED = ("run.versions", "strategy.alpha_schedule.at", "simulation.evaluate_every")
 
 
@@ -74,8 +78,6 @@ class Cell:
     sets: KeyValues
     """configuration keys beyond the experiment's base"""
     paper: float | None = None
-    repeats: int | None = None
-    """None: as many as the experiment's"""
     beside: str | None = None
     """label of the cell that it is compared with, repeat by repeat"""
 
@@ -121,21 +123,66 @@ class Picture:
     columns: int = 2
 
 
+class Margin(NamedTuple):
+    """By how much a comparison holds: its mean over the repeats, in standard errors."""
+
+    errors: float
+    repeats: int
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether it does; None if that may be noise."""
+        clear = self.repeats >= LEAST_REPEATS and abs(self.errors) > ERRORS
+        return bool(self.errors > 0) if clear else None
+
+
+def margin(values: Series) -> Margin:
+    """The margin with these values, one for each repeat; infinite if all are equal, and not 0."""
+    mean = float(values.mean()) if len(values) else 0.0
+    error = float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return Margin(mean / error if error else mean * math.inf if mean else 0.0, len(values))
+
+
+def verdict(margins: Sequence[Margin]) -> tuple[str, str]:
+    """(verdict on a claim that makes these comparisons, what it rests on).
+
+    It held if every comparison clearly holds, and did not hold if any clearly fails.
+    """
+    if not margins:
+        return "not tested", "no comparison"
+    failing = [one for one in margins if one.holds is False]
+    undecided = [one for one in margins if one.holds is None]
+    repeats = min(one.repeats for one in failing or margins)
+    some = f" of {len(margins)} comparisons" if len(margins) > 1 else ""
+    if failing:
+        fails = f"; {len(failing)}{some} fail{'s' * (len(failing) == 1)}" if some else ""
+        return "did not hold", f"{repeats} repeats{fails}"
+    if not undecided:
+        return "held", f"{repeats} repeats" + (f"; {len(margins)} comparisons" if some else "")
+    if repeats < LEAST_REPEATS:
+        return "not tested", _FEW[repeats]
+    noise = f"; {len(undecided)}{some}" if some else ","
+    return "not tested", f"{repeats} repeats{noise} within two standard errors"
+
+
+_FEW = ("no repeat of both", "one repeat", "two repeats", "three repeats", "four repeats")
+
+
 @dataclass(frozen=True, slots=True)
 class JudgedClaim:
-    """A paper's claim, whether it held (None: not tested at this scale), and what was measured."""
+    """A claim, the comparisons that it makes, and what was measured."""
 
     claim: str
-    held: bool | None
+    comparisons: Sequence[Series]
+    """by how much each holds, in every repeat; none: not tested"""
     seen: str
     """one sentence, with its figures"""
 
     @property
     def verdict(self) -> str:
-        """The verdict in words."""
-        if self.held is None:
-            return "not tested at this scale"
-        return "held" if self.held else "did not hold"
+        """The verdict and what it rests on, in Markdown."""
+        said, rests = verdict([margin(values) for values in self.comparisons])
+        return f"**{said}** ({rests})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +254,11 @@ class Results:
             raise ConfigError(f"no results of cell {cell!r}")
         return np.array(found)
 
+    def each(self, cell: str, of: Of = "best") -> dict[int, float]:
+        """Each repeat's best or last value."""
+        values = self.values(cell, of)
+        return {row.repeat: float(x) for row, x in zip(self.of(cell), values, strict=True)}
+
     def mean(self, cell: str, of: Of = "best") -> float:
         """The mean over the repeats."""
         return float(self.values(cell, of).mean())
@@ -228,10 +280,17 @@ class Results:
         kept = ~np.isnan(ys).any(axis=0)
         return xs.mean(axis=0)[kept], ys.mean(axis=0)[kept], ys.std(axis=0)[kept]
 
-    def at(self, cell: str, x: str, value: float, y: str) -> float:
-        """The mean curve's y at x = ``value``, interpolated linearly between kept versions."""
-        xs, ys, _ = self.curve(cell, x, y)
-        return float(np.interp(value, xs, ys))
+    def measured(self, cell: str, x: str, y: str) -> dict[int, tuple[Series, Series]]:
+        """Each repeat's (x, y) at the kept versions where y was measured."""
+        curves = {row.repeat: self.curves[cell, row.repeat] for row in self.of(cell)}
+        kept = {n: ~np.isnan(curve[y]) for n, curve in curves.items()}
+        return {n: (curve[x][kept[n]], curve[y][kept[n]]) for n, curve in curves.items()}
+
+    def at(self, cell: str, x: str, value: float, y: str) -> dict[int, float]:
+        """Each repeat's y at x = ``value``, interpolated linearly between kept versions."""
+        return {
+            n: float(np.interp(value, xs, ys)) for n, (xs, ys) in self.measured(cell, x, y).items()
+        }
 
     def late(self, cell: str, y: str) -> dict[int, float]:
         """Each repeat's mean of y over the last third of the measurements, by repeat.
@@ -246,35 +305,36 @@ class Results:
 
         Raises ConfigError if there is none.
         """
-        here, there = self.late(cell, y), self.late(other, y)
-        if not here.keys() & there.keys():
+        found = above(self.late(cell, y), self.late(other, y))
+        if not len(found):
             raise ConfigError(f"no repeat of both {cell!r} and {other!r}")
-        return np.array([here[n] - there[n] for n in here if n in there])
+        return found
 
 
-def falling(results: Results, cell: str) -> float:
-    """How far a cell's accuracy falls on average from one measurement to the next.
+def above(high: PerRepeat, low: PerRepeat, least: float = 0.0, *, times: float = 1.0) -> Series:
+    """high - times low - least, in every repeat that both have: equal seeds have equal arrivals."""
+    return np.array([high[n] - times * low[n] - least for n in high if n in low])
+
+
+def within(values: Iterable[PerRepeat], limit: float) -> list[Series]:
+    """Margins of the claim that no two of the values differ by more than ``limit``."""
+    return [above(a, b, -limit) for a, b in permutations(values, 2)]
+
+
+def mean_of(values: PerRepeat) -> float:
+    """The mean over the repeats. Raises TooShort if there are none."""
+    return mean(values.values())
+
+
+def falling(results: Results, cell: str) -> dict[int, float]:
+    """How far each repeat's accuracy falls on average from one measurement to the next.
 
     Raises TooShort.
     """
-    _, accuracy, _ = results.curve(cell, "version", "accuracy")
-    return mean(max(0.0, float(a - b)) for a, b in pairwise(accuracy))
-
-
-def judged(
-    judge: Callable[[Callable[[str], float]], bool],
-    over: Callable[[str], float],
-    end: Callable[[str], float],
-) -> tuple[bool, str]:
-    """(whether a claim holds both over the run and at the end, a sentence if it holds in only one).
-
-    ``over`` and ``end`` give a cell's value in each case; ``judge`` is called with each of them.
-    """
-    held = {"over the run": judge(over), "at the end": judge(end)}
-    if len(set(held.values())) == 1:
-        return held["at the end"], ""
-    there, elsewhere = sorted(held, key=lambda where: not held[where])
-    return False, f"It holds {there}, and not {elsewhere}. "
+    return {
+        n: mean(max(0.0, float(a - b)) for a, b in pairwise(accuracy))
+        for n, (_, accuracy) in results.measured(cell, "version", "accuracy").items()
+    }
 
 
 def no_claims(_results: Results) -> list[JudgedClaim]:
@@ -292,7 +352,8 @@ class Experiment:
     base: KeyValues
     """configuration keys that all cells have"""
     cells: Sequence[Cell]
-    repeats: int = 3
+    repeats: int = LEAST_REPEATS
+    """of each cell"""
     metric: str = "accuracy"
     """one of the task's"""
     higher: bool = True
@@ -308,10 +369,6 @@ class Experiment:
     """may raise TooShort"""
     notes: Sequence[str] = ()
     """sentences above the table: what was decided where the paper is silent"""
-
-    def repeats_of(self, cell: Cell) -> int:
-        """How often a cell is run."""
-        return cell.repeats or self.repeats
 
     def sets(self, cell: Cell, repeat: int, scale: float) -> dict[str, object]:
         """All configuration keys of a run."""

@@ -96,7 +96,7 @@ def jobs_of(
     jobs = [
         job_of(experiment, cell, seed + repeat, scale, data_root)
         for cell in chosen(experiment, cells)
-        for repeat in range(repeats or experiment.repeats_of(cell))
+        for repeat in range(repeats or experiment.repeats)
     ]
     data = [
         json.dumps({k: v for k, v in job.sets.items() if k.startswith("task.")}) for job in jobs
@@ -188,7 +188,8 @@ class Call:
     threads: int
     seconds: float
     """from its start to its end"""
-    commit: str = ""
+    machine: dict[str, str | int]
+    """where it ran, with the versions and the commit of what ran"""
 
 
 class Store:
@@ -270,7 +271,7 @@ class Store:
         return Results(rows, curves, rows[0].scale if rows else 1.0, command)
 
     def tell(self, experiment: Experiment, scale: float, call: Call) -> None:
-        """Write about.json: the commands, this one last, the machine, and the configurations."""
+        """Write about.json: the commands, this one last, and the configurations."""
         rows, calls = self._rows(), self._calls()
         if calls and (calls[-1]["command"], calls[-1]["date"]) == (call.command, call.date):
             calls.pop()  # this command's entry, as of the previous run
@@ -279,7 +280,6 @@ class Store:
             "source": experiment.source,
             "scale": scale,
             "metric": experiment.metric,
-            "machine": machine.described(),
             "calls": [*calls, asdict(call)],
             "runs": len(rows),
             "seconds": round(sum(row.seconds for row in rows)),
@@ -290,10 +290,7 @@ class Store:
 
     def _calls(self) -> list[dict[str, Any]]:
         path = self.folder / ABOUT
-        calls: list[dict[str, Any]] = (
-            json.loads(path.read_text())["calls"] if path.is_file() else []
-        )
-        return calls
+        return json.loads(path.read_text())["calls"] if path.is_file() else []
 
     def _rows(self) -> list[Row]:
         found = {}
@@ -370,6 +367,7 @@ def run(
     processes, threads = share(len(missing), processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them done already")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    place = machine.described(program)
     waiting, done = Counter(job.cell for job in missing), list[Row]()
     for n, (row, curve) in enumerate(
         each(run_job, missing, processes=processes, threads=threads), start=1
@@ -377,7 +375,7 @@ def run(
         row = replace(row, commit=program)
         store.add(row, curve)
         seconds = time.perf_counter() - began
-        call = Call(command, date, n, processes, threads, round(seconds, 1), program)
+        call = Call(command, date, n, processes, threads, round(seconds, 1), place)
         store.tell(experiment, scale, call)
         waiting[row.cell] -= 1
         done.append(row)

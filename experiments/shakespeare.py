@@ -14,7 +14,10 @@ from fedstream.experiments.reproduction import (
     Panel,
     Picture,
     Results,
+    above,
     falling,
+    mean_of,
+    within,
 )
 
 _BASE: KeyValues = {
@@ -40,25 +43,26 @@ _TELLING = 20  # beyond this scale the runs are too short to tell
 
 
 def _claims(results: Results) -> list[JudgedClaim]:
-    ends = {kind: results.mean(_label(*kind), "last") for kind in COLUMNS}
-    span = max(ends.values()) - min(ends.values())
+    ends = {kind: results.each(_label(*kind), "last") for kind in COLUMNS}
+    reached = [mean_of(of) for of in ends.values()]
     rounds = results.of(_label(*COLUMNS[0]))[0].versions
-    said = ", ".join(f"{value:.4f} ({_label(*kind)})" for kind, value in ends.items())
+    said = ", ".join(f"{mean_of(of):.4f} ({_label(*kind)})" for kind, of in ends.items())
     tells = results.scale <= _TELLING
     shaken = {kind: falling(results, _label(*kind)) for kind in COLUMNS}
+    calm = shaken[COLUMNS[0]]
     return [
         JudgedClaim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
             "here: the four columns within .03).",
-            span <= 0.03 if tells else None,
-            f"After {rounds} rounds they lie within {span:.4f}: {said}.",
+            within(ends.values(), 0.03) if tells else [],
+            f"After {rounds} rounds they lie within {max(reached) - min(reached):.4f}: {said}.",
         ),
         JudgedClaim(
             "Asynchrony and dynamic steps make the accuracy go up and down (figure 4; here: the "
             "mean fall from one measurement to the next, against synchronous, constant).",
-            all(shaken[kind] > shaken[COLUMNS[0]] for kind in COLUMNS[1:]) if tells else None,
+            [above(shaken[kind], calm) for kind in COLUMNS[1:]] if tells else [],
             "Mean fall: "
-            + ", ".join(f"{value:.4f} ({_label(*kind)})" for kind, value in shaken.items())
+            + ", ".join(f"{mean_of(of):.4f} ({_label(*kind)})" for kind, of in shaken.items())
             + ".",
         ),
     ]

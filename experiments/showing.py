@@ -177,7 +177,7 @@ def _claims(experiment: Experiment, results: Results) -> list[str]:
         if results.scale > 1
         else []
     )
-    said = (f"* **{c.verdict}**: {c.claim} {c.seen}" for c in claims)
+    said = (f"* {c.verdict}: {c.claim} {c.seen}" for c in claims)
     return ["## Claims", "", *scaled, *said]
 
 

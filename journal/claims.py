@@ -32,7 +32,7 @@ from fedstream.journal.errors import JournalError
 from fedstream.journal.writer import FILE_MODE, made_folder, sync_folder, translated
 
 _NAMES = re.compile(r"([0-9]{8})(-[0-9]{6}\.journal|\.claim)")
-_STEP_NS = 1_000_000_000
+_STEP_S = 2.5  # no file system's times have longer steps: FAT's have two seconds
 
 
 def newest_epoch(folder: Path, *, besides: Claim | None = None) -> int:
@@ -70,7 +70,9 @@ class Claim:
         self.name = f"{epoch:08d}.claim"
         self._folder = folder
         self._path = folder / self.name
-        self._looked_at = 0  # the folder's mtime when it was listed; 0: list again
+        self._changed = -1  # the folder's mtime, as seen last,
+        self._since = 0.0  # and first at this time (monotonic)
+        self._known = False  # what was listed since is all that changed up to then
         try:
             made_folder(folder)
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -101,20 +103,24 @@ class Claim:
 
         ``segment``: the one being written. Raises JournalError if it was deleted.
         """
+        now = time.monotonic()
         try:
             changed = self._folder.stat().st_mtime_ns
         except OSError as error:
             raise JournalError(f"{self._folder}: cannot be read: {error.strerror}") from error
-        if changed == self._looked_at:
+        if changed != self._changed:
+            self._changed, self._since, self._known = changed, time.monotonic(), False
+        if self._known:
             return  # with many segments, a listing takes as long as a record
-        # File system clocks are coarse: a change this recent may hide another one.
-        self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
         names = _listed(self._folder)
         newer = max((name for name in names if _epoch(name) > self.epoch), default=None)
         if newer is not None:
             raise Fenced(f"another updater has taken over: {self._folder / newer}")
         if segment is not None and segment.name not in names:
             raise JournalError(f"{segment}: was deleted while being written: restore it")
+        # File systems' clocks have steps: a change this recent may hide another one. How recent is
+        # not for our wall clock to say: theirs may be behind it.
+        self._known = now - self._since > _STEP_S
 
     def settle(self) -> None:
         """Delete this and older claims: now a segment of the epoch takes their place."""

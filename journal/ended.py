@@ -184,7 +184,8 @@ class Ended:
     def _failed(self, error: Exception) -> JournalError:
         if "full" in str(error):
             return JournalFull(f"{self.path}: {error}")
-        if type(error) is sqlite3.DatabaseError:  # damage that opening it did not show
+        # Damage that opening it did not show; or the cache may have pages that the disk never got.
+        if type(error) is sqlite3.DatabaseError or "disk I/O" in str(error):
             with suppress(OSError):
                 self.path.unlink()
             return JournalError(

@@ -13,6 +13,10 @@ class JournalDamaged(JournalError):
     """A journal that does not hold what was written to it."""
 
 
+class UpdateAltered(JournalDamaged):
+    """An update whose bytes are not those that were received."""
+
+
 class JournalFull(JournalError):
     """A disk without room for another record."""
 

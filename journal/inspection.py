@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 from fedstream.broker.digest import algorithm_of
 from fedstream.broker.layout import Model
 from fedstream.journal.chain import check_joint, cuts, entries, newest_version, since
-from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
+from fedstream.journal.errors import Diverged, JournalError, NotRecorded
 from fedstream.journal.rebuild import Rebuild
 from fedstream.journal.records import EntryRecord, Standing, Taken, is_used
 from fedstream.journal.segment import Cut, Record, Segment
-from fedstream.journal.updates import decoded, received
+from fedstream.journal.updates import update_of
 
 _LATER = 100  # later versions in which to look for an update that the other run took now
 
@@ -73,10 +73,7 @@ def moves(
     for record, entry in entries(segment, cut, after):
         before, update = model, None
         if record.payload_bytes and isinstance(entry, Taken):
-            sent = received(segment, record, room)
-            if not sent.is_of(entry.upload.digest):
-                raise JournalDamaged(f"{record.place.where}: the update does not match its digest")
-            update = decoded(record, sent, room)
+            update = update_of(segment, record, room)
         if not models or (update is None and is_used(entry)):
             model = None
         reweighed = rebuild.reweighed

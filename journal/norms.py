@@ -1,14 +1,23 @@
 """How large an update is, and whether that is usual: a guard against updates that ruin a model.
 
 An update's size is how far it alone would move the model, for each part: parameters, buffers and
-controls. A part may be ``factor`` times as large as the median of the newest updates; a refused
-update counts there as the limit that it exceeded, so that a change which most devices share gets
-through. In any case, a part may be a third of ``factor`` times as large as the model's own part:
-once training has converged, the median is close to zero, and an honest device that was seldom heard
-or takes larger steps than the others moves the model by up to five times the model's norm. Controls
-are gradients and vanish then as well, so the parameters' norm counts for them too. The first
-updates have no median, nor do those that follow updates which moved nothing; they may be ``_FIRST``
-times as large as the model's own part, or as a vector of ones.
+controls. A part may be ``factor`` times as large as the median of the newest updates, of five at
+least; a refused update counts there as the limit that it exceeded, so that a change which most
+devices share gets through. In any case, a part may be a third of ``factor`` times as large as the
+model's own part: once training has converged, the median is close to zero, and an honest device
+that was seldom heard or takes larger steps than the others moves the model by up to five times the
+model's norm. Controls are gradients and vanish then as well, so the parameters' norm counts for
+them too.
+
+A new model may be small, so the first 20 updates may be as large as a vector of ones, of 1000 at
+least; a model of zeros has no scale, so there that vector counts as the model's own part. Both
+hold later, too, while the median is zero. Unscaled inputs have large statistics, so without a
+median, buffers may be 1e9 times as large as that vector or their own norm.
+
+A device that a site answers for may claim any number of samples, and some rules weigh its update by
+them. So the claims of the newest updates are kept too, and an untrusted one counts as at most
+``_SAMPLES`` times their median. Before there are ``_FEWEST_CLAIMS``, it counts as at most the
+smallest of them, so that nobody outweighs the others from the start.
 
 Senders of half of the newest updates can move the median: a few devices are enough, if they answer
 fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
@@ -18,8 +27,8 @@ usual size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import median, median_low
 
 from fedstream.broker.layout import Floats, Model
 from fedstream.broker.messages import Upload
@@ -28,10 +37,13 @@ from fedstream.strategies import Strategy
 from fedstream.strategies.mixing import distance, norm
 
 _WINDOW = 101  # newest updates that the median is taken over
-_FEWEST = 20  # updates that a median needs
+_FEWEST = 5  # updates that a median needs
+_FIRST = 20  # updates that may be as large as a vector of ones
+_ONES = 1000  # in that vector, at least
+_FEWEST_CLAIMS = 20  # that their median needs
+_SAMPLES = 10  # times the median claim
 _OWN = 1 / 3  # of `factor`, relative to the model's own part
-# Relative to the model's own part, or a vector of ones: unscaled inputs have large statistics.
-_FIRST = (1e3, 1e9, 1e3)
+_BUFFERS, _UNSCALED = 1, 1e9
 
 
 def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
@@ -51,9 +63,10 @@ def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The sizes of the newest updates, oldest first."""
+    """The sizes of the newest updates, and the samples that their devices claimed; oldest first."""
 
     last: tuple[Sizes, ...] = ()
+    claims: tuple[int, ...] = ()
 
     def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
         """Whether an update of these sizes is usual for ``x``; its sizes, capped at the limits."""
@@ -70,12 +83,38 @@ class Norms:
         if not size:
             return 0.0
         middle = median([row[n] for row in self.last]) if len(self.last) >= _FEWEST else 0.0
-        if not middle:
-            return _FIRST[n] * max(*map(norm, own), math.sqrt(own[0].size))
         usual = factor * middle
-        # The model's own norm takes a pass over the model: only if it matters.
-        return usual if size <= usual else max(usual, factor * _OWN * max(map(norm, own)))
+        if size <= usual:
+            return usual  # the model's own norm takes a pass over the model: only if it matters
+        largest = max(map(norm, own))
+        limit = max(usual, factor * _OWN * largest)
+        ones = math.sqrt(max(own[0].size, _ONES))
+        if n == _BUFFERS:
+            return limit if middle else max(limit, _UNSCALED * max(largest, ones))
+        if middle and len(self.last) >= _FIRST:
+            return limit
+        return max(limit, ones, 0.0 if largest else factor * _OWN * ones)
 
     def grown(self, counted: Sizes) -> Norms:
         """With one more update."""
-        return Norms((*self.last, counted)[-_WINDOW:])
+        return replace(self, last=(*self.last, counted)[-_WINDOW:])
+
+    def with_claim(self, upload: Upload) -> Norms:
+        """With the samples that one more device claimed."""
+        claim = upload.samples if upload.claimed is None else upload.claimed
+        return replace(self, claims=(*self.claims, claim)[-_WINDOW:])
+
+    def weighable(self, upload: Upload, most: int | None) -> Upload:
+        """The upload with as many samples as count for it: all, if its site is trusted.
+
+        ``most``: the operator's limit, in place of the one by the other devices' claims.
+        """
+        if upload.handed is None:
+            return upload
+        if most is None and len(self.claims) >= _FEWEST_CLAIMS:
+            most = _SAMPLES * median_low(self.claims)
+        elif most is None:
+            most = min(self.claims, default=0)
+        if upload.samples <= (most := max(1, most)):
+            return upload
+        return upload.model_copy(update={"samples": most, "claimed": upload.samples})

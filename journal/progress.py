@@ -85,11 +85,11 @@ def take(
         staleness=decision.staleness, weight=decision.weight,
         samples=upload.samples, steps=upload.steps, loss=upload.loss,
     )  # fmt: skip
-    held = (*before.held, contribution)
+    held, norms = (*before.held, contribution), before.norms.with_claim(upload)
     mean = mean_after(before.mean_staleness, decision.staleness)
     if state.version == before.state.version:
-        return Step(Progress(state, held, mean, before.norms), decision)
-    return Step(Progress(state, (), mean, before.norms), decision, held)
+        return Step(Progress(state, held, mean, norms), decision)
+    return Step(Progress(state, (), mean, norms), decision, held)
 
 
 def mean_after(mean: float, staleness: int) -> float:
@@ -97,10 +97,16 @@ def mean_after(mean: float, staleness: int) -> float:
     return _STALENESS_MEMORY * mean + (1 - _STALENESS_MEMORY) * staleness
 
 
-def close_round(strategy: Strategy, before: Progress, version: int) -> Step:
-    """End the round on top of ``version``: make a version of what has arrived, if anything has."""
+def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bool = False) -> Step:
+    """End the round on top of ``version``: make a version of what has arrived, if anything has.
+
+    ``drops``: end it without using that.
+    """
     if version != before.state.version:
         return Step(before)  # the round was full before
+    if drops:
+        state = strategy.drop_round(before.state)
+        return Step(Progress(state, (), before.mean_staleness, before.norms))
     with _asking(strategy, "end_round"):
         state = strategy.end_round(before.state)
         wrong = state.version not in (version, version + 1)

@@ -16,7 +16,13 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Upload, first_wrong
 from fedstream.broker.records import End, Quarantines, counted
 from fedstream.journal.device_vectors import device_vectors
-from fedstream.journal.errors import Diverged, JournalDamaged, NotRecorded, RuleChanged
+from fedstream.journal.errors import (
+    Diverged,
+    JournalDamaged,
+    NotRecorded,
+    RuleChanged,
+    UpdateAltered,
+)
 from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import (
@@ -29,7 +35,7 @@ from fedstream.journal.records import (
     is_used,
 )
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
-from fedstream.journal.updates import decoded, received
+from fedstream.journal.updates import update_of
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
 from fedstream.wire import Format, Undecodable, format_of
@@ -53,10 +59,28 @@ def standing_of(
             "arrivals": memory.arrivals, "weight": memory.weight,
             "memory": memory.model.digest_like(digest) if memory.model else None,
             "held": progress.held, "mean_staleness": progress.mean_staleness,
-            "sizes": progress.norms.last, **more,
+            "sizes": progress.norms.last, "claims": progress.norms.claims, **more,
         }
     )  # fmt: skip
     return standing, tuple(state.models())
+
+
+def check_checkpoint(segment: Segment) -> None:
+    """Raise JournalDamaged unless models and vectors that ``segment`` begins with are as written.
+
+    Takes no memory for them.
+    """
+    said, record, size = segment.standing, segment.standing_record, segment.layout.nbytes
+    parts = [("the checkpoint's model", record, 0, size, said.digest)]
+    if said.memory is not None:
+        parts.append(("the checkpoint's memory", record, size, size, said.memory))
+    parts += [
+        ("the device's vector", one, 0, one.payload_bytes, message.digest)
+        for one, message in segment.vectors()
+    ]
+    for what, one, begin, nbytes, digest in parts:
+        if segment.digest(one, begin, nbytes, like=digest) != digest:
+            raise JournalDamaged(f"{one.place.where}: {what} does not match its digest")
 
 
 class Rebuild:
@@ -79,7 +103,8 @@ class Rebuild:
         devices = strategy.remembered
         vectors = device_vectors(segment, devices) if devices is not None else None
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
-        self.progress = Progress(state, said.held, said.mean_staleness, Norms(said.sizes))
+        norms = Norms(said.sizes, said.claims)
+        self.progress = Progress(state, said.held, said.mean_staleness, norms)
         self.strategy = strategy
         self.format = format_in(segment)
         self.digest = said.digest  # of the newest version
@@ -122,7 +147,10 @@ class Rebuild:
             before = before.with_sizes(message.sizes)
         used: tuple[Model, ...] = (before.state.model,)
         if isinstance(message, RoundClosed) and not message.late:
-            step = close_round(self.strategy, before, message.round)
+            used = tuple(before.state.models())
+            step = close_round(
+                self.strategy, before, message.round, drops=message.dropped > 0
+            )  # fmt: skip
         elif is_used(message):
             self._check_fits(record, message.upload)
             spare = self.spare()
@@ -331,6 +359,8 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             end = end_of(message)
             found.done[end.task] = end
             found.norms = found.norms.grown(message.sizes) if message.sizes else found.norms
+            if is_used(message):
+                found.norms = found.norms.with_claim(message.upload)
             found.journalled = counted(found.journalled, end)
         else:
             found.rounds.append(message.entry)
@@ -359,13 +389,11 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
         if not record.payload_bytes:
             found.progress = None
             return True
-        update = rebuild.spare()
-        sent = received(segment, record, update)
-        if not sent.is_of(record.message.upload.digest):
-            where = record.place
-            segment.tear(where.offset, f"{where.where}: the update does not match its digest")
+        try:
+            update = update_of(segment, record, rebuild.spare())
+        except UpdateAltered as error:
+            segment.tear(record.place.offset, str(error))
             return False
-        decoded(record, sent, update)
     step = rebuild.follow(record, update)
     found.progress = step.after
     if step.made is not None:

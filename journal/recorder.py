@@ -30,7 +30,7 @@ from fedstream.journal.records import (
 )
 from fedstream.journal.segment import SegmentEnd
 from fedstream.journal.settings import JournalSettings
-from fedstream.journal.writer import Writer, sync_file
+from fedstream.journal.writer import Writer
 from fedstream.runtime.backoff import pause
 from fedstream.strategies import DeviceVectors
 
@@ -135,14 +135,13 @@ class Recorder:
         standing: Standing,
         *models: Model,
         vectors: DeviceVectors | None = None,
-        after: Path | None = None,
     ) -> str:
         """Begin a segment, and delete the oldest if there are too many.
 
-        Returns why one could not be deleted, '' if all were. The segment before, our own or
-        another's (``after``), is closed and synced whatever the settings: the part of it that the
-        new one counts must be on disk. Of the devices' vectors, the new segment holds those that
-        changed and those whose segment is deleted.
+        Returns why one could not be deleted, '' if all were. Our own segment before it is closed
+        and synced whatever the settings: the part of it that the new one counts must be on disk.
+        Of the devices' vectors, the new segment holds those that changed and those whose segment
+        is deleted.
         """
         await self._synced()
         cached = self._settings.sync != "always" and models[0].buffer.nbytes <= SMALL
@@ -155,8 +154,6 @@ class Recorder:
             claim.check(before.path if before is not None else None)
             if before is not None:
                 self._sync(before)
-            if after is not None:
-                sync_file(after)
             name = name_of(head.epoch, head.number)
             outlived = self._outlived(name)
             changed, gone = self._due(vectors, {path.name for path in outlived})

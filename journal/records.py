@@ -9,6 +9,7 @@ from pydantic import Field
 from fedstream.broker.messages import (
     Contribution,
     Count,
+    Goal,
     Message,
     Name,
     Outcome,
@@ -20,7 +21,9 @@ SUFFIX = ".journal"
 VECTORS = "device vectors"  # needed to read a segment that has any
 QUARANTINES = "quarantines"  # needed to read a segment that may have any
 WIRE_FORMATS = "wire formats"  # needed to read a segment that may have encoded updates
-KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS})  # needs that this release can meet
+DROPPED_ROUNDS = "dropped rounds"  # needed to read a segment that may have any
+# The needs that this release can meet.
+KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS})
 
 _YEAR_9999 = 253_402_300_799.0
 
@@ -70,6 +73,8 @@ class SegmentHead(Message):
     # The same for parts that no replay needs (solvers, partition, policy), by configuration key.
     parts: dict[Name, Chain] = Field(default_factory=dict)
     format: Name = "f32"  # in which devices are given the versions made here
+    # Of metrics, as the task declares them; None: by a release that doesn't say, or none.
+    goal: dict[Name, Goal] | None = None
 
 
 class Standing(Message):
@@ -86,6 +91,7 @@ class Standing(Message):
     held: tuple[Contribution, ...] = ()
     mean_staleness: Mean = 0.0
     sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
+    claims: tuple[Count, ...] = ()  # of samples, by the newest updates' devices, oldest first
     journalled: Counts = Field(default_factory=dict)  # ends of the journal's tasks, up to here
     counts: Counts = Field(default_factory=dict)  # the run's other counts, as Redis last had them
     done: tuple[tuple[Any, ...], ...] = ()  # the fields of recent `End`s, oldest first
@@ -134,7 +140,8 @@ class RoundClosed(Message):
     kind: ClassVar[str] = "round_closed"
     entry: Name
     round: Count  # the version that it was for
-    late: bool = False  # the run was already over: it ends nothing
+    late: bool = False  # the run, or a round to be dropped, was already over: it ends nothing
+    dropped: Count = 0  # updates in the round, if it was to end without using them
     why: str = ""
     version: Count  # after it
     digest: Name | None = None  # of the version, if this made one

@@ -4,16 +4,18 @@
         for moment in replayer:
             print(moment.version, moment.message.upload.device, moment.model.floats.max())
 
-By the recorded rule, every outcome and digest must be the recorded one, and every weight up to its
-last bits, else Diverged is raised. Another rule gets the same updates in the same order, each as
-stale as it was; refused updates stay refused, and rounds end where they ended. If it takes deltas
-and devices sent their models, or the other way round, each update is converted by the recorded
-x_tau that it was trained from. Nothing is ever written to a journal.
+Every update and checkpoint must have its recorded digest, else JournalDamaged is raised. By the
+recorded rule, so must every version, every outcome must be the recorded one, and every weight up to
+its last bits, else Diverged is raised. Another rule gets the same updates in the same order, each
+as stale as it was; refused updates stay refused, and rounds end where they ended. If it takes
+deltas and devices sent their models, or the other way round, each update is converted by the
+recorded x_tau that it was trained from. Nothing is ever written to a journal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,19 +29,20 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends, Upload
 from fedstream.journal.bases import Bases
 from fedstream.journal.chain import check_joint, cuts, segments
-from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
+from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
-from fedstream.journal.rebuild import Rebuild, format_in, recorded, rule_of
+from fedstream.journal.rebuild import Rebuild, check_checkpoint, format_in, recorded, rule_of
 from fedstream.journal.records import EntryRecord, RoundClosed, Taken, is_used
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
-from fedstream.journal.updates import decoded, received, update_of
+from fedstream.journal.updates import check_digest, decoded, update_of
 from fedstream.journal.what_if import Unused, WhatIf
 from fedstream.runtime.plugins import allowed, allowing
 from fedstream.strategies import Memory, Strategy
 
 CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
 
+_LONG = 1 << 20  # bytes of an update that takes longer to check than to hand to a thread
 _AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
 
 
@@ -175,6 +178,7 @@ class Replayer:
                 for record in segment.records(cut):
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
+                    held = held and not (isinstance(message, RoundClosed) and message.dropped)
                     if not held or not isinstance(message, EntryRecord):
                         continue
                     if message.digest is not None:
@@ -306,8 +310,10 @@ class Replayer:
                     version = segment.standing.version
                     if bases is not None:
                         _add(bases, was)
-                elif was is not None:
-                    self._continue(was, segment)
+                else:
+                    if was is not None:
+                        self._continue(was, segment)
+                    check_checkpoint(segment)
                 if what_if is not None:
                     what_if.change(self._rule(segment), rule_of(segment))
             else:
@@ -319,7 +325,7 @@ class Replayer:
                 other = what_if.take(record, update, base) if what_if is not None else None
                 reading.free()
                 if was is not None and done is not None:
-                    _check(was, done, segment, record)
+                    was.check(record, done)
                     if bases is not None and done.made is not None:
                         _add(bases, was)
                 version = message.version
@@ -378,27 +384,8 @@ def _add(bases: Bases, was: Rebuild) -> None:
     bases.add(state.version, was.digest, state.model, was.format, was.strategy.sends)
 
 
-def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
-    """Raise Diverged if a step differs from its record, and say so if the update changed."""
-    try:
-        was.check(record, step)
-    except Diverged as error:
-        if isinstance(record.message, Taken) and _has_update(record):
-            sent = received(segment, record, Model(segment.layout))
-            if not sent.is_of(record.message.upload.digest):
-                raise Diverged(
-                    f"{record.place.where}: the update of version {record.message.version} does "
-                    "not match its digest"
-                ) from error
-        raise
-
-
 def _copied(progress: Progress) -> Progress:
     return replace(progress, state=progress.state.copy())
-
-
-def _has_update(record: Record) -> bool:
-    return is_used(record.message) and record.payload_bytes > 0
 
 
 Found: TypeAlias = tuple[Segment, Record | None, Model | None]
@@ -417,6 +404,8 @@ class _Ahead:
         self._chain = chain
         self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
         self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end
+        self._checker = ThreadPoolExecutor(1, "check")
+        self._checking: Future[None] | None = None  # a long payload, while it is replayed
         self._used: mmap | None = None  # returned to `_free` once its last record was processed
         size = chunk_bytes(chain[0][0].layout)
         for _ in range(max(1, _AHEAD // size)):
@@ -427,7 +416,7 @@ class _Ahead:
     def __iter__(self) -> Iterator[Found]:
         """Yield each segment's beginning, then its records with their payloads.
 
-        A payload is valid until :meth:`free`.
+        A payload is valid until :meth:`free`, which says whether it is as it was received.
         """
         for segment, cut in self._chain:
             yield segment, None, None
@@ -435,6 +424,12 @@ class _Ahead:
             for chunk, record, sent in segment.found(self._chunks(), cut):
                 if record.end == chunk.end:
                     self._used = chunk.memory
+                if sent is not None and sent.buffer.nbytes >= _LONG:
+                    self._checking = self._checker.submit(
+                        check_digest, record, sent, segment.layout
+                    )
+                elif sent is not None:
+                    check_digest(record, sent, segment.layout)
                 yield segment, record, decoded(record, sent, room) if sent is not None else None
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -445,15 +440,19 @@ class _Ahead:
             yield chunk
 
     def free(self) -> None:
-        """Release the payload that was yielded last."""
+        """Release the payload that was yielded last. Raises UpdateAltered if it was."""
+        if self._checking is not None:
+            checking, self._checking = self._checking, None
+            checking.result()
         if self._used is not None:
             self._free.put(self._used)
             self._used = None
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._free.put(None)
         self._thread.join()
+        self._checker.shutdown()
 
     def _run(self) -> None:
         memory = iter(self._free.get, None)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fedstream.broker.digest import Digester, algorithm_of
 from fedstream.broker.errors import BadMessage, LayoutMismatch
 from fedstream.broker.layout import PAGE, Layout, Payload
 from fedstream.broker.messages import Message, decode
@@ -47,6 +48,7 @@ from fedstream.journal.records import (
     SegmentHead,
     Standing,
 )
+from fedstream.runtime.files import open_regular
 from fedstream.wire import most_bytes
 
 _CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
@@ -421,6 +423,22 @@ class Segment:
                 raise JournalDamaged(f"{self.path}: ends in the middle of a record")
             at += len(view)
 
+    def digest(self, record: Record, begin: int, size: int, *, like: str) -> str:
+        """Digest of a part of a record's payload, by the algorithm of ``like``, piece by piece.
+
+        Raises JournalDamaged.
+        """
+        made, at = Digester(algorithm_of(like)), record.payload + begin
+        end = at + size
+        room = memoryview(bytearray(min(size, _CHUNK)))
+        while at < end:
+            piece = room[: end - at]
+            if self._fill(self._file, at, piece) < len(piece):
+                raise JournalDamaged(f"{self.path}: ends in the middle of a record")
+            made.update(piece)
+            at += len(piece)
+        return made.digest()
+
     def _check_payload(self, record: Record, nbytes: int) -> None:
         if record.payload_bytes != nbytes:
             raise JournalDamaged(
@@ -473,7 +491,7 @@ class Segment:
 
 def _opened_to_read(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstream.broker.layout import Layout, Model, Payload
-from fedstream.journal.errors import JournalDamaged, JournalError
+from fedstream.journal.errors import JournalDamaged, JournalError, UpdateAltered
 from fedstream.journal.records import Taken
 from fedstream.journal.segment import Record, Segment
 from fedstream.wire import Format, Undecodable, format_of
@@ -12,12 +12,25 @@ from fedstream.wire import Format, Undecodable, format_of
 def received(segment: Segment, record: Record, room: Model) -> Payload:
     """An update's bytes as they were received: in ``room`` if they are a model's.
 
-    Raises JournalError.
+    Raises JournalError, UpdateAltered.
     """
     how = _format_of(record, segment.layout)
     block = room if how.is_plain else Payload.empty(record.payload_bytes)
     segment.load(record, block)
+    check_digest(record, block, segment.layout)
     return block
+
+
+def check_digest(record: Record, sent: Payload, layout: Layout) -> None:
+    """Raise UpdateAltered unless these are the update's bytes as they were received.
+
+    A flipped bit may be lost in rounding, so that no version shows it. Raises JournalError if the
+    record's size does not fit.
+    """
+    _format_of(record, layout)
+    message = record.entry
+    if isinstance(message, Taken) and not sent.is_of(message.upload.digest):
+        raise UpdateAltered(f"{record.place.where}: the update does not match its digest")
 
 
 def decoded(record: Record, sent: Payload, into: Model) -> Model:
@@ -40,7 +53,10 @@ def decoded(record: Record, sent: Payload, into: Model) -> Model:
 
 
 def update_of(segment: Segment, record: Record, into: Model) -> Model:
-    """Read an update into a model, and decode it if it is encoded. Raises JournalError."""
+    """Read an update into a model, and decode it if it is encoded.
+
+    Raises JournalError, UpdateAltered.
+    """
     return decoded(record, received(segment, record, into), into)
 
 

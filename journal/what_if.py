@@ -69,7 +69,10 @@ class WhatIf:
             upload = message.upload.model_copy(update={"tau": tau, "handed": None})
             step = take(self._rule, before, upload, sent, spare)
         if self._ends_round(message) and step.made is None:
-            closed = close_round(self._rule, step.after, step.after.state.version)
+            used += step.after.state.models()
+            closed = close_round(
+                self._rule, step.after, step.after.state.version, drops=_is_dropped(message)
+            )  # fmt: skip
             step = Step(closed.after, step.decision, closed.made)
         self.progress = step.after
         in_use = {id(model) for model in step.after.state.models()}
@@ -92,11 +95,15 @@ class WhatIf:
         """Whether a recorded round ended here; it then ends even if devices are left out."""
         if not (self._in_rounds and isinstance(message, Taken | RoundClosed)):
             return False
-        if message.digest is None:
+        if message.digest is None and not _is_dropped(message):
             self._filling |= is_used(message)
             return False
         filled, self._filling = self._filling, False
         return filled or isinstance(message, RoundClosed)
+
+
+def _is_dropped(message: Message) -> bool:
+    return isinstance(message, RoundClosed) and message.dropped > 0
 
 
 def _converted(sent: Model, base: Model, to: Sends, into: Model) -> Model:

@@ -22,6 +22,7 @@ from fedstream.broker.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, LONGEST, file_page, filled, packed
 from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of
+from fedstream.runtime.files import open_regular
 
 if TYPE_CHECKING:
     from fedstream.strategies.vectors import DeviceVectors
@@ -64,6 +65,7 @@ class Writer:
             raise translated(aside, error) from error
         self.size = 0
         self._synced = 0
+        self._lost = ""  # why a sync failed: no later one is believed
         try:
             self._write([self._paged(file_page(self._salt))])
             self.append(head)
@@ -145,14 +147,18 @@ class Writer:
         """Put everything appended before the call on disk; return how many bytes are there.
 
         May run in another thread than :meth:`append`, at the same time. Raises JournalError; what
-        is on disk is then unknown, and the updater has to start again from what is there.
+        is on disk is then unknown, and the updater has to start again from what is there: the next
+        sync would succeed, but without what this one did not write.
         """
         size = self.size
-        try:
-            os.fdatasync(self._file)
-        except OSError as error:
-            raise JournalError(f"{self.path}: not written to disk: {error.strerror}") from error
+        if not self._lost:
+            try:
+                os.fdatasync(self._file)
+            except OSError as error:
+                self._lost = error.strerror or str(error)
         with self._lock:
+            if self._lost:
+                raise JournalError(f"{self.path}: not written to disk: {self._lost}")
             self._synced = max(self._synced, size)
             return self._synced
 
@@ -192,16 +198,26 @@ def _named(aside: Path, path: Path) -> None:
         aside.unlink()
 
 
-def sync_file(path: Path) -> None:
-    """Put a file's content on disk. Raises JournalError."""
+def sync_and_drop_cache(path: Path) -> None:
+    """Put a file's content on disk, so that readers get what is there. Raises JournalError.
+
+    After a failed sync, Linux takes the pages that it could not write for written, and keeps them
+    in its cache: readers get them, and the next sync succeeds without writing them (nor would ext4
+    keep them if they were written again). So another process's file must be dropped from the cache
+    before what is read of it counts.
+    """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(path)
         try:
+            with suppress(OSError):  # a failure before this sync, of which nobody was told yet
+                os.fdatasync(file)
             os.fdatasync(file)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
     except OSError as error:
-        raise JournalError(f"{path}: not written to disk: {error.strerror}") from error
+        raise translated(path, error) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,8 +1,9 @@
 """What gateway and devices say: JSON bodies, and the report of an update in its header.
 
 Frozen and strict: a number is no text, and nothing is infinite. Unknown fields are ignored and new
-ones need a default, so that devices and gateways of different releases understand each other; any
-other change needs another version of the protocol, with routes of its own.
+ones need a default, so that devices and gateways of different releases understand each other. A
+field that has a default may also be dropped. Any other change needs another version of the
+protocol, with routes of its own.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ class OfferedTask(Body):
     steps: AtLeastOne | None = None
     epochs: AtLeastOne | None = None
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    deadline: Finite | None = None  # seconds since 1970; after that no answer counts
+    # Seconds from the offer on, after which no answer counts. A device counts them by itself: its
+    # clock may be wrong.
+    left_s: NotNegative | None = None
 
 
 class OfferedModel(Body):

@@ -89,7 +89,7 @@ def load(
     sets: Sequence[str] = (),
     options: Sequence[Option] = (),
     trusted: bool = True,
-    tables: Collection[str] | None = None,
+    keys: Collection[str] | None = None,
 ) -> M:
     """Read and validate the settings; later layers win: file, environment, ``a.b.c=value`` sets.
 
@@ -103,16 +103,17 @@ def load(
     layers set in it: they belonged to the other kind.
 
     ``trusted`` is false for the file of a recording: a plug-in that the file alone names is not
-    loaded, because that would run its program. ``tables``: those to read of the file; None: all.
+    loaded, because that would run its program. ``keys``: tables, or keys of tables, to read of the
+    file and the environment, such as ``run.name``; None: all.
 
     Raises ConfigError, with one line for every invalid key; NotTrusted.
     """
     tree: _Tree = {}
     try:
-        file = _from_file(path)
-        if tables is not None:
-            file = {name: table for name, table in file.items() if name in tables}
-        for layer in (file, _from_environment(environ), _from_sets(sets, options)):
+        file, environment = _from_file(path), _from_environment(environ)
+        if keys is not None:
+            file, environment = (_only(one, keys, schema) for one in (file, environment))
+        for layer in (file, environment, _from_sets(sets, options)):
             tree = _merge(tree, layer, [schema], recorded=not trusted)
         if not trusted:
             _check_trusted(tree, [schema], str(path), ())
@@ -204,6 +205,16 @@ def _node(value: object, source: str, text: str | None = None) -> _Tree | _Leaf:
     if isinstance(value, dict):
         return {key: _node(inner, source) for key, inner in value.items()}
     return _Leaf(value, source, text)
+
+
+def _only(tree: _Tree, keys: Collection[str], schema: type[BaseModel]) -> _Tree:
+    """The tree without other keys than these, but with tables that the schema lacks: errors."""
+    left: _Tree = {name: node for name, node in tree.items() if name not in schema.model_fields}
+    for key in keys:
+        parts = key.split(".")
+        if (node := _find(tree, parts)) is not None:
+            _put(left, parts, node)
+    return left
 
 
 def _put(tree: _Tree, keys: Sequence[str], node: _Tree | _Leaf) -> None:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated
 
 from aiohttp import HttpVersion11, web
@@ -45,14 +47,20 @@ _BACKLOG = 4096
 # Why, before any route is asked or without one; `internal` is a fault of ours.
 REFUSED = (
     "malformed", "no such route", "method", "busy", "address", "arrivals", "tls", "timeout",
-    "certificate", "internal",
+    "certificate", "host", "internal",
 )  # fmt: skip
+_HERE = ("127.0.0.1", "localhost", "[::1]")
+_INSIDE = (".svc", ".svc.cluster.local")  # of a cluster: public DNS has no such names
+_PORT = re.compile(r":\d*\Z")
 
 
 class HttpSettings(Section):
     """Where a service listens, and its limits on clients."""
 
     host: str = "127.0.0.1"
+    # Names under which clients reach it besides ``host``. None: any name, for services of which
+    # browsers learn nothing without a secret; it can't be configured.
+    hosts: tuple[str, ...] | None = ()
     port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any free port
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
     token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
@@ -62,6 +70,54 @@ class HttpSettings(Section):
     address_arrivals: Annotated[float, Field(gt=0)] | None = None
     idle_s: Annotated[float, Field(gt=0)] = 15.0  # then a connection without a request is closed
     write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host == "localhost" or (
+            _is_address(self.host) and ip_address(self.host).is_loopback
+        )
+
+    def is_named(self, host: str) -> bool:
+        """Whether a ``Host`` header, perhaps with a port, names this server.
+
+        Otherwise a web page could read from it under a name of its own that leads to our address
+        (DNS rebinding). Such a name is in public DNS, so where other machines reach the server, so
+        do addresses, names without a dot and those that only a cluster knows.
+        """
+        if self.hosts is None:
+            return True
+        name = _PORT.sub("", host).lower()
+        if name in {*_HERE, self.host.lower(), f"[{self.host}]".lower(), *self.hosts}:
+            return True
+        if self.is_local or not name:
+            return False
+        return "." not in name or name.endswith(_INSIDE) or _is_address(name.strip("[]"))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
+
+
+def _for_us(http: HttpSettings, refused: Counter | None) -> Middleware:
+    """Make what refuses requests for another server's name, whatever they ask for."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get("Host", "")
+        if http.is_named(host):
+            return await handler(request)
+        if refused is not None:
+            refused.labels("host").inc()
+        text = f"this is not the host {host[:80]!r}; if it is, name it in http.hosts"
+        response = problem(421, text, reason="host")
+        response.force_close()  # the body is not read
+        return response
+
+    return answer
 
 
 def _as_json(refused: Counter | None) -> Middleware:
@@ -97,6 +153,26 @@ def _as_json(refused: Counter | None) -> Middleware:
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
             return response
+
+    return answer
+
+
+def _refusing_old_versions(refused: Counter | None) -> Middleware:
+    """Make what refuses HTTP/1.0, in which a proxy may disagree on where a request ends.
+
+    aiohttp reads chunks there, too, and others don't.
+    """
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.version >= HttpVersion11:
+            return await handler(request)
+        if refused is not None:
+            refused.labels("malformed").inc()
+        text = "only HTTP/1.1 is served; for a proxy of nginx: proxy_http_version 1.1"
+        response = problem(505, text, reason="malformed")
+        response.force_close()
+        return response
 
     return answer
 
@@ -163,10 +239,11 @@ async def listening(
 ) -> AsyncIterator[int]:
     """Serve the application inside the block, which gets the port. Raises FedstreamError.
 
-    ``crowd``: the concurrent connections, and how many there may be. ``refused``: counts, by
-    reason, what no route was asked about.
+    Requests for another server's name are refused. ``crowd``: the concurrent connections, and how
+    many there may be. ``refused``: counts, by reason, what no route was asked about.
     """
     loop = asyncio.get_running_loop()
+    app.middlewares[:0] = [_refusing_old_versions(refused), _for_us(http, refused)]
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 
@@ -217,8 +294,9 @@ async def serving(
     async with AsyncExitStack() as stack:
         # Opened first and closed last: probes see the start and the drain.
         app = application(health, is_stopping, refused)
+        named = http.model_copy(update={"hosts": http.hosts or ()})  # these need no secret
         at = listening(
-            app, http, http.health_port, Crowd(_HEALTH_CONNECTIONS), log, refused=refused
+            app, named, http.health_port, Crowd(_HEALTH_CONNECTIONS), log, refused=refused
         )  # fmt: skip
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:

@@ -19,6 +19,8 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,7 +34,7 @@ from pydantic import BaseModel
 from pydantic.errors import PydanticUserError
 
 from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError, innermost
 from fedstream.runtime.misspelt import check_spelling
 from fedstream.runtime.nearest import did_you_mean
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 T = TypeVar("T")
+E = TypeVar("E", bound=FedstreamError)
 
 Origin: TypeAlias = Literal["built in", "file", "module", "entry point"]
 
@@ -59,6 +62,8 @@ class Allowed:
 
 
 _imported: list[str] = []  # programs that are not ours
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 _ALLOWED: ContextVar[Allowed] = ContextVar("allowed", default=Allowed())  # noqa: B039  (frozen)
 
@@ -271,7 +276,8 @@ def _import(source: str, what: str) -> ModuleType:
 
 
 def words(error: BaseException) -> str:
-    """An exception in one line, with the place that raised it."""
+    """An exception in one line, with the place that raised it; of a group, its first one."""
+    error = innermost(error)
     if isinstance(error, SyntaxError) and error.filename is not None:  # raised by the compiler
         return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
     place, trace = "", error.__traceback__
@@ -280,7 +286,57 @@ def words(error: BaseException) -> str:
         if not file.startswith("<frozen "):  # the interpreter's own
             place = f" at {file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    return f"{_in_one_line(error)}{place}"
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback from the user's first frame on, with the exception in its last line.
+
+    Frames before that are ours, torch's or the standard library's. '' if the user has no frame.
+    """
+    error = innermost(error)
+    whole = traceback.TracebackException.from_exception(error)
+    found = [_cut_to_users(one) for one in _chain(whole)]
+    if not found[0]:
+        return ""
+    lines = list(whole.format())
+    own = len(list(whole.format_exception_only()))
+    return "".join(lines[:-own]) + _in_one_line(error)
+
+
+def about(error: BaseException, said: E) -> E:
+    """``said`` with the user's own traceback of ``error``, which it is about, as its ``trace``."""
+    if trace := error.trace if isinstance(error, FedstreamError) else users_traceback(error):
+        said.add_note(trace)
+    return said
+
+
+def _chain(found: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """The exception, and those that led to it."""
+    one: traceback.TracebackException | None = found
+    while one is not None:
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _cut_to_users(found: traceback.TracebackException) -> bool:
+    """Leave out the frames before the user's first one; returns whether there is one."""
+    first = next((n for n, one in enumerate(found.stack) if _is_users(one.filename)), None)
+    del found.stack[:first]
+    return first is not None
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither ours nor torch's nor the standard library's."""
+    if file.startswith(_OURS):
+        return False
+    if installed := file.partition(f"-packages{os.sep}")[2]:
+        return not installed.startswith(f"torch{os.sep}")
+    return not file.startswith((_STANDARD, "<frozen "))
 
 
 def _is_found(name: str, file: Path) -> bool:

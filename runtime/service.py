@@ -221,12 +221,15 @@ def serve(
 def _report(error: BaseException, log: FilteringBoundLogger) -> int:
     """Log the error that ended the service and return its exit code."""
     causes = list(_causes(error))
-    if not all(isinstance(cause, FedstreamError) for cause in causes):
-        log.error("crashed", exc_info=error)
+    ours = [cause for cause in causes if isinstance(cause, FedstreamError)]
+    if len(ours) < len(causes):
+        for cause in causes:
+            log.error("crashed", exc_info=cause)
         return 70
-    for cause in causes:
-        log.error("failed", error=type(cause).__name__, reason=str(cause))
-    return 2 if any(isinstance(cause, ConfigError) for cause in causes) else 1
+    for cause in ours:
+        trace = {"exception": cause.trace} if cause.trace else {}
+        log.error("failed", error=type(cause).__name__, reason=str(cause), **trace)
+    return 2 if any(isinstance(cause, ConfigError) for cause in ours) else 1
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -67,6 +67,13 @@ class ScaffoldSettings(Batch):
         add(c, total.controls, 1.0 / (self.devices or 1), into=total.controls)
         return super().step(state, spare)
 
+    def drop_round(self, state: State) -> State:
+        """Give up the batch, but not what it did to c: the c_i already include it."""
+        vectors = state.memory.devices
+        if vectors is None:
+            return super().drop_round(state)
+        return State(state.version, state.model, without_batch(state.model, vectors))
+
 
 def without_batch(model: Model, vectors: DeviceVectors) -> Memory:
     """The memory after giving up a batch that the c_i already include: what c still lacks of it.

@@ -160,6 +160,13 @@ class Strategy(Chosen):
         """End the round: make the next version of what has arrived, if anything has."""
         return state
 
+    def drop_round(self, state: State) -> State:
+        """End the round without using what has arrived: the version stays as it is.
+
+        What is kept for each device stays.
+        """
+        return replace(state, memory=Memory(devices=state.memory.devices))
+
     def is_too_stale(self, staleness: int) -> bool:
         """Whether an update as stale as this is dropped."""
         return self.max_staleness is not None and staleness > self.max_staleness

@@ -28,7 +28,7 @@ from fedstream.journal import (
 )
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
-from fedstream.journal.records import WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
 from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
@@ -141,15 +141,17 @@ class Scribe:
         upload = self._upload(device, model, 0)
         return self._taken(upload, model, outcome=outcome, reason=reason)
 
-    def close_round(self) -> RoundClosed:
-        """The round ends, whatever has arrived."""
-        round_ = self.version
-        made = self._made(
-            close_round(self.strategy.build(self.head.devices), self.progress, round_)
-        )
+    def close_round(self, *, drops: bool = False) -> RoundClosed:
+        """The round ends, whatever has arrived; ``drops``: in a segment of its own."""
+        if drops:
+            self.head = self.head.model_copy(update={"needs": (DROPPED_ROUNDS,)})
+            self.segment()
+        round_, held = self.version, self.progress.held
+        rule = self.strategy.build(self.head.devices)
+        made = self._made(close_round(rule, self.progress, round_, drops=drops))
         record = RoundClosed(
             entry=self._entry(), round=round_, time=self._time, received=self._time,
-            **{"version": self.version, **made},
+            **{"version": self.version, "dropped": len(held) if drops else 0, **made},
         )  # fmt: skip
         self.writer.append(record)
         return record
@@ -271,7 +273,8 @@ class Scribe:
 
 def write_golden() -> None:
     """A small journal of each strategy, of each wire format of updates and models, one with
-    quarantines, and two with digests by BLAKE3 (all others are by SHA-256).
+    quarantines, one with a dropped round, and two with digests by BLAKE3 (all others are by
+    SHA-256).
 
     With the digests of their versions.
 
@@ -287,6 +290,7 @@ def write_golden() -> None:
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
+    journals["dropped"] = FedAvgSettings(clients_per_round=3), "f32"
     blake3 = {"blake3": "f32", "blake3-models": "int8"}  # what they publish in
     journals["blake3"] = FedBuffSettings(buffer_size=3), "f32"
     journals["blake3-models"] = FedAsyncSettings(), "int8+zstd"
@@ -311,7 +315,7 @@ def write_golden() -> None:
             made_by="blake3" if name in blake3 else "sha256",
         )  # fmt: skip
         for n in range(12):
-            late = n % 4 // 3 if name == "fedavg" else n % 5
+            late = n % 4 // 3 if rule.name == "fedavg" else n % 5
             # The others of the same run send float32.
             scribe.update(late=late, format=how if n % 4 else "f32")
             if n == 4:
@@ -321,6 +325,8 @@ def write_golden() -> None:
             if name == "quarantine" and n == 7:
                 scribe.quarantine(2, 7, why="it poisons")
                 scribe.refuse(2, "device quarantined")
+            if name == "dropped" and n == 8:
+                scribe.close_round(drops=True)
             if name == "quarantine" and n == 9:
                 scribe.segment()
                 scribe.quarantine(7, release=True)

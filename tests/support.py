@@ -9,14 +9,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
 import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from fedstream.broker import blobs
+from fedstream.broker import blobs, clock
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
@@ -531,16 +530,16 @@ async def at_rest(hand: Hand) -> int:
 
 
 class Clock:
-    """In place of a module's clock of the wall: goes on when the test says so.
+    """Redis's clock as services in this process see it: goes on when the test says so.
 
     Time-outs and deadlines may be far away then: none passes by itself while a test is still on its
     way to it.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
-        its = SimpleNamespace(time=self.time, time_ns=time.time_ns, monotonic=time.monotonic)
-        monkeypatch.setattr(f"{module}.time", its)
+        now = clock.Clock.now
+        monkeypatch.setattr(clock.Clock, "now", lambda redis: now(redis) + self.ahead_s)
 
     def time(self) -> float:
         return time.time() + self.ahead_s

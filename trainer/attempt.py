@@ -50,6 +50,7 @@ class Workshop:
     settings: TrainerSettings
     context: Context
     run: Run
+    now: Callable[[], float]  # seconds since 1970, by Redis's clock
     solvers: Solvers
     devices: DeviceSettings
     is_eligible: Callable[[int], bool]  # whether a device may work now
@@ -210,7 +211,8 @@ class Attempt:
 
     def _is_late(self) -> bool:
         """Whether the task's deadline has passed."""
-        return self._task.deadline is not None and time.time() > self._task.deadline
+        deadline = self._task.deadline
+        return deadline is not None and self._shop.now() > deadline
 
     def _is_cancelled(self) -> bool:
         return self._is_over() or self._is_late()

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from fedstream.trainer.solvers import Tensors
     from fedstream.trainer.task import Task
 
+_MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
+_MANY = 100  # minibatches in a pass: so few rows are hardly ever drawn twice
+
 
 def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
     """Train ``model``, which holds x_tau, in place by exactly H steps (FedAsync, algorithm 1):
@@ -66,7 +69,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
     samples = size_of(data, work.device)
     trained = [x for x in model.parameters() if x.requires_grad]
     if not trained:
-        raise ConfigError("nothing to train: no parameter of the model requires a gradient")
+        raise ConfigError(f"nothing to train: model() {_lack(model)}")
     model.train()
     with torch.random.fork_rng(devices=[trained[0].device] if trained[0].is_cuda else []):
         training = _begun(model, trained, samples, work)
@@ -79,6 +82,14 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
                 raise DataError(f"device {work.device}: {error}") from error
             training.step(loss)
     return training.result()
+
+
+def _lack(model: nn.Module) -> str:
+    """Why no parameter of a model can be trained, and what to do."""
+    if frozen := len([*model.parameters()]):
+        return f"has {frozen} parameters, all frozen: set requires_grad for those to be trained"
+    only = "only buffers" if any(True for _ in model.buffers()) else "no parameters"
+    return f"has {only}: return a module with parameters, or define the task's own train()"
 
 
 def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work) -> _Descent:
@@ -268,13 +279,15 @@ class Minibatches:
     """An endless sequence of minibatches, as row numbers.
 
     They are slices of shuffled passes, including the smaller last one. With ``fresh`` sampling,
-    each pass ends after its first minibatch.
+    each pass ends after its first minibatch. So it does with more rows than can be shuffled at
+    once, a few of which are drawn, with replacement.
     """
 
     def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
         self._samples = samples
         self._size = min(solver.batch_size or samples, samples)
-        self._used = self._size if solver.sampling == "fresh" else samples
+        self._drawn = samples > _MOST_SHUFFLED and self._size * _MANY <= samples
+        self._used = self._size if solver.sampling == "fresh" or self._drawn else samples
         self._generator = torch.Generator().manual_seed(seed)
         self._shuffle()
 
@@ -303,7 +316,10 @@ class Minibatches:
 
     def _shuffle(self) -> None:
         self._before = self._generator.get_state()
-        rows = torch.randperm(self._samples, generator=self._generator)
+        if self._drawn:
+            rows = torch.randint(self._samples, (self._size,), generator=self._generator)
+        else:
+            rows = torch.randperm(self._samples, generator=self._generator)
         self._pass = torch.split(rows[: self._used], self._size)
         self._taken = 0
 

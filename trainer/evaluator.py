@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +11,7 @@ from prometheus_client import Gauge, Summary
 from pydantic import Field
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BlobMissing, NoRun
+from fedstream.broker.errors import BlobMissing, NoRun, innermost
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
@@ -22,8 +20,10 @@ from fedstream.broker.records import Head, Run
 from fedstream.broker.streams import Reader
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
+from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.fairness import PerDevice, device_metrics, spread
+from fedstream.trainer.goals import Swings, ends_run
 from fedstream.trainer.placement import Processor, Threads, check, placed
 from fedstream.trainer.task import measured, untrained
 from fedstream.wire.newest import read_newest
@@ -84,6 +84,11 @@ class Evaluator:
         self._metrics = Gauge(
             "fedstream_metric", "The newest measurement.", ["metric"], registry=context.registry
         )
+        self._relapses = Gauge(
+            "fedstream_metric_relapses",
+            "How often a metric lost what it had gained, in the newest 20 measurements.",
+            ["metric"], registry=context.registry,
+        )  # fmt: skip
         self._version = Gauge(
             "fedstream_measured_version", "The version measured last.", registry=context.registry
         )
@@ -111,6 +116,7 @@ class Evaluator:
         self._learning = self._load()
         data = self._learning.test_data()
         self._data: Dataset[object] | None = data if data is None else placed(data, place)
+        self._swings = Swings(self._learning.goal)
         self._module: nn.Module = untrained(self._learning).to(place)
 
     async def _step(self) -> None:
@@ -158,13 +164,16 @@ class Evaluator:
             await self._report(error, head)
             self._measured, self._lacks_spread = head.version, False
             return
+        self._swings.add(metrics)
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
+        for name, relapses in self._swings.items():
+            self._relapses.labels(name).set(relapses.count)
         self._version.set(head.version)
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(
             Event(
-                what="evaluation", service=self._name, time=time.time(),
+                what="evaluation", service=self._name, time=self._ledger.now(),
                 version=head.version, metrics=metrics,
             )
         )  # fmt: skip
@@ -179,14 +188,14 @@ class Evaluator:
         self._context.log.error("metrics raised", version=head.version, exc_info=error)
         await self._ledger.tell(
             Event(
-                what="error", service=self._name, time=time.time(), version=head.version,
-                reason=f"metrics: {type(error).__name__}",
-                text="".join(traceback.format_exception(error))[-8000:],
+                what="error", service=self._name, time=self._ledger.now(), version=head.version,
+                reason=f"metrics: {type(innermost(error)).__name__}",
+                text=(users_traceback(error) or words(error))[-8000:],
             )
         )  # fmt: skip
 
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:
-        return self._target is not None and metrics.get("accuracy", 0.0) >= self._target
+        return ends_run(metrics, self._target)
 
     def _is_spread(self, metrics: Mapping[str, float], is_last: bool) -> bool:
         """Whether devices are measured with these metrics, or never are."""
@@ -206,5 +215,5 @@ class Evaluator:
                 self._context.stop.is_set,
             )  # fmt: skip
             if not self._context.stop.is_set():  # else some are missing
-                metrics |= spread(found)
+                metrics |= spread(found, self._learning.goal)
         return metrics

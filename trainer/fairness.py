@@ -6,11 +6,13 @@ torch is imported by the task's metrics alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import ceil, isnan, sqrt
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from fedstream.trainer.goals import Goals, goal_of
 from fedstream.trainer.placement import Processor, placed
-from fedstream.trainer.task import Task, measured
+from fedstream.trainer.task import NoLabels, Task, measured
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,12 +22,6 @@ PerDevice: TypeAlias = Literal["never", "last", "always"]
 
 _MOST = 10_000  # devices to measure
 _TENTH = 0.1
-_LOWER_IS_BETTER = ("loss", "perplexity", "error")
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether small values of a metric are good, by its name: a loss, a perplexity or an error."""
-    return metric.endswith(_LOWER_IS_BETTER)
 
 
 def has_device_tests(task: Task) -> bool:
@@ -40,7 +36,9 @@ def device_metrics(
     place: Processor = "cpu",
     cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[int, dict[str, float]]:
-    """The metrics of a model on each device's test data, by device; devices without any are absent.
+    """The metrics of a model on each device's test data, by device.
+
+    Devices without test data, or without a label that counts, are absent.
 
     Of more than 10,000 devices, that many evenly spaced ones are measured. Stops early, with those
     measured so far, once ``cancelled``. Raises whatever the task raises.
@@ -52,28 +50,30 @@ def device_metrics(
             break
         data = task.device_test_data(device)
         if data is not None:
-            found[device] = measured(task, module, placed(data, place))
+            with suppress(NoLabels):
+                found[device] = measured(task, module, placed(data, place))
     return found
 
 
-def spread(found: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+def spread(found: Mapping[int, Mapping[str, float]], declared: Goals) -> dict[str, float]:
     """What devices' metrics amount to: for each, its mean, deviation and worst tenth over devices.
 
     Every device counts the same. ``device_worst_tenth_accuracy`` is the mean of the accuracies of
     the tenth of the devices (at least one) that are served worst, ``device_deviation_accuracy`` the
-    standard deviation of all. Of a loss, a perplexity or an error, large values are the worst.
+    standard deviation of all. A metric without a goal (``declared``, or well known) has no worst
+    tenth.
     """
     names = {name: None for metrics in found.values() for name in metrics}
     out: dict[str, float] = {}
     for name in names:
         values = [metrics[name] for metrics in found.values() if name in metrics]
         mean = sum(values) / len(values)
-        sign = -1.0 if lower_is_better(name) else 1.0
-        values.sort(key=lambda value: (not isnan(value), sign * value))  # NaN is the worst
-        worst = values[: ceil(_TENTH * len(values))]
-        out |= {
-            f"device_mean_{name}": mean,
-            f"device_worst_tenth_{name}": sum(worst) / len(worst),
-            f"device_deviation_{name}": sqrt(sum((v - mean) ** 2 for v in values) / len(values)),
-        }
+        out[f"device_mean_{name}"] = mean
+        if (goal := goal_of(name, declared)) is not None:
+            sign = -1.0 if goal == "min" else 1.0
+            values.sort(key=lambda value: (not isnan(value), sign * value))  # NaN is the worst
+            worst = values[: ceil(_TENTH * len(values))]
+            out[f"device_worst_tenth_{name}"] = sum(worst) / len(worst)
+        deviation = sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        out[f"device_deviation_{name}"] = deviation
     return out

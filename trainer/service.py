@@ -25,7 +25,7 @@ from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, Lay
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
-from fedstream.broker.messages import Assignment, Upload
+from fedstream.broker.messages import Assignment, GiveUp, Upload
 from fedstream.broker.records import Run
 from fedstream.broker.streams import Group
 from fedstream.runtime.backoff import Backoff, pause
@@ -59,7 +59,7 @@ _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _ASKS_S = 0.05  # between looks for the run; trainers may not read the stream that tells of it
 _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
-_REST_S = 10.0  # longest rest after a task that raised
+_REST_S = 5.0  # longest rest after a task that was given up
 
 
 class Trainer:
@@ -83,8 +83,8 @@ class Trainer:
         wire: Format = F32,
         rests: Backoff | None = None,
     ) -> None:
-        """``wire``: that updates are sent in. ``rests``: how long to rest after tasks that raise;
-        None: ten seconds at most.
+        """``wire``: that updates are sent in. ``rests``: how long to rest after each task that is
+        given up; None: five seconds at most.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)
@@ -213,7 +213,7 @@ class Trainer:
         site = self._settings.site
 
         def is_eligible(device: int) -> bool:
-            at_s = time.time() - run.created
+            at_s = self._ledger.now() - run.created
             return eligible(self._devices.availability, device, run.seed, at_s)
 
         def saved_work(task: str) -> SavedWork:
@@ -222,6 +222,7 @@ class Trainer:
 
         return Workshop(
             name=self._name, settings=self._settings, context=context, run=run,
+            now=self._ledger.now,
             solvers=self._solvers, devices=self._devices, is_eligible=is_eligible,
             newest=Newest(self._client, self._ledger, self._keys, site, run.layout, metrics),
             saved_work=saved_work, learner=learner, thread=thread, out=Model(run.layout),
@@ -256,8 +257,9 @@ class Trainer:
         device = shift.task.device if shift.task else None
         with self._patience.asking():
             await self._outbox.announce(
-                self._name, self._settings.owns, device=device, answers=shift.answers
-            )
+                self._name, self._settings.owns, device=device, answers=shift.answers,
+                failing=shift.given_up_in_a_row,
+            )  # fmt: skip
             if self._settings.ends_with_run:
                 with suppress(NoRun):  # the updater will publish it again
                     if (await self._ledger.run()).state == "finished":
@@ -277,6 +279,11 @@ class _Shift:
         self._client = client
         self.task: Assignment | None = None  # in hand
         self.answers = 0
+
+    @property
+    def given_up_in_a_row(self) -> int:
+        """Tasks, if they were of several devices; else 0."""
+        return self._shop.failures.in_a_row
 
     def is_idle(self) -> bool:
         """Whether the trainer could take a task now."""
@@ -326,6 +333,10 @@ class _Shift:
                 log.info("task not finished", end=end)
                 metrics.ended(end)
                 return
+            if isinstance(answer, GiveUp):
+                failures = self._shop.failures
+                failures.gave_up(task.device, answer.reason)
+                answer = answer.model_copy(update={"failing": failures.in_a_row})
             answered_at = time.time()
             feedback, unsent = self._shop.feedback, attempt.unsent
             said = await self._delivery.send(

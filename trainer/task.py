@@ -6,6 +6,8 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
@@ -14,6 +16,7 @@ from fedstream.broker.errors import ConfigError, DataError
 from fedstream.broker.layout import Model
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import gather, samples_of
+from fedstream.trainer.goals import Goals
 from fedstream.trainer.splitting import PartitionSettings
 
 if TYPE_CHECKING:
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
     from fedstream.trainer.solvers import SolverSettings, Trained, Work
 
 _EVALUATION_BATCH = 512
+IGNORED = -100  # torch's mark of a label that doesn't count: cross_entropy's ignore_index
+
+
+class NoLabels(DataError):
+    """No label of the data counts."""
 
 
 class Task(ABC):
@@ -30,11 +38,15 @@ class Task(ABC):
 
     The defaults suit classification: items are ``(x, y)``, the model returns scores of shape
     (batch, classes), and y holds class numbers. Sequences work too, with scores of shape
-    (batch, classes, T) and y of shape (batch, T).
+    (batch, classes, T) and y of shape (batch, T). Labels of -100 don't count.
     """
 
     devices: int | None = None
     """The number of devices that the data is split over; None: unknown to the task."""
+
+    goal: Goals = MappingProxyType({})
+    """Whether a metric is to be low or high, by its name: ``goal = {"bits": "min"}``. Names that
+    everybody knows, such as accuracy, loss or rmse, need not be here."""
 
     exact_steps: ClassVar[bool] = True
     """Whether ``train`` says how many steps it took, at which learning rate, and corrects client
@@ -65,17 +77,24 @@ class Task(ABC):
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The scalar to minimise on one collated batch; by default the mean cross entropy."""
+        """The scalar to minimise on one collated batch; by default the mean cross entropy.
+
+        It is 0 for a batch in which no label counts.
+        """
+        import torch
         from torch.nn.functional import cross_entropy
 
         x, y = examples(model, batch)
-        return cross_entropy(model(x), y)
+        loss = cross_entropy(model(x), y)  # without labels NaN, with a gradient of zero
+        return torch.where((y == IGNORED).all(), 0.0, loss)  # no `if`: it would wait for a GPU
 
     def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
         """The metrics of ``model`` on all of ``data``, by name.
 
-        By default ``accuracy`` and ``loss``, the mean cross entropy. Puts the model into evaluation
-        mode. Raises DataError if the data is empty or its items are not (x, y).
+        fedstream calls it without gradients, with the model in evaluation mode. By default
+        ``accuracy`` and ``loss``, the mean cross entropy over all labels that count, whatever the
+        mode. Raises DataError if the data is empty, if its items are not (x, y), or if no label
+        counts.
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -90,7 +109,9 @@ class Task(ABC):
                 scores = model(x)
                 hits += int((scores.argmax(1) == y).sum())
                 loss += float(cross_entropy(scores, y, reduction="sum"))
-                answers += y.numel()  # more than samples where y is a sequence
+                answers += int((y != IGNORED).sum())  # where y is a sequence, many per sample
+        if not answers:
+            raise NoLabels("there is nothing to evaluate: every label is -100, which doesn't count")
         return {"accuracy": hits / answers, "loss": loss / answers}
 
     def joined(self, devices: int) -> None:
@@ -127,7 +148,7 @@ def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
     match batch:
         case [torch.Tensor() as x, torch.Tensor() as y]:
-            device = next(model.parameters()).device
+            device = next(chain(model.parameters(), model.buffers()), x).device
             return x.to(device), y.to(device)
     raise DataError(
         "the default loss and metrics expect items (x, y) of tensors or numbers: override loss() "
@@ -188,13 +209,20 @@ def _first_null(value: object, key: str = "args") -> str | None:
 
 
 def untrained(task: Task) -> nn.Module:
-    """The task's model. Raises ConfigError if it isn't a Module, or whatever ``model()`` raises."""
+    """The task's model.
+
+    Raises ConfigError if it isn't a Module; LayoutMismatch, naming the tensor, if it cannot be
+    sent; or whatever ``model()`` raises.
+    """
     from torch import nn
+
+    from fedstream.trainer.vector import layout_of
 
     module: object = task.model()
     if not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(f"model() returned {got}: it must return an untrained torch.nn.Module")
+    layout_of(module)
     return module
 
 
@@ -221,9 +249,20 @@ def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
 def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, float]:
     """The metrics of a model, according to ``task.metrics``.
 
-    Raises DataError if they are not a dict of numbers by name, or whatever ``metrics()`` raises.
+    It is called without gradients, with the model in evaluation mode; afterwards each part of the
+    model is in the mode that it had. Raises DataError if the metrics are not a dict of numbers by
+    name, or whatever ``metrics()`` raises.
     """
-    found: object = task.metrics(module, data)
+    import torch
+
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            found: object = task.metrics(module, data)
+    finally:
+        for part, mode in modes:
+            part.training = mode
     try:
         return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError) as error:

@@ -34,7 +34,7 @@ _COUNTER = "num_batches_tracked"  # of torch's batch norms and others that copy 
 def layout_of(module: nn.Module) -> Layout:
     """The layout of a module: parameters, float buffers (BatchNorm's statistics), integers.
 
-    Raises LayoutMismatch, naming the tensor, for any other kind (complex, quantised, lazy).
+    Raises LayoutMismatch, naming the tensor, for any other kind (complex, quantised, lazy, meta).
     """
     return Layout(tuple(entry for entry, _ in _tensors(module)))
 
@@ -81,13 +81,19 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
     for of_float, named in (("parameter", module.named_parameters()), ("buffer", buffers)):
         for name, tensor in named:
             kind = of_float if tensor.dtype in _FLOATS else _of_integers(name, changing)
-            if is_lazy(tensor) or tensor.dtype not in _FLOATS | _INTEGERS:
-                what = "not initialised yet" if is_lazy(tensor) else f"of {tensor.dtype}"
-                raise LayoutMismatch(
-                    f"{name} is {what}: a model's tensors are float, integer or bool of known shape"
-                )
+            if is_lazy(tensor) or tensor.is_meta or tensor.dtype not in _FLOATS | _INTEGERS:
+                raise LayoutMismatch(f"model(): {name} {_unfit(tensor)}")
             groups[kind].append((_entry(name, tensor.shape, tensor.dtype, kind), tensor.detach()))
     return [pair for group in groups.values() for pair in group]
+
+
+def _unfit(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be sent, and what to do."""
+    if is_lazy(tensor):
+        return "is not initialised yet: pass a batch through the model before you return it"
+    if tensor.is_meta:
+        return "is on the device 'meta' and has no values: make the model on the device 'cpu'"
+    return f"is of {tensor.dtype}: a model's tensors are float, integer or bool"
 
 
 @lru_cache(4096)  # of one module: models with more tensors are large, and this doesn't matter there

@@ -13,7 +13,7 @@ from fedstream.broker.errors import DataError
 from fedstream.trainer.data import gather
 from fedstream.trainer.in_memory import InMemory, data_root, deal, read_text
 from fedstream.trainer.splitting import Classes, Dirichlet, Natural, split
-from fedstream.trainer.task import examples
+from fedstream.trainer.task import IGNORED, examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from fedstream.trainer.task import TaskSettings
 
-_NO_TARGET = -100  # torch's marker: cross entropy ignores such targets
 _STEPS = 35
 _WINDOWS_AT_ONCE = 16  # in evaluation: the scores of 560 targets take 75 MB
 
@@ -50,7 +49,7 @@ class Words(InMemory):
             for rows in torch.split(torch.arange(windows), _WINDOWS_AT_ONCE):
                 x, y = examples(model, gather(data, rows))
                 loss += _cross_entropy(model(x), y, "sum").cpu()
-                words += int((y != _NO_TARGET).sum())
+                words += int((y != IGNORED).sum())
         loss /= words
         return {"perplexity": float(loss.exp()), "loss": float(loss)}
 
@@ -146,7 +145,7 @@ def _windows(text: list[int]) -> TensorDataset:
     targets = len(text) - 1
     windows = -(-targets // _STEPS)
     x = torch.zeros(windows * _STEPS, dtype=torch.int64)
-    y = torch.full_like(x, _NO_TARGET)
+    y = torch.full_like(x, IGNORED)
     words = torch.tensor(text)
     x[:targets], y[:targets] = words[:-1], words[1:]
     return TensorDataset(x.view(windows, _STEPS), y.view(windows, _STEPS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from fedstream.broker.streams import Entry
 from fedstream.journal import QuarantineSet, RoundClosed, Taken
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import end_of
-from fedstream.journal.records import QUARANTINES, WIRE_FORMATS, Counted
+from fedstream.journal.records import DROPPED_ROUNDS, QUARANTINES, WIRE_FORMATS, Counted
 from fedstream.runtime.service import Context
 from fedstream.updater import refusals
 from fedstream.updater.intake import LARGE, Intake, Queued
@@ -46,6 +45,7 @@ class Decider:
     lease: Lease
     max_norm: float | None
     norm_factor: float
+    max_samples: int | None  # None: by what other devices claim
     weights: bool  # the journal keeps the updates' bytes
     said: Callable[[str], bool]  # whether the journal's segment tells its readers of a need
     format: Format  # of published models
@@ -62,10 +62,12 @@ class Decider:
             await self.ledger.bury(self.keys.queue, "", entry, str(message))
             return None
         if isinstance(message, RoundEnd):
+            if message.drops and not self.said(DROPPED_ROUNDS):
+                return Undecided(DROPPED_ROUNDS)
             apart = self._apart(state)
             return await self._off_loop(state, lambda: self._round_end(entry, message, apart))
         if isinstance(message, SetQuarantine):
-            changed = _quarantined(entry, message, state)
+            changed = _quarantined(entry, message, state, self.ledger.now())
             is_said = changed.record is None or self.said(QUARANTINES)
             return changed if is_said else Undecided(QUARANTINES)
         # Before it is mixed into the strategy's memory, as that cannot be undone.
@@ -87,6 +89,7 @@ class Decider:
 
     async def _update(self, entry: Entry, upload: Upload, state: RunState) -> Change | None:
         """Check an update and mix it in; None if Redis does not expect it any more."""
+        upload = state.progress.norms.weighable(upload, self.max_samples)
         refusal = (
             reasons.RUN_FINISHED if state.is_over
             else reasons.DEVICE_QUARANTINED if upload.device in state.quarantines.by_device
@@ -96,7 +99,7 @@ class Decider:
         )  # fmt: skip
         if refusal:
             await self.intake.unfetch(entry)
-            return _refused(entry, upload, state.progress, refusal, state.besides)
+            return self._refused(entry, upload, state.progress, refusal, state.besides)
         try:
             with self.metrics.timed("fetch"):
                 update = await self.intake.fetched(entry, upload, state.layout, state.ends)
@@ -109,7 +112,7 @@ class Decider:
         except BlobDamaged:
             refusal = reasons.DIGEST
         if refusal:
-            return _refused(entry, upload, state.progress, refusal, state.besides)
+            return self._refused(entry, upload, state.progress, refusal, state.besides)
         spares = self.intake.spares
         into = update if isinstance(update, Model) else spares.model(state.layout)
         spare, apart = spares.model(state.layout), self._apart(state)
@@ -142,7 +145,9 @@ class Decider:
                 with timed("decode"):
                     format_of(upload.format).decode(sent.buffer, update)
             except Undecodable as error:
-                return _refused(entry, upload, before, error.reason, state.besides, used=unused)
+                return self._refused(
+                    entry, upload, before, error.reason, state.besides, used=unused
+                )
         with timed("check"):
             refusal, sizes = refusals.by_content(
                 upload, state.strategy, update, before,
@@ -150,11 +155,13 @@ class Decider:
             )  # fmt: skip
         before = before.with_sizes(sizes)
         if refusal:
-            return _refused(entry, upload, before, refusal, state.besides, sizes, unused)
+            return self._refused(entry, upload, before, refusal, state.besides, sizes, unused)
         with timed("mix"):
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return _refused(entry, upload, before, reasons.TOO_STALE, state.besides, sizes, unused)
+            return self._refused(
+                entry, upload, before, reasons.TOO_STALE, state.besides, sizes, unused
+            )
         version, given, finish = self._made(state, step)
         outcome: Outcome = "applied" if step.decision.outcome == "applied" else "buffered"
         record = Taken(
@@ -162,7 +169,7 @@ class Decider:
             staleness=step.decision.staleness, weight=step.decision.weight,
             version=step.after.state.version, digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else time.time(), received=entry.time,
+            time=version.time if version else self.ledger.now(), received=entry.time,
             finished=finish, counts=dict(state.besides), sizes=sizes,
         )  # fmt: skip
         return Change(
@@ -172,21 +179,30 @@ class Decider:
         )  # fmt: skip
 
     def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
-        """End a round: make a version of what has arrived, unless it was made already."""
+        """End a round: make a version of what has arrived, unless it was made already.
+
+        Or drop it, if it still is the round that is to be dropped.
+        """
         before = state.progress
         if state.ends.obeyed(entry.id):
             return Change(entry.id, None, (), before)
-        late = state.is_over
-        step = Step(before) if late else close_round(state.strategy, before, message.version)
+        drops, held = message.drops, tuple(one.device for one in before.held)
+        is_past = message.version != state.version or held[: len(drops)] != drops
+        late, dropped = state.is_over or (bool(drops) and is_past), 0
+        if drops and not late:
+            dropped = len(held)
+        step = Step(before) if late else close_round(
+            state.strategy, before, message.version, drops=dropped > 0
+        )  # fmt: skip
         version, given, finish = self._made(state, step)
         record = RoundClosed(
-            entry=entry.id, round=message.version, why=message.why, late=late,
+            entry=entry.id, round=message.version, why=message.why, late=late, dropped=dropped,
             version=step.after.state.version, digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else time.time(), received=entry.time,
+            time=version.time if version else self.ledger.now(), received=entry.time,
             finished=finish, counts=dict(state.besides),
         )  # fmt: skip
-        used = (before.state.model,) if version is not None else ()
+        used = tuple(before.state.models()) if version is not None or dropped else ()
         return Change(
             entry.id, record, (), step.after, version, finish=finish, used=used, given=given
         )
@@ -204,46 +220,46 @@ class Decider:
         with self.metrics.timed("encode"):
             version, given = version_of(
                 model, self.format, state.strategy.sends, self.intake.spares.room,
-                version=number, time=time.time(), epoch=epoch, parent=number - 1, digest=digest,
-                blob=blob_of(number, epoch, self.lease.nonce), updates=step.made,
+                version=number, time=self.ledger.now(), epoch=epoch, parent=number - 1,
+                digest=digest, blob=blob_of(number, epoch, self.lease.nonce), updates=step.made,
             )  # fmt: skip
         return version, given, f"version {number} reached" if number >= state.run.versions else None
+
+    def _refused(
+        self,
+        entry: Entry,
+        upload: Upload,
+        before: Progress,
+        reason: str,
+        counts: Mapping[str, int],
+        sizes: Counted = (),
+        used: tuple[Payload, ...] = (),
+    ) -> Change:
+        """An update that never reaches the model."""
+        outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
+        version = before.state.version
+        record = Taken(
+            entry=entry.id, upload=_as_recorded(upload), outcome=outcome, reason=reason,
+            staleness=max(0, version - upload.since), version=version, time=self.ledger.now(),
+            received=entry.time, counts=dict(counts), sizes=sizes,
+        )  # fmt: skip
+        return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob, used=used)
 
     async def _off_loop(self, state: RunState, work: Callable[[], Change]) -> Change:
         """Run arithmetic: in a thread if it would block the event loop, else here."""
         return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()
 
 
-def _quarantined(entry: Entry, wanted: SetQuarantine, state: RunState) -> Change:
+def _quarantined(entry: Entry, wanted: SetQuarantine, state: RunState, now: float) -> Change:
     """Put devices in quarantine, or release them: no record if that changes nothing."""
     before, devices = state.progress, state.quarantines.changed(wanted)
     if not devices or state.ends.obeyed(entry.id):
         return Change(entry.id, None, (), before)
     record = QuarantineSet(
         entry=entry.id, devices=devices, release=wanted.release, why=wanted.why,
-        version=state.version, time=time.time(), received=entry.time, counts=dict(state.besides),
+        version=state.version, time=now, received=entry.time, counts=dict(state.besides),
     )  # fmt: skip
     return Change(entry.id, record, (), before)
-
-
-def _refused(
-    entry: Entry,
-    upload: Upload,
-    before: Progress,
-    reason: str,
-    counts: Mapping[str, int],
-    sizes: Counted = (),
-    used: tuple[Payload, ...] = (),
-) -> Change:
-    """An update that never reaches the model."""
-    outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
-    version = before.state.version
-    record = Taken(
-        entry=entry.id, upload=_as_recorded(upload), outcome=outcome, reason=reason,
-        staleness=max(0, version - upload.since), version=version, time=time.time(),
-        received=entry.time, counts=dict(counts), sizes=sizes,
-    )  # fmt: skip
-    return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob, used=used)
 
 
 def _as_recorded(upload: Upload) -> Upload:

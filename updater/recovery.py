@@ -39,7 +39,8 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
-from fedstream.journal.records import WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
+from fedstream.journal.writer import sync_and_drop_cache
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
 from fedstream.strategies import (
@@ -60,6 +61,7 @@ from fedstream.wire import Format
 
 T = TypeVar("T")
 
+_PASSED_ON = {WIRE_FORMATS, DROPPED_ROUNDS}  # needs that the run's next segment has too
 _BEAT_S = 10.0  # between heartbeats during long work
 
 
@@ -137,9 +139,11 @@ class Recovery:
     async def _begin(self) -> RunState:
         """Begin a new run, with version 0 as the journal's first checkpoint."""
         run, model = await self._patiently(self.create_run)
+        now = self.ledger.now()
         state = RunState(
-            run=replace(run, lineage=secrets.token_hex(8)), strategy=self.rule.build(run.devices),
-            progress=Progress(State(0, model)), digest=model.digest(self.digests), time=time.time(),
+            run=replace(run, lineage=secrets.token_hex(8), created=now),
+            strategy=self.rule.build(run.devices),
+            progress=Progress(State(0, model)), digest=model.digest(self.digests), time=now,
             ends=Ends(self.index),
         )  # fmt: skip
         state = await self.begin_segment(state, "begun")
@@ -155,6 +159,7 @@ class Recovery:
         self._check_journal(newest.head, run)
         began = time.monotonic()
         await self._open_index(newest.head.lineage, chain)
+        await self._patiently(lambda: sync_and_drop_cache(newest.path))
         found = await self._patiently(lambda: recovered(newest))
         if found.progress is None:  # recorded without weights: only Redis has the newest model
             if self.journal.adopt and run and head and head.version > found.version:
@@ -166,7 +171,7 @@ class Recovery:
             found = await self._from_redis(newest, found, head)
         state = self._with_lost_quarantines(self._state_of(found, run), head)
         self.recorder.stored = found.stored
-        needs = {WIRE_FORMATS} & set(newest.head.needs)
+        needs = _PASSED_ON & set(newest.head.needs)
         state = await self.begin_segment(state, "continued", after=found.ending, needs=needs)
         self.context.log.info(
             "recovered", version=found.version, records=found.records,
@@ -246,7 +251,7 @@ class Recovery:
         version, digest, made_at = head.version, head.digest, head.time
         if head.given != head.digest:
             # Redis has what devices were given of it: less than the version, so it is another.
-            version, digest, made_at = version + 1, model.digest_like(digest), time.time()
+            version, digest, made_at = version + 1, model.digest_like(digest), self.ledger.now()
             if run.state != "finished" and version >= run.versions:
                 run = replace(
                     run, state="finished", why=f"version {version} reached", finished=made_at
@@ -310,7 +315,7 @@ class Recovery:
         )  # fmt: skip
         found.version += 1
         found.digest = before.state.model.digest_like(found.digest)
-        found.time, found.made = time.time(), ()
+        found.time, found.made = self.ledger.now(), ()
         found.progress = Progress(State(found.version, before.state.model), norms=found.norms)
         return found
 
@@ -384,6 +389,7 @@ class Recovery:
             by_steps=strategy.by_steps, lineage=head.lineage,
             state="finished" if over else "running", why=over,
             finished=found.time if over else None, start=head.start,
+            goal=head.goal or {},
         )  # fmt: skip
 
     # the journal's segments
@@ -407,7 +413,7 @@ class Recovery:
         await asyncio.to_thread(self.index.write, run.lineage, segment, state.version)
         state = state.in_segment(max(state.forgotten, self.index.forgotten))
         before = after or self.recorder.ending
-        known = {need for need in (mine.needs if mine else ()) if need == WIRE_FORMATS}
+        known = _PASSED_ON & set(mine.needs if mine else ())
         if state.quarantines.taken:
             known.add(QUARANTINES)
         head = SegmentHead(
@@ -418,8 +424,8 @@ class Recovery:
             lineage=run.lineage, run=self.keys.name, task=run.task, devices=run.devices,
             versions=run.versions, seed=run.seed, created=run.created,
             strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),
-            release=f"numpy {np.__version__}, {platform.machine()}", time=time.time(),
-            start=run.start,
+            release=f"numpy {np.__version__}, {platform.machine()}", time=self.ledger.now(),
+            start=run.start, goal=dict(run.goal) or None,
             sources=sources_of(self.rule), parts=self.parts, format=self.format.name,
         )  # fmt: skip
         standing, models = standing_of(
@@ -432,9 +438,8 @@ class Recovery:
         )  # fmt: skip
         with self.metrics.timed("checkpoint"):
             left = await self.recorder.begin(
-                head, standing, *models, vectors=state.progress.state.memory.devices,
-                after=after.path if after else None,
-            )  # fmt: skip
+                head, standing, *models, vectors=state.progress.state.memory.devices
+            )
         if left:
             self.context.log.error("old segment kept until the next one starts", why=left)
         return state

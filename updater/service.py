@@ -51,6 +51,7 @@ class UpdaterSettings(Section):
     keep_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # the newest two are kept at any size
     max_norm: Annotated[float, Field(gt=0)] | None = None  # Euclidean norm of an update's vector
     norm_factor: Annotated[float, Field(ge=0)] = 30.0  # times the usual size; 0: no limit
+    max_samples: Annotated[int, Field(ge=1)] | None = None  # that a site's device may count as
     lease_s: Annotated[float, Field(gt=0)] = 5.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
@@ -133,6 +134,7 @@ class Updater:
         decider = Decider(
             context=context, metrics=metrics, intake=intake, keys=self._keys, ledger=ledger,
             lease=lease, max_norm=self._settings.max_norm, norm_factor=self._settings.norm_factor,
+            max_samples=self._settings.max_samples,
             weights=self._journal.weights, said=recorder.says, format=self._format,
         )  # fmt: skip
         commits = Commits(

@@ -37,13 +37,14 @@ _RELAY = Script("relay")
 _SETTLE_UNSERVED = Script("settle_unserved")
 _WITHDRAW = Script("withdraw")
 
+_OF_SITES = ("update:*", "workspace:*", "tasks:*", "gateway:*")
 _OWNERS = 1000  # of the devices' owners, read at once
 
 RIGHTS = Rights(
     both=(
         "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
         "events", "changes", "trainers", "alive", "owners", "owned:*", "pool", "working",
-        "concurrent", "rates", "letters", "sites", "update:*", "queued:*", "control:*",
+        "concurrent", "failing", "rates", "letters", "sites", "update:*", "queued:*", "control:*",
         "quarantine:*",
     ),
     reads=(
@@ -52,7 +53,7 @@ RIGHTS = Rights(
     ),
     writes=("queue", "dead"),
     commands=(
-        "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zmscore", "hgetall", "info",
+        "xgroup|create", "xreadgroup", "zrangebyscore", "zmscore", "hgetall", "info",
         "type", "sadd", "zrange", "smembers", "hscan", *blobs.READS,
     ),
     scripts=(
@@ -60,8 +61,9 @@ RIGHTS = Rights(
         _SETTLE_UNSERVED, _WITHDRAW, BURY, LOOK, streams.CLAIM, streams.REAP, *custody.SCRIPTS,
     ),
     apart=(  # to expire what sites leave behind
-        Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl", "strlen")),
-        Rights(writes=("update:*", "workspace:*", "tasks:*"), commands=("pexpire",)),
+        Rights(reads=_OF_SITES, commands=("pttl", "strlen")),
+        Rights(writes=_OF_SITES, commands=("pexpire",)),
+        Rights(both=("gateway:*",), scripts=(custody.TRIM,)),
     ),
 )  # fmt: skip
 
@@ -98,7 +100,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         Returns 'sent', 'unasked' (devices don't decide by themselves in this run), 'foreign' (the
         device is not the site's or not in the run), 'limited' (the site exceeds ``rate`` per
         second, or ``limit`` tasks are open), 'busy' (the device has a task), 'quarantined' (the
-        device is), 'finished' (the run has) or 'repeated'.
+        device is), 'resting' (its last tasks failed), 'finished' (the run has) or 'repeated'.
         """
         about = {
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
@@ -116,7 +118,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
             "trainers": TRAINERS, "why": reasons.ROUND_OVER,
         }  # fmt: skip
-        end = RoundEnd(version=closing.version, why=closing.why).encode()
+        end = RoundEnd(
+            version=closing.version, why=closing.why, drops=closing.drops
+        ).encode()  # fmt: skip
         return self._pending(_CLOSE_ROUND, word, packed(about), end, packed(self._event()))
 
     def withdraw(self, entry: Entry, wish: Withdraw) -> Pending[str]:
@@ -164,6 +168,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         size_limit: int,
         site: str = POOL,
         trusted: bool = True,
+        most_steps: int = 1,
         sizes: tuple[int, int] | None = None,
         unfit: str = "",
     ) -> Pending[tuple[str, str]]:
@@ -173,7 +178,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         that it names; None: as many as the model. ``unfit``: why its format is refused.
 
         ``site``: whose inbox the answer came through. For untrusted sites, staleness counts from
-        the newest version at the time the task was handed out.
+        the newest version at the time the task was handed out, and an update that took any steps
+        counts as having taken as many as its task asked for: if that gave epochs or a time, as many
+        as it says, within one for each epoch and ``most_steps``.
         """
         about: dict[str, object] = {
             "group": COORDINATORS, "entry": entry.id, "site": site, "trusted": trusted,
@@ -183,14 +190,19 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         name = member(site, answer.trainer)
         if isinstance(answer, GiveUp):
             about["give_up"] = reason = reasons.of_giving_up(answer.reason)
+            about["trainer_fails"] = site == POOL and answer.failing > 0
             if reason != answer.reason:
                 event["text"] = answer.reason
             said = answer.encode()
         else:
-            said = answer.encode(site=site, handed=None, trainer=name)
+            said = answer.encode(
+                site=site, handed=None, claimed=None, trainer=name,
+                steps=answer.steps if trusted else None,
+            )  # fmt: skip
             about |= {
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
                 "size": answer.size, "size_limit": size_limit, "unfit": unfit,
+                "steps": answer.steps, "most_steps": most_steps,
             }  # fmt: skip
             if sizes is not None:
                 about["least"], about["most"] = sizes
@@ -229,7 +241,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             del about["digest"]
         kept = {
             "host": said.host, "pid": said.pid, "owns": said.owns, "device": said.device,
-            "answers": said.answers,
+            "answers": said.answers, "failing": said.failing,
         }  # fmt: skip
         joined = self._event(what="trainer", text=f"{name} joined")
         return self._pending(
@@ -249,7 +261,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
             "owns": said.owns, "rate": rate,
         }  # fmt: skip
-        kept = {"device": said.device, "answers": said.answers}
+        kept = {"device": said.device, "answers": said.answers, "failing": said.failing}
         return self._pending(
             _BEAT, word, packed(about), packed(kept),
             stream=self.keys.inbox(site), owned=self.keys.owned(name),

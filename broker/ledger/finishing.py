@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fedstream.broker.ledger.plumbing import Ledger, packed
 from fedstream.broker.scripts import Script
 
@@ -16,5 +14,5 @@ class Finishing(Ledger):
     async def finish(self, why: str) -> bool:
         """End the run: whether it was running."""
         event = self._event(what="run", text=f"finished: {why}")
-        now = time.time()
+        now = self.now()
         return bool(await self._run(FINISH_RUN, why, repr(now), packed(event)))

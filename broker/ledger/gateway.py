@@ -39,7 +39,7 @@ RIGHTS = Rights(
                 "gateway:{site}:devices", "gateway:{site}:invites", "gateway:{site}:changed",
                 "gateway:{site}:secret", "gateway:{site}:nonce:*",
             ),
-            commands=("evalsha", "get", "set", "hget", "hset", "hdel", "time"),
+            commands=("evalsha", "get", "set", "hget", "hset", "hdel"),
         ),
         Rights(reads=("open",), commands=("hexists",)),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fedstream.broker import reasons
 from fedstream.broker.ledger.plumbing import Ledger, packed
 from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
@@ -39,7 +37,7 @@ class Letters(Ledger):
         site. Beyond the site's rate, an entry that ends no task is dropped. ``found``: a trainer's
         report of an entry that it could not read; that entry is kept instead.
         """
-        name, now = stream.removeprefix(self.keys.prefix), time.time()
+        name, now = stream.removeprefix(self.keys.prefix), self.now()
         dead = found or Dead(
             stream=name, entry=entry.id, reason=reason, time=now,
             deliveries=deliveries, data=entry.data,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fedstream.broker.commands import Command
@@ -85,7 +85,7 @@ class Onlooker(Overview, MemoryUse):
         Raises NoRun until the run is created.
         """
         reply = await self._run(LOOK, 1, *asked_since(place))
-        (how, tasks), _, last = reply[-3:]
+        (how, tasks), *_, last = reply[-4:]
         found: dict[str, OpenTask | None] = {}
         if how == b"all":
             for data in tasks:
@@ -95,7 +95,8 @@ class Onlooker(Overview, MemoryUse):
             for name, data in paired(tasks):
                 found[name.decode(errors="replace")] = None if data is None else _opened(data)
         newest = Bookmark(last[0], *last[1][:2]) if last else None
-        return self._tally(reply), OpenedTasks(found, how == b"all", newest)
+        tally = replace(self._tally(reply), failing=await self.failing())
+        return tally, OpenedTasks(found, how == b"all", newest)
 
     async def tasks(self, names: Sequence[str]) -> dict[str, OpenTask | None]:
         """Read these open tasks anew: the log of changes says nothing of who gets them."""

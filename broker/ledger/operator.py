@@ -28,7 +28,7 @@ RIGHTS = Rights(
     both=("*",),
     commands=(
         "script|kill", "function|kill", "client|kill",
-        "scan", "exists", "type", "ttl", "pttl", "time", "info", "dbsize", "config|get",
+        "scan", "exists", "type", "ttl", "pttl", "info", "dbsize", "config|get",
         "acl|whoami", "acl|dryrun", "acl|getuser", "acl|log", "memory|usage", "client|list",
         "slowlog|get",
         "get", "hget", "hgetall", "hlen", "hmget", "hkeys", "hscan", "hvals", "zrange", "zcard",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +59,10 @@ class Ledger:
         self._service = service
         self.keys = keys
 
+    def now(self) -> float:
+        """Seconds since 1970, by Redis's clock."""
+        return self._client.clock.now()
+
     async def run(self) -> Run:
         """Read the run's record. Raises NoRun."""
         record = await self._client.call("HGETALL", self.keys.run)
@@ -105,7 +108,7 @@ class Ledger:
             "v": SCHEMA,
             "k": Event.kind,
             "service": self._service,
-            "time": time.time(),
+            "time": self.now(),
             **fields,
         }
         return {name: value for name, value in event.items() if value is not None}

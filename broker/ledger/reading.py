@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgpack
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BadMessage, NoScript
 from fedstream.broker.ledger.plumbing import Ledger
-from fedstream.broker.records import Bookmark, Head, Run, Tally, View, mapping, trigger_of
+from fedstream.broker.records import Bookmark, Failing, Head, Run, Tally, View, mapping, trigger_of
 from fedstream.broker.scripts import Script
 
 LOOK = Script("look")
@@ -21,10 +21,11 @@ LOOK = Script("look")
 LOOKED_AT = (
     "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
     "kept", "dead", "owners", "pool", "events", "models",
-    "changes", "concurrent",
+    "changes", "concurrent", "failing",
 )  # fmt: skip
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # foreign fields may be there too
+_FAILING = 1000  # devices, read at once
 _REGISTER = 64 << 20  # bytes of all trainers' descriptions together
 
 
@@ -43,13 +44,18 @@ class Overview(Ledger):
         """Read everything countable in one step, as :meth:`look` does, but neither list."""
         return self._tally(await self._run(LOOK, int(inboxes), "none"))
 
+    async def failing(self) -> dict[int, Failing]:
+        """Read the devices that failed more than once in a row: some of them if there are many."""
+        _, flat = await self._client.call("HSCAN", self.keys.failing, 0, "COUNT", _FAILING)
+        return repeated(failing_devices(flat))
+
     def _view(self, reply: Any) -> View:
-        tally, (*_, (_, opened), (_, owned), _) = self._tally(reply), reply
+        tally, (*_, (_, opened), (_, owned), _, _) = self._tally(reply), reply
         triggers = tuple(trigger_of(data) for data in opened)
         return View(**tally.__dict__, open=triggers, owned=_devices(owned, tally.run.devices))
 
     def _tally(self, reply: Any) -> Tally:
-        run, head, counts, *numbers, event, version, now, _, _, _ = reply
+        run, head, counts, *numbers, event, version, now, _, _, failing, _ = reply
         tasks, admitted, queue, triggers, inbox, trainers, workers, kept, dead, owners, pool = (
             numbers
         )
@@ -70,6 +76,7 @@ class Overview(Ledger):
             dead=dead,
             owners=owners,
             pool=bool(pool),
+            failing=repeated(failing_devices(failing)),
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )
@@ -163,9 +170,9 @@ class Register(Ledger):
 
         Returns names as written, which may not be valid text.
         """
-        now = await self._client.call("TIME")
+        now = await self._client.time()
         names: list[bytes] = await self._client.call(
-            "ZRANGEBYSCORE", self.keys.alive, "(0", int(now[0]) - seconds
+            "ZRANGEBYSCORE", self.keys.alive, "(0", now - seconds
         )
         return names
 
@@ -183,6 +190,20 @@ class MemoryUse(Ledger):
         info = await self._client.call("INFO", "memory")
         found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
         return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
+
+
+def failing_devices(flat: Sequence[Any]) -> dict[int, Failing | None]:
+    """Devices and what is noted of each (None: it works), without foreign entries."""
+    return {
+        device: None if data is None else Failing.parsed(data)
+        for name, data in paired(flat)
+        if (device := device_of(name)) is not None
+    }
+
+
+def repeated(failing: Mapping[int, Failing | None]) -> dict[int, Failing]:
+    """The devices that failed more than once, in order."""
+    return {d: one for d, one in sorted(failing.items()) if one is not None and one.tasks > 1}
 
 
 def about_trainer(data: bytes | None, since: bytes | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fedstream.broker.ledger.reading import (
     Overview,
     asked_since,
     device_of,
+    failing_devices,
     news_since,
     paired,
 )
@@ -76,7 +77,7 @@ class SchedulerLedger(Overview, MemoryUse):
         return opening.parsed(opened[0]) if opening else 0, *self._changes(reply, own or {})
 
     def _changes(self, reply: Any, own: Mapping[str, Trigger]) -> tuple[Tally, Changes]:
-        (how_tasks, tasks), (how_devices, devices), last = reply[-3:]
+        (how_tasks, tasks), (how_devices, devices), failing, last = reply[-4:]
         tally = self._tally(reply)
         if how_tasks == b"all":
             opened = (Trigger.decode(data) for data in tasks)
@@ -93,7 +94,7 @@ class SchedulerLedger(Overview, MemoryUse):
             if (device := device_of(name)) is not None and device < tally.run.devices
         }
         return tally, Changes(
-            tasks=found, devices=owned,
+            tasks=found, devices=owned, failing=failing_devices(failing),
             all_tasks=how_tasks == b"all", all_devices=how_devices == b"all",
             place=Bookmark(last[0], *last[1][:2]) if last else None,
         )  # fmt: skip

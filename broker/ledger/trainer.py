@@ -158,14 +158,19 @@ class Outbox:
         *,
         device: int | None = None,
         answers: int = 0,
+        failing: int = 0,
         concurrent: bool = False,
     ) -> bool:
         """Announce that a trainer is alive and owns exactly these devices.
 
         A long list is sent only until a coordinator has noted its digest, and when that note is
         gone. Returns False and sends nothing while the inbox isn't being read, so that
-        announcements don't pile up. ``concurrent``: whether the devices work at the same time.
+        announcements don't pile up. ``failing``: see :class:`~fedstream.broker.messages.Presence`.
+        ``concurrent``: whether the devices work at the same time.
+
+        The trainer's clock is kept right along with it.
         """
+        await self._client.time()
         digest = self._digest_of(owns) if len(owns) > _SHORT else None
         note = self._keys.owned(member(self.site, trainer))
         asked: list[Command] = [("XLEN", self._inbox)]
@@ -176,12 +181,17 @@ class Outbox:
         if waiting > _UNHEARD:
             return False
         if digest is not None and (noted[0] or b"").partition(b" ")[2] == digest.encode():
-            await self.say(Heartbeat(trainer=trainer, owns=digest, device=device, answers=answers))
+            await self.say(
+                Heartbeat(
+                    trainer=trainer, owns=digest, device=device, answers=answers, failing=failing
+                )
+            )  # fmt: skip
             return True
         await self.say(
             Presence(
                 trainer=trainer, owns=tuple(owns), host=socket.gethostname(), pid=os.getpid(),
-                device=device, answers=answers, digest=digest, concurrent=concurrent,
+                device=device, answers=answers, failing=failing, digest=digest,
+                concurrent=concurrent,
             )
         )  # fmt: skip
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -39,7 +38,7 @@ _RETIRE = Script("retire")
 RIGHTS = Rights(
     both=(
         "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
-        "queue", "open", "admitted", "ended", "counts", "events", "changes", "queued:*",
+        "queue", "open", "admitted", "ended", "counts", "events", "changes", "failing", "queued:*",
         "device:*", "rates", "letters",
     ),
     reads=LOOKED_AT,
@@ -133,7 +132,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         about: dict[str, Any] = {
             "token": token, "ends": [self._ending(end) for end in commit.ends],
             "entries": list(commit.entries),
-            "retired": list(commit.retired), "time": repr(time.time()), "at": commit.at,
+            "retired": list(commit.retired), "time": repr(self.now()), "at": commit.at,
             "head": self._head(
                 versions[-1] if versions else None,
                 commit.held, commit.retained, commit.mean_staleness,

@@ -1,10 +1,11 @@
--- keys: stream open admitted ended events counts rates changes
--- undeclared: run head lineage queue
+-- keys: stream open admitted ended events counts rates changes failing
+-- undeclared: run head lineage queue pool
 -- Admits an answer by its metadata: a task of this site, first answer, device, layout, size, base,
 -- current staleness. ARGV: the answer, the entry for the queue, the event's fields. rest: the
 -- blob's key as its site wrote it, and its key once admitted, where no site can change what the
 -- updater will read. For untrusted sites, staleness counts from the newest version at the time the
--- task was handed out.
+-- task was handed out, and a count of steps is the one that was asked for: a number, or at least one
+-- for each epoch.
 local a = cmsgpack.unpack(ARGV[1])
 local blob, admitted = KEYS[first_rest], KEYS[first_rest + 1]
 guard()
@@ -73,7 +74,9 @@ if first then return astray(reasons.ANSWERED_TWICE) end
 
 if task.device ~= a.device then return refused(reasons.ANOTHER_DEVICE) end
 if a.give_up then
-  end_task(a.task, a.attempt, 'given_up', a.give_up, event())
+  -- The device failed, whatever the reason given, unless its trainer fails and there are others.
+  local blames = not (a.trainer_fails and redis.call('SCARD', key.pool) > 1)
+  end_task(a.task, a.attempt, 'given_up', a.give_up, event(), blames)
   return {'given_up', a.give_up}
 end
 local state, layout, size, max_staleness =
@@ -105,5 +108,11 @@ if a.least then -- in a wire format: what it saves is shown
   count('encoded')
   redis.call('HINCRBY', key.counts, 'encoded_bytes', size_text)
 end
-redis.call('XADD', key.queue, '*', 'm', a.trusted and ARGV[2] or with(ARGV[2], {handed = since}))
+local said = ARGV[2]
+if not a.trusted then
+  local steps = a.steps
+  if steps > 0 then steps = task.steps or math.min(math.max(steps, task.epochs or 1), a.most_steps) end
+  said = with(said, {handed = since, steps = steps})
+end
+redis.call('XADD', key.queue, '*', 'm', said)
 return {'admitted', ''}

@@ -1,4 +1,4 @@
--- keys: stream open admitted ended events counts rates letters changes
+-- keys: stream open admitted ended events counts rates letters changes failing
 -- undeclared: dead
 -- Moves an entry that can't be processed to `dead`. Its task, if any, ends, unless an answer to it
 -- was admitted, or the entry came from a site (ARGV[7]) that the task wasn't sent to.

@@ -1,4 +1,4 @@
--- keys: triggers open admitted tasks ended events counts changes
+-- keys: triggers open admitted tasks ended events counts changes failing
 -- undeclared: queue
 local a = cmsgpack.unpack(ARGV[1])
 local sent = sent_to(a.tasks)

@@ -1,4 +1,4 @@
--- keys: tokens run head models kept lineage queue open admitted ended events counts changes
+-- keys: tokens run head models kept lineage queue open admitted ended events counts changes failing
 -- Commits the results of one updater step atomically, if the caller holds the role. A Redis that
 -- fell back to an older state is detected by its newest version, or by the number of journalled
 -- ends it was told, which must be at least as many as were committed before. ARGV: the change, the

@@ -1,4 +1,4 @@
--- keys: tokens run head blob models kept lineage open admitted ended events counts changes
+-- keys: tokens run head blob models kept lineage open admitted ended events counts changes failing
 -- Creates the run with its first version, or publishes its newest version again because Redis lost
 -- it. If Redis was emptied, or is older than the journal, the run's counts are restored too, so
 -- that they and the scheduler's draws continue. `a.ends`: in an older Redis, the journal's ends of

@@ -1,4 +1,4 @@
--- keys: stream open tasks owners counts rates ended changes
+-- keys: stream open tasks owners counts rates ended changes failing
 -- undeclared: run head
 -- Turns a trigger into a task. Those of a retry, or of a scheduler of an earlier release, are already
 -- in `open`. One from a site's inbox (`a.site`) is added here, if devices decide by themselves in this
@@ -40,6 +40,11 @@ end
 if is_quarantined(a.device) then
   count('stray:' .. reasons.QUARANTINED_DEVICE)
   return 'quarantined'
+end
+local till_ms = string.match(redis.call('HGET', key.failing, a.device) or '', '^%d+ (%d+)')
+if till_ms and tonumber(till_ms) > now_ms() then
+  count('stray:' .. reasons.RESTING_DEVICE)
+  return 'resting'
 end
 if redis.call('HLEN', key.open) >= a.limit then
   count('stray:' .. reasons.TRIGGER_OVER_LIMIT)

@@ -1,4 +1,4 @@
--- keys: tasks triggers open admitted ended events counts changes
+-- keys: tasks triggers open admitted ended events counts changes failing
 -- undeclared: run
 -- Gives up open tasks whose entry is gone and whose answer is not in flight: nothing else would end
 -- them. An answer is sent and its entry deleted in one step, and so are a trigger and its task. So

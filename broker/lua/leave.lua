@@ -1,4 +1,4 @@
--- keys: trainers alive owners pool tasks open admitted ended events counts changes working owned concurrent
+-- keys: trainers alive owners pool tasks open admitted ended events counts changes working owned concurrent failing
 -- Deregisters a trainer that leaves (ARGV[2] is 0) or was not heard from for ARGV[2] seconds; the
 -- last-heard time of one that has said good-bye is 0. Tasks waiting for it are given up: no other
 -- trainer has its devices' data. Returns how many, or -1 if the trainer stays or isn't known.

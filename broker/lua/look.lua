@@ -1,10 +1,10 @@
 -- keys:
--- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models changes concurrent
+-- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models changes concurrent failing
 -- Everything countable, and the ids of the newest event and version: the view includes all up to
 -- them. ARGV[1]: 1 to count the inboxes as well. There is one per site, and the scheduler looks at
 -- every version, so it leaves them out. ARGV[2]: which open tasks and owned devices are wanted:
 -- 'none'; 'all'; or 'since', those that changed after the entry of `changes` with the id, field and
--- value in ARGV[3] to ARGV[5].
+-- value in ARGV[3] to ARGV[5]. Failing devices are told with the owned ones; for 'none', some of them.
 --
 -- An entry that is still there as it was vouches for what came before it: Redis has not fallen back
 -- behind it. So what follows it names all that is different now. Without it, all are wanted.
@@ -37,7 +37,7 @@ local function fields(hash, names)
   return found
 end
 
-local tasks, devices = {'all'}, {'all'}
+local tasks, devices, failing = {'all'}, {'all'}, {}
 local changes = ARGV[2] == 'since' and changes_since(ARGV[3], ARGV[4], ARGV[5])
 if changes then
   local names, numbers, seen, all = {}, {}, {}, false
@@ -55,11 +55,20 @@ if changes then
   end
   all = all or #numbers > MOST
   tasks = {'some', fields(key.open, names)}
-  if not all then devices = {'some', fields(key.owners, numbers)} end
+  if not all then
+    devices = {'some', fields(key.owners, numbers)}
+    failing = fields(key.failing, numbers)
+  end
 end
-if ARGV[2] == 'none' then tasks, devices = {'none'}, {'none'} end
+if ARGV[2] == 'none' then
+  tasks, devices = {'none'}, {'none'}
+  failing = redis.call('HSCAN', key.failing, 0, 'COUNT', MOST)[2]
+end
 if tasks[1] == 'all' then tasks[2] = redis.call('HVALS', key.open) end
-if devices[1] == 'all' then devices[2] = redis.call('HKEYS', key.owners) end
+if devices[1] == 'all' then
+  devices[2] = redis.call('HKEYS', key.owners)
+  failing = redis.call('HGETALL', key.failing)
+end
 
 local trainers = redis.call('ZCOUNT', key.alive, '(0', '+inf')
 local workers = trainers
@@ -76,5 +85,5 @@ return {
   redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), owned,
   owned > 0 and pool_serves() and 1 or 0,
   newest(key.events), newest(key.models), now[1] .. '.' .. string.format('%06d', now[2]),
-  tasks, devices, redis.call('XREVRANGE', key.changes, '+', '-', 'COUNT', '1')[1] or false,
+  tasks, devices, failing, redis.call('XREVRANGE', key.changes, '+', '-', 'COUNT', '1')[1] or false,
 }

@@ -3,6 +3,7 @@
 local EVENTS_KEPT, VERSIONS_TOLD, CHANGES_KEPT = '10000', '10000', '10000'
 local ENDED_KEPT, LINEAGE_KEPT, DEVICES_NAMED = 20000, 4096, 100
 local NOTE_HOLDS_MS = 5000
+local FIRST_REST_S, LONGEST_REST_S = 2, 300
 local SITE_TOLD = 100 -- events per second and site, of kinds that it can cause without limit
 
 -- Fails if Redis is out of memory, before anything is done.
@@ -73,12 +74,38 @@ local function remember(task, attempt, outcome, reason)
   if over > 0 then redis.call('ZREMRANGEBYRANK', key.ended, 0, over - 1) end
 end
 
--- Ends an open task: 1 if it was open, 0 if it had ended before.
-local function end_task(task, attempt, outcome, reason, event)
-  -- Only failures, by which observers judge a run, name the site.
-  local wrong = (outcome == 'refused' or outcome == 'dead') and redis.call('HGET', key.open, task)
+-- Notes that a device's task failed, and until when the device rests: after the second failure in a
+-- row, and then for twice as long each time (`rest_after` in coordinator/rests.py says the same).
+local function note_failure(device, reason)
+  local n = tonumber(string.match(redis.call('HGET', key.failing, device) or '', '^%d+') or 0) + 1
+  local rest_s = n < 2 and 0 or math.min(FIRST_REST_S * 2 ^ (n - 2), LONGEST_REST_S)
+  local till_ms = now_ms() + 1000 * rest_s
+  redis.call('HSET', key.failing, device, string.format('%d %.0f %s', n, till_ms, reason))
+  note_devices({device})
+end
+
+-- Notes that a device works.
+local function note_success(device)
+  if redis.call('HDEL', key.failing, device) == 1 then note_devices({device}) end
+end
+
+-- Ends an open task: 1 if it was open, 0 if it had ended before. `blames`: whether the device failed;
+-- nil: its reason says.
+local function end_task(task, attempt, outcome, reason, event, blames)
+  local used = outcome == 'applied' or outcome == 'buffered'
+  local trigger = not used and redis.call('HGET', key.open, task)
   if redis.call('HDEL', key.open, task) == 0 then return 0 end
-  if wrong and wrong ~= '' then event.site = cmsgpack.unpack(wrong).site end
+  if used then
+    if event.device then note_success(event.device) end
+  elseif trigger and trigger ~= '' then
+    local about = cmsgpack.unpack(trigger)
+    -- Only these name the site, for observers judge a run by them.
+    if outcome ~= 'given_up' then event.site = about.site end
+    if blames == nil then
+      blames = not string.find(reasons.OF_THE_RUN, '|' .. (reason or '') .. '|', 1, true)
+    end
+    if blames then note_failure(about.device, reason or outcome) end
+  end
   redis.call('HDEL', key.admitted, task)
   note_task(task)
   remember(task, attempt, outcome, reason)
@@ -90,9 +117,9 @@ local function end_task(task, attempt, outcome, reason, event)
 end
 
 -- Gives up an open task unless an answer to it was admitted, and so is queued. Returns 1 or 0.
-local function give_up(task, why, event)
+local function give_up(task, why, event, blames)
   if redis.call('HEXISTS', key.admitted, task) == 1 then return 0 end
-  return end_task(task, '', 'given_up', why, event)
+  return end_task(task, '', 'given_up', why, event, blames)
 end
 
 -- How a task ended: attempt, outcome and reason, or nil. The set is ordered by id: an index.
@@ -234,10 +261,14 @@ local function sent_to(tasks)
 end
 
 -- Gives up the unanswered tasks and deletes their entries: a trainer at work on one loses its lease
--- and stops.
+-- and stops. A device whose task no trainer took did not fail.
 local function withdraw(tasks, sent, group, why, event)
   for _, id in ipairs(tasks) do
-    if give_up(id, why, cmsgpack.unpack(event)) == 1 and sent[id] then
+    local stream, entry = unpack(sent[id] or {})
+    local taken = stream and redis.pcall('XPENDING', stream, group, entry, entry, 1)[1]
+    local blames = nil
+    if not taken then blames = false end
+    if give_up(id, why, cmsgpack.unpack(event), blames) == 1 and sent[id] then
       redis.pcall('XACK', sent[id][1], group, sent[id][2])
       redis.call('XDEL', sent[id][1], sent[id][2])
     end

@@ -1,4 +1,4 @@
--- keys: tasks alive pool owners open admitted ended events counts changes
+-- keys: tasks alive pool owners open admitted ended events counts changes failing
 -- undeclared: head
 -- If every live trainer owns devices, no trainer reads the pool's stream. A task left there without
 -- a live lease (idle for ARGV[2] ms) moves to its device's owner; if there is none, it is given up.

@@ -1,4 +1,4 @@
--- keys: triggers open admitted tasks ended events counts changes
+-- keys: triggers open admitted tasks ended events counts changes failing
 -- Gives up tasks that have been open for too long.
 local a = cmsgpack.unpack(ARGV[1])
 local sent = sent_to(a.tasks)

@@ -158,8 +158,12 @@ class GatewayApp:
         if self._opened is None:
             raise self._not_yet()
         device = await self._identity.device_of(request)
-        self._quotas.take_device(device)
+        self.charge(device)
         return device
+
+    def charge(self, device: int) -> None:
+        """Charge a request to its device. Raises Refusal if there were too many."""
+        self._quotas.take_device(device)
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
         """A request's JSON body. Raises Refusal, BadBody."""
@@ -232,7 +236,7 @@ class GatewayApp:
             return _json(Advice(go_on=False, why=why))
         why_not = await self._running().tasks.overdue(held)
         run, head = self._current.run, self._current.head
-        advice = offers.advice(held, said.attempt, run, head, time.time())
+        advice = offers.advice(held, said.attempt, run, head, self._running().tasks.now())
         if advice.why == "too stale":  # and it would be, however often it were offered again
             why_not = why_not or reasons.BECAME_STALE
         if why_not is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Final
@@ -83,9 +82,10 @@ class Auth:
         settings: GatewaySettings,
         served: ServedCertificate | None,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """``served``: None for plain HTTP. ``clock``: seconds since 1970."""
+        """``served``: None for plain HTTP. ``clock``: seconds since 1970; None: Redis's,
+        on which replicas agree."""
         secret = settings.secret
         self._ledger = ledger
         self._registry = Registry(
@@ -97,7 +97,7 @@ class Auth:
         self._names = OwnNames(settings, served)
         self._body_s = settings.body_s
         self._verifier = settings.attestation
-        self._clock = clock
+        self._clock = clock or ledger.now
         self._of_device = Quota("device", settings.device_rate)  # each token leaves its nonce
 
     def routes(self) -> Sequence[web.RouteDef]:

@@ -161,6 +161,7 @@ class CheckIns:
             run,
             head,
             update,
+            self._tasks.now(),
             changes=self._models.changes_url(head, said.has),
             heartbeat_s=self._settings.heartbeat_s,
         ).encode()

@@ -23,19 +23,22 @@ def offer(
     run: Run,
     head: Head,
     update: Format,
+    now: float,
     *,
     changes: str | None = None,
     heartbeat_s: float,
 ) -> Offer:
     """The offer of a task, to be trained from the newest version.
 
-    ``update``: format to send. ``changes``: where the device gets what changed in the model.
+    ``update``: format to send. ``now``: seconds since 1970, by the clock of the task's deadline.
+    ``changes``: where the device gets what changed in the model.
     """
     task, encoded = held.task, head.encoded
     return Offer(
         task=OfferedTask(
             id=task.task, device=task.device, seed=task.seed, steps=task.steps,
-            epochs=task.epochs, seconds=task.seconds, deadline=task.deadline,
+            epochs=task.epochs, seconds=task.seconds,
+            left_s=None if task.deadline is None else max(0.0, task.deadline - now),
         ),
         attempt=held.attempt,
         model=OfferedModel(

@@ -122,7 +122,7 @@ class Gateway:
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The routes of the protocol, for devices; and those of Flower, if they are on."""
-        fleet = self._fleet.routes(self._app.answering) if self._fleet else ()
+        fleet = self._fleet.routes(self._app.answering, self._app.charge) if self._fleet else ()
         return [*fleet, *self._app.routes(*self._auth.routes())]
 
     async def run(self, context: Context) -> None:

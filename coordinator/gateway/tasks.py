@@ -214,7 +214,11 @@ class Tasks:
         version = held.task.version
         if version is not None and version > self._current.head.version:
             await self._current.look()  # another replica read it sooner, or Redis has fallen back
-        return offers.overdue(held.task, self._current.head, time.time())
+        return offers.overdue(held.task, self._current.head, self.now())
+
+    def now(self) -> float:
+        """Seconds since 1970, by the clock of the tasks' deadlines: Redis's."""
+        return self._ledger.now()
 
     def answered(self, upload: Upload, *, said: bool) -> None:
         """Let go of a task whose update was handed over; ``said``: now, and not before."""

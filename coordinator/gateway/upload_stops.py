@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Set
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -77,5 +76,5 @@ class UploadStops:
             return reasons.RUN_FINISHED
         if (why := await self._tasks.overdue(held)) is not None:
             return why
-        advice = offers.advice(held, attempt, run, head, time.time())
+        advice = offers.advice(held, attempt, run, head, self._tasks.now())
         return reasons.BECAME_STALE if advice.why == "too stale" else None

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fedstream.wire import Format
 
 _NOTE_S = 60.0  # then the note of an update is gone that came in one request
+PLACE = 2 << 20  # bytes of memory that an upload may take: a chunk, and what comes meanwhile
 _NOTHING = Written(note=None, chunks=None)
 _NAMES = re.compile(f"{TASK_ID}/{ATTEMPT_ID}")
 
@@ -114,7 +115,7 @@ class Uploads:
             hdrs.METH_HEAD: self._look,
             hdrs.METH_DELETE: self._cancel,
         }
-        self._receiving = 0  # bodies
+        self._receiving = 0  # places that bodies have
 
     async def end(self) -> None:
         """Wait until no request to an upload is being answered."""
@@ -247,19 +248,22 @@ class Uploads:
     # receiving
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Hold one of the places for uploads inside the block. Raises Refusal."""
-        if self._receiving >= self._settings.uploads:
+    def place(self, places: int = 1) -> Iterator[None]:
+        """Hold places for uploads inside the block, each for ``PLACE`` bytes of a body.
+
+        A body alone always has room. Raises Refusal.
+        """
+        if self._receiving and self._receiving + places > self._settings.uploads:
             raise Refusal(
-                503, "busy", f"{self._receiving} uploads are in progress: try again later",
+                503, "busy", "too many uploads are in progress (gateway.uploads): try again later",
                 retry_after_s=self._settings.retry_s[0],
             )  # fmt: skip
-        self._receiving += 1
+        self._receiving += places
         try:
             with self._metrics.uploads.track_inprogress():
                 yield
         finally:
-            self._receiving -= 1
+            self._receiving -= places
 
     async def _whole(self, request: UploadRequest, mine: _Mine, note: UploadNote) -> web.Response:
         """An update of one chunk, all of it in this request: written together with its answer."""
@@ -269,7 +273,7 @@ class Uploads:
         async def keep(_number: int, chunk: bytearray) -> None:
             found.append(chunk)
 
-        with self._place():
+        with self.place():
             await self._take(request, mine, Chunks(note.length, 0), keep, completes=True)
             data = memoryview(found.pop())
             ahead = mine.blob.whole(data, note.encode(), note_expire_s=_NOTE_S)
@@ -299,7 +303,7 @@ class Uploads:
             await upload_requests.announce(request, {headers.OFFSET: str(chunks.offset)})
 
         chunks = Chunks(note.length, part.offset)
-        with self._place():
+        with self.place():
             if anew:
                 await self._begin(mine, note)
             if request.method == hdrs.METH_POST:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Judgement = Literal["held", "did not hold", "not tested"]
+from fedstream.experiments.reproduction import Margin, Series, margin, verdict
+
 Measured = dict[str, Any]  # the contents of a setting's JSON file
 
 
@@ -18,12 +20,18 @@ class TheoremClaim:
     source: str
     claim: str
     measured: str
-    verdict: Judgement
+    verdict: str
 
 
-def held(condition: bool) -> Judgement:
-    """The verdict on a claim that was tested."""
-    return "held" if condition else "did not hold"
+def judged(comparisons: Iterable[Series | Margin]) -> str:
+    """The verdict on a claim that makes these comparisons, and what it rests on."""
+    said, rests = verdict([one if isinstance(one, Margin) else margin(one) for one in comparisons])
+    return f"{said} ({rests})"
+
+
+def near(values: Series, to: float, by: float) -> list[Series]:
+    """Margins of the claim that the values are within ``by`` of ``to``, in every repeat."""
+    return [by - (values - to), by + (values - to)]
 
 
 def exponent(x: list[float], y: list[float]) -> float:

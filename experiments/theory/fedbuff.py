@@ -15,7 +15,14 @@ import numpy as np
 
 from fedstream.experiments.theory import pictures
 from fedstream.experiments.theory.arrivals import batches
-from fedstream.experiments.theory.claims import Measured, TheoremClaim, exponent, figure, held
+from fedstream.experiments.theory.claims import (
+    Measured,
+    TheoremClaim,
+    exponent,
+    figure,
+    judged,
+    near,
+)
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, fan
 from fedstream.strategies import FedBuffSettings
@@ -39,7 +46,7 @@ def bound(problem: Quadratics, gap: float, horizon: int) -> float:
     return 8 * root * gap + 16 * root * (sigma + g) + rest
 
 
-def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 2) -> Measured:
+def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 5) -> Measured:
     """The mean of |grad f(w_t)|^2 over t < T at each T, over runs and sequences of arrivals."""
     problem = objective()
     start = np.full((SIDE_BY_SIDE, problem.dimensions), 1.0, np.float32)
@@ -78,6 +85,9 @@ def claims(found: Measured) -> list[TheoremClaim]:
     horizons, mean, above = found["horizons"], found["mean"], found["bound"]
     slope, of_bound = exponent(horizons, mean), exponent(horizons, above)
     last = exponent(horizons[-2:], mean[-2:])
+    means = np.array(found["sequences"])  # of each horizon and sequence of arrivals
+    slopes = np.array([exponent(horizons, sequence) for sequence in means.T])
+    applies = min(horizons) >= found["first_horizon"]
     return [
         TheoremClaim(
             "FedBuff, theorem 1",
@@ -85,17 +95,14 @@ def claims(found: Measured) -> list[TheoremClaim]:
             f"{figure(mean[0])} under {figure(above[0])} at T = {horizons[0]}, "
             f"{figure(mean[-1])} under {figure(above[-1])} at T = {horizons[-1]}; "
             f"the mean of {found['runs']} runs.",
-            held(
-                min(horizons) >= found["first_horizon"]
-                and all(y <= b for y, b in zip(mean, above, strict=True))
-            ),
+            judged([b - y for y, b in zip(means, above, strict=True)] if applies else []),
         ),
         TheoremClaim(
             "FedBuff, theorem 1: the rate",
             "O(1/sqrt(T))",
             f"Slope {slope:.2f} over all T, {last:.2f} over the last doubling; the bound's own "
             f"is {of_bound:.2f}.",
-            held(abs(slope + 0.5) < 0.05),
+            judged(near(slopes, -0.5, 0.05)),
         ),
     ]
 
@@ -116,7 +123,7 @@ def draw(found: Measured, path: Path) -> None:
             label="slope -1/2 through the first",
         )  # fmt: skip
         axes.set(
-            title="FedBuff: the mean squared gradient falls as 1/sqrt(T), far under the bound",
+            title="FedBuff on quadratics: the mean squared gradient, and its bound",
             xlabel="T (versions), each with its own learning rate 1/(Q sqrt(L T))",
             ylabel="mean |grad f|² over t < T (dimensionless)",
         )

@@ -33,10 +33,12 @@ _BEFORE = """\
 # Theory against measurement
 
 `python -m experiments.theory [name ...]` measures, draws and writes this file; names are
-{names}. The server's rules are the classes of `updater.strategies`, as in production, in float32;
-devices are quadratics in d = 10 with known constants ([quadratics.py](quadratics.py)), so that each
-bound is a number. Settings are at the head of each module. Where a text names no centres, noise or
-starting point, ours are there too: figures are comparable with another program's, not equal.
+{names}. The server's rules are the classes of
+`fedstream.strategies`, as in production, in float32; devices are quadratics in d = 10 with known
+constants ([quadratics.py](quadratics.py)), so that each bound is a number. Settings are at the head
+of each module. Where a text names no centres, noise or starting point, ours are there too: figures
+are comparable with another program's, not equal. A verdict needs five repeats, and every comparison
+more than two standard errors from 0 ([reproduction.py](../reproduction.py)).
 
 | source | claim | measured | verdict |
 |---|---|---|---|
@@ -68,7 +70,8 @@ def page(
     shown = "".join(
         f"\n## {name}\n\n![{name}](results/{name}.png)\n\n"
         f"{about['seconds']} s on {about['date']}, {about['processor']}, one core; "
-        f"Python {about['python']}, numpy {about['numpy']}: [{name}.json](results/{name}.json)\n"
+        f"Python {about['python']}, numpy {about['numpy']},\n"
+        f"commit {about.get('commit', 'not recorded')}: [{name}.json](results/{name}.json)\n"
         for name, about in how.items()
     )
     names = ", ".join(f"`{name}`" for name in settings)

@@ -7,7 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError, Unavailable
+from fedstream.broker.errors import (
+    ConfigError,
+    DataError,
+    FedstreamError,
+    TaskError,
+    Unavailable,
+)
 from fedstream.broker.records import Tally
 from fedstream.journal import JournalError
 from fedstream.observe.display import doing, figures
@@ -15,7 +21,8 @@ from fedstream.observe.history import History
 
 _EVERY_S = 0.1
 _ERRORS: dict[str, type[FedstreamError]] = {
-    error.__name__: error for error in (ConfigError, DataError, JournalError, Unavailable)
+    error.__name__: error
+    for error in (ConfigError, DataError, JournalError, TaskError, Unavailable)
 }
 
 
@@ -24,7 +31,7 @@ class Teller:
 
     def __init__(self, channel: IO[bytes]) -> None:
         self._channel = channel
-        self._shown = 0.0
+        self._shown = -_EVERY_S
 
     def _tell(self, **message: object) -> None:
         try:
@@ -43,10 +50,10 @@ class Teller:
         self._tell(kind="say", text=text)
 
     def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
-        now = time.time()
-        if not 0 <= now - self._shown < _EVERY_S:
+        now = time.monotonic()
+        if now - self._shown >= _EVERY_S:
             self._shown = now
-            text = doing(view, history, now, stopping=stopping)
+            text = doing(view, history, stopping=stopping)
             told = f"{text} · {figures(view, history)}" if view else text
             self._tell(kind="show", version=view.head.version if view else 0, text=told)
 
@@ -59,9 +66,12 @@ class Teller:
     def error(self, error: FedstreamError) -> None:
         """Tell why the run could not start."""
         known = (one.__name__ for one in type(error).__mro__ if one.__name__ in _ERRORS)
-        self._tell(kind="error", error=next(known, ""), text=str(error))
+        self._tell(kind="error", error=next(known, ""), text=str(error), trace=error.trace)
 
 
 def as_error(message: Mapping[str, Any]) -> FedstreamError:
     """The exception that a message of the kind ``error`` stands for."""
-    return _ERRORS.get(message["error"], FedstreamError)(message["text"])
+    error = _ERRORS.get(message["error"], FedstreamError)(message["text"])
+    if message["trace"]:
+        error.add_note(message["trace"])
+    return error

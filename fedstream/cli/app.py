@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,6 +16,8 @@ from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.runtime import process
 from fedstream.terminal import line
 
+_SIGPIPE = 141  # exit code: 128 + the signal's number
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer has a copy of
 _NOBODY_ELSE = 0o077  # the mode bits of group and others
 
 _COMMANDS = {
@@ -93,7 +95,7 @@ def _main(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, or ``arguments`` in its place.
 
-    Exit codes: 0 done, 1 failed, 2 wrong configuration or command line.
+    Exit codes: 0 done, 1 failed, 2 wrong configuration or command line, 141 nobody reads stdout.
     """
     # Updates and models reveal something about people's data, so only this user may read our files.
     os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
@@ -108,20 +110,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             with process.importing():
                 command = typer.main.get_command(application(typed[0] if typed else None))
-            command(arguments, prog_name=None if arguments is None else "fedstream")
+            called = None if arguments is None else "fedstream"
+            sys.exit(command(arguments, prog_name=called, standalone_mode=False) or 0)
         finally:
             sys.stdout.flush()  # here, where a failure is reported
-    except ConfigError as error:
-        line(f"fedstream: {error}", err=True)
+    except _UsageError as error:
+        if text := error.format_message():  # else the help has been printed
+            where = f" (see {error.ctx.command_path} -h)" if error.ctx else ""
+            line(f"fedstream: {text.rstrip('.')}{where}", err=True)
         sys.exit(2)
-    except FedstreamError as error:
-        line(f"fedstream: {error}", err=True)
+    except typer.Abort:
+        line("fedstream: aborted", err=True)
         sys.exit(1)
+    except FedstreamError as error:
+        if error.trace:
+            line(error.trace, err=True)
+        line(f"fedstream: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except BrokenPipeError:
+        _leave_closed_pipe()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer makes it an exit with 1
+            _leave_closed_pipe()
+        raise
     except OSError as error:  # a full disk, or a file or folder without permission
         where = "" if error.filename is None else f"{error.filename}: "
         line(f"fedstream: {where}{error.strerror or error}", err=True)
         try:
             sys.stdout.flush()
-        except OSError:  # Python flushes again at exit, which would fail the same way
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError:
+            _drop_output()
         sys.exit(1)
+
+
+def _leave_closed_pipe() -> NoReturn:
+    """Exit without a word, as programs do that SIGPIPE ends: `head` has read enough."""
+    _drop_output()
+    sys.exit(_SIGPIPE)
+
+
+def _drop_output() -> None:
+    """Send stdout nowhere: Python flushes it again at exit, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

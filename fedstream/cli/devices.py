@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedstream.broker.keys import check_name
-from fedstream.cli.options import AsJson, Config, RunName, Url, ask, settings_of
+from fedstream.cli.options import AsJson, Config, RunName, Url, ask, live_settings
 from fedstream.terminal import verbatim
 
 app = typer.Typer(
@@ -207,4 +207,4 @@ def _set_access(
 
 
 def _site(given: str | None, config: Config) -> str:
-    return settings_of(config).gateway.site if given is None else check_name("--site", given)
+    return live_settings(config).gateway.site if given is None else check_name("--site", given)

@@ -272,9 +272,10 @@ def bisect(
 ) -> None:
     """Find the update with which a metric went from good to bad.
 
-    Measures every N-th version up to the first bad one after a good one, then each version between
-    the two, and reports the first crossing there. A dip that recovers between two measured versions
-    goes unnoticed unless --every is 1.
+    Measures every N-th version, and those between which the run's own measurements went bad, up to
+    the first bad one after a good one; then each version between the two. Reports the first
+    crossing there, and whether the run recovered from it. A dip that recovers between two measured
+    versions goes unnoticed unless --every is 1.
 
     To measure with your own task, give --task or --trust-recorded-code: loading a task runs its
     code, and the recording may come from a stranger.
@@ -285,7 +286,7 @@ def bisect(
     from fedstream.observe.report import as_json as text
     from fedstream.recordings import bisect as search
     from fedstream.recordings import pages
-    from fedstream.recordings.measuring import judge
+    from fedstream.recordings.measuring import judge, recorded_values
     from fedstream.settings.recording import settings_of
 
     limit = search.limit_of(below, above)
@@ -300,12 +301,14 @@ def bisect(
                 line(f"version {version}: {metric} {value:.4f}")
             return value
 
-        found = search.search(chain, measure, limit.is_good, every)
+        recorded = recorded_values(where, metric)
+        found = search.search(chain, measure, limit.is_good, every, recorded=recorded)
     crossing = found.crossing
     said = found.in_words(metric, limit)
     if as_json:
         about = {"metric": metric, "found": crossing is not None, "text": said}
         about |= {"every": found.every, "measured": sorted(found.measured.items())}
+        about |= {"recovered": found.recovered}
         verbatim(text(about | (asdict(crossing) if crossing is not None else {})) + "\n")
     else:
         line(said)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.cli.options import AsJson, Config, RunName, Url, ask, settings_of
+from fedstream.cli.options import AsJson, Config, RunName, Url, ask, live_settings
 from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.terminal import counted, line, verbatim
 
@@ -151,7 +151,7 @@ def load(
     if invites is not None:
         taking_part = _from_file(invites, devices)
     else:
-        site = settings_of(config).gateway.site
+        site = live_settings(config).gateway.site
         taking_part = ask(
             config, redis, run,
             lambda client, keys: invited(client, keys, site, devices, replace=yes_enrolled),

@@ -21,9 +21,11 @@ from fedstream.cli.options import (
     RunName,
     Sets,
     StrategyName,
+    TaskName,
     TrustRecorded,
     Url,
     ask,
+    live_settings,
     recorded_programs,
     settings_of,
 )
@@ -50,7 +52,7 @@ def status(
     elif redis is not None:
         raise ConfigError("--url asks a coordinator and --redis asks Redis: give only one")
     else:
-        settings = settings_of(config)
+        settings = live_settings(config)
         about = page.fetch(url, run or settings.run.name, settings.http.token)
     if as_json:
         verbatim(report.as_json(about) + "\n")
@@ -67,7 +69,8 @@ def top(
     """Watch a run: rate, staleness, queue, trainers, accuracy. Quit with q or Ctrl-C."""
     from fedstream.observe.top import watch
 
-    ask(config, redis, run, lambda client, keys: watch(client, keys, once=once))
+    journal = Path(settings_of(config).journal.dir)
+    ask(config, redis, run, lambda client, keys: watch(client, keys, journal, once=once))
 
 
 def replay(
@@ -163,7 +166,7 @@ def replay(
             raise ConfigError(
                 f"--redis feeds all updates unchanged to live services: leave out {given[0]}"
             )
-        settings = settings_of(config, redis=redis, run=run)
+        settings = live_settings(config, redis=redis, run=run)
         fed, to_the_end = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
         if as_json:
             verbatim(report.as_json(feed.numbers(fed)) + "\n")
@@ -186,18 +189,24 @@ def doctor(
     config: Config = None,
     redis: Url = None,
     run: RunName = None,
+    task: TaskName = None,
     sets: Sets = None,
+    trust: TrustRecorded = False,
     as_json: AsJson = False,
 ) -> None:
     """Check Redis, the run in it, the journal's volume, the task and its data.
 
-    Says what to change. Exit codes: 0 no problems (warnings don't count), 1 problems found, 2 wrong
-    configuration.
+    Says what to change. Loading your own task or strategy runs its code, and a file may come from a
+    stranger: name it (--task, --set), or trust the file of --config. That of FEDSTREAM_CONFIG is
+    trusted, as the services here run its code.
+
+    Exit codes: 0 no problems (warnings don't count), 1 problems found, 2 wrong configuration.
     """
     from fedstream.doctor import checkup as page
     from fedstream.observe import report
 
-    settings = settings_of(config, sets, redis=redis, run=run)
+    own = config is not None and str(config) == os.environ.get("FEDSTREAM_CONFIG")
+    settings = settings_of(config, sets, trusted=trust or own, redis=redis, run=run, task=task)
     # Redis's address and the run's name alone don't say how the run should be configured.
     configured = config is not None or bool(settings.model_fields_set - {"redis", "run"})
     findings = asyncio.run(page.examine(settings, configured=configured))
@@ -220,7 +229,11 @@ def purge(
     """Delete all of a run's keys from Redis."""
     from fedstream.operate import presence
 
-    name = run or settings_of(config).run.name
+    name = run or live_settings(config).run.name
+    for database, keys in ask(
+        config, redis, run, lambda client, _keys: presence.elsewhere(client)
+    ).items():
+        line(f"fedstream: {presence.in_words(database, keys)}: purge leaves it alone", err=True)
     if not yes:
         there = ask(
             config, redis, run, lambda client, keys: presence.purgeable(client, keys, force=force)
@@ -256,10 +269,16 @@ def acl(
     FEDSTREAM_PASSWORD_GATEWAY. A gateway of another site, such as clinics, is the user
     gateway-clinics, with FEDSTREAM_PASSWORD_SITE_CLINICS.
     """
+    from fedstream.broker.client import Client
     from fedstream.coordinator.sites import served
     from fedstream.operate import acl as page
 
-    settings = settings_of(config)
+    settings = live_settings(config)
+    if database := Client(settings.redis, "").database:
+        raise ConfigError(
+            f"redis.url names database {database}, but a run whose Redis has users must be in "
+            "database 0: users have the same rights in every database, and may not change theirs"
+        )
     name = check_name("--run", run) if run else settings.run.name
     known = served(settings.coordinator.sites, settings.coordinator.trusted_sites)
     named = site or [one for one in known if one != POOL]

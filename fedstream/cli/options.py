@@ -25,6 +25,11 @@ T = TypeVar("T")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
 STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
+# All that a command needs which looks at a live run: no key of these names a program.
+_LIVE = (
+    "run.name", "redis", "http.token", "coordinator.sites", "coordinator.trusted_sites",
+    "gateway.site", "log",
+)  # fmt: skip
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 
 
@@ -97,7 +102,7 @@ TrustRecorded = Annotated[
     typer.Option(
         "--trust-recorded-code",
         "--trust-recorded-task",
-        help="load the task and the strategy that only the recording names, which runs their code",
+        help="load the task and other parts that only a file names, which runs their code",
     ),
 ]
 ChangedRules = Annotated[
@@ -178,22 +183,34 @@ def settings_of(
 ) -> Settings:
     """Read the configuration; ``given`` are the command's own options, by parameter name.
 
-    ``trusted``: the file may name programs of its own; that of a recording may not. ``track``:
-    trackers to add to the configured ones.
+    ``trusted``: the programs that the file names may run; otherwise ConfigError is raised if it
+    names any. ``track``: trackers to add to the configured ones.
     """
     from fedstream.settings.config import options, read
+    from fedstream.settings.recording import check_task
 
     if given.get("updates") is not None:
         if given.get("versions") is not None:
             raise ConfigError("--updates is the old name of --versions; use --versions alone")
         line("fedstream: --updates is deprecated; use --versions", err=True)
     settings = read(path, sets or (), options(**given), trusted=trusted)
+    if not trusted and path is not None:
+        check_task(settings, path, sets or (), given.get("task"))
     if not track:
         return settings
     from fedstream.sinks.choice import added
 
     more = options(**given, track=added(settings.sinks, track))
     return read(path, sets or (), more, trusted=trusted)
+
+
+def live_settings(
+    path: Path | None, *, redis: str | None = None, run: str | None = None
+) -> Settings:
+    """Read what a command needs that looks at a live run; no program that the file names runs."""
+    from fedstream.settings.config import options, read
+
+    return read(path, (), options(redis=redis, run=run), trusted=False, keys=_LIVE)
 
 
 def recorded_programs(folder: Path, *, trust: bool, changed: bool) -> AbstractContextManager[None]:
@@ -227,7 +244,7 @@ def ask(
     from fedstream.broker.client import Client
     from fedstream.local.run_toml import refuse_ended
 
-    settings = settings_of(path, redis=redis, run=run)
+    settings = live_settings(path, redis=redis, run=run)
     refuse_ended(settings, path)
 
     async def asked() -> T:

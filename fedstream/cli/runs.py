@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -65,6 +65,12 @@ def compare(
             help="show what it took to reach this value; default: the best that every run reached",
         ),
     ] = None,
+    goal: Annotated[
+        Literal["max", "min"] | None,
+        typer.Option(
+            help="default: as the task declares it (Task.goal), or as the metric is well known"
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +88,7 @@ def compare(
         from fedstream.observe import report
         from fedstream.runs import comparison
 
-    found = comparison.compare(folders, metric=metric, target=target)
+    found = comparison.compare(folders, metric=metric, target=target, goal=goal)
     if out is None:
         now = datetime.now().astimezone()
         out = folders[0].absolute().parent / f"comparison-{now:%Y%m%d-%H%M%S}"

@@ -42,6 +42,9 @@ def _serve(
         refuse_ended(settings, path)
         if role == "trainer":
             settings = for_joining_trainer(settings, path)
+    else:  # which has tried the task
+        run = settings.run.model_copy(update={"dry_step": False})
+        settings = settings.model_copy(update={"run": run})
     page = None
     if role == "coordinator":
         from fedstream.page.live.service import live_page

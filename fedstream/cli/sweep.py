@@ -6,11 +6,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import (
     Config,
     DataRoot,
@@ -55,10 +54,9 @@ def sweep(
     ] = 3,
     metric: Annotated[str, typer.Option(metavar="NAME", help="what to compare")] = "accuracy",
     goal: Annotated[
-        str | None,
+        Literal["max", "min"] | None,
         typer.Option(
-            metavar="max|min",
-            help="default: min for a loss, a perplexity or an error, otherwise max",
+            help="default: as the task declares it (Task.goal), or as the metric is well known"
         ),
     ] = None,
     best: Annotated[
@@ -85,7 +83,7 @@ def sweep(
     from fedstream.observe import report
     from fedstream.settings.config import options, read
     from fedstream.sweep import command as page
-    from fedstream.sweep.results import Goal
+    from fedstream.sweep.results import Ranking
 
     given = options(
         task=task, strategy=strategy, devices=devices, versions=versions, data_root=data_root
@@ -97,7 +95,7 @@ def sweep(
     request = page.SweepRequest(
         over=over or (),
         out=out or Path("sweeps") / reading(()).run.name,
-        goal=Goal(metric, highest=_highest(metric, goal), which="best" if best else "last"),
+        ranking=Ranking(metric, goal, which="best" if best else "last"),
         repeats=repeats,
         random=random,
         seed=seed,
@@ -111,16 +109,7 @@ def sweep(
         line(f"interrupted: the same command continues, in {request.out}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        verbatim(report.as_json(page.as_json(found, request.goal)) + "\n")
+        verbatim(report.as_json(page.as_json(found, request.ranking)) + "\n")
     else:
         page.show(found, request)
     page.complain(found)
-
-
-def _highest(metric: str, goal: str | None) -> bool:
-    """Whether more of a metric is better. Raises ConfigError."""
-    from fedstream.trainer.fairness import lower_is_better
-
-    if goal not in (None, "max", "min"):
-        raise ConfigError(f"--goal {goal}: must be max or min")
-    return goal == "max" if goal else not lower_is_better(metric)

@@ -110,15 +110,13 @@ def run(
         if config is None:
             with report.usable(out):
                 left = out / recording.CONFIG
-                config = recorded = left if left.is_file() else None
+                config = recorded = left if recording.is_left(left) else None
     named = task_options(task, flower, model)
     settings = settings_of(
         config, sets, trusted=recorded is None or trust,
         **named, strategy=strategy, devices=devices, versions=versions,
         updates=updates, redis=redis, data_root=data_root, track=track, **{"from": start},
     )  # fmt: skip
-    if recorded is not None and not trust:
-        recording.check_task(settings, recorded, sets or (), named["task"])
     if resume and out is not None and not changed:
         changed = recording.resumable(out, settings, confirm if sys.stdin.isatty() else None)
     request = RunRequest(

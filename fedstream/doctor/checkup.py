@@ -23,7 +23,7 @@ from fedstream.broker.records import Run, Tally
 from fedstream.broker.rights import ROLES
 from fedstream.doctor import gateway, rights, run, server, task, volume
 from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
-from fedstream.operate.presence import serving
+from fedstream.operate.presence import elsewhere, in_words, serving
 from fedstream.settings.services import DEVICES
 from fedstream.terminal import cell, console
 
@@ -137,7 +137,8 @@ class _Look:
         findings = [ok("redis", f"{self._client.address} answers user {self._user!r}{how}")]
         for about, check in (
             ("redis latency", self._latency), ("clock", self._clock),
-            ("redis server", self._server), (f"rights of {self._user}", self._rights),
+            ("redis server", self._server), ("redis databases", self._databases),
+            (f"rights of {self._user}", self._rights),
             ("rights of the others", self._users),
             ("run", self._agreement), ("tasks", self._tasks), ("services", self._services),
             ("redis memory", self._room),
@@ -157,12 +158,8 @@ class _Look:
         asked = []
         for _ in range(_ROUND_TRIPS):
             before = self._now()
-            seconds, micros = await self._client.call("TIME")
-            asked.append((before, int(seconds) + int(micros) / 1e6, self._now()))
-        findings = [server.clock(asked, self._settings.policy)]
-        if self._configured and gateway.is_meant(self._settings, self._user):
-            findings += gateway.clock(server.skew_in(asked)[0])
-        return findings
+            asked.append((before, await self._client.time(), self._now()))
+        return [server.clock(asked)]
 
     async def _server(self) -> Iterable[Finding]:
         redis, budget = self._settings.redis, self._settings.scheduler.memory_budget
@@ -183,6 +180,17 @@ class _Look:
             *part,
             *server.persistence(info, save),
             server.limit(info, budget=budget),
+        ]
+
+    async def _databases(self) -> Iterable[Finding]:
+        """Find keys outside the run's database, where no clean-up looks."""
+        return [
+            warning(
+                "redis databases",
+                f"{in_words(database, keys)}, which take memory, and nobody cleans up there",
+                f"look whose they are: redis-cli -n {database} --scan",
+            )
+            for database, keys in (await elsewhere(self._client)).items()
         ]
 
     async def _rights(self) -> Iterable[Finding]:

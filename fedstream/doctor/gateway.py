@@ -16,7 +16,6 @@ from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 if TYPE_CHECKING:
     from fedstream.settings.config import Settings
 
-SKEW_S = 30.0  # of the 60 s between a device's clock and the gateway's: half of them
 RESTART_S = 60.0  # that a new process, or a pod on another node, may take to serve again
 _DAY = 86_400.0
 _ENDS_S = 14 * _DAY  # warn if a certificate ends sooner
@@ -125,17 +124,6 @@ def open_files(settings: GatewaySettings, most: int | None) -> Finding:
         )
     of = "as many files as it likes" if most is None else f"{most} files"
     return ok(about, f"this process may open {of}; gateway.connections = {settings.connections}")
-
-
-def clock(skew_s: float) -> Iterator[Finding]:
-    """Judge how far this machine's clock is ahead of Redis's."""
-    if abs(skew_s) >= SKEW_S:
-        yield problem(
-            "gateway clock",
-            f"is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} Redis's: if it is "
-            "this one that is wrong, devices whose clocks are right are refused (reason clock)",
-            "synchronise it by NTP",
-        )
 
 
 def silence(settings: Settings, user: str) -> Finding:

@@ -6,19 +6,19 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.layout import Layout
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, size, warning
+from fedstream.settings.dry_step import test_data_of, try_measuring, try_model, try_training
+from fedstream.trainer.data import length_of
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.utils.data import Dataset
-
     from fedstream.settings.config import Settings
     from fedstream.trainer.task import Task
 
+_UNTRIED = "run.dry_step is off, or the task decides itself how long it trains"
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -34,6 +34,7 @@ class Loaded:
 def load(settings: Settings) -> tuple[Loaded, list[Finding]]:
     """Load the task, make its model, and try one device's data and the test data."""
     from fedstream.settings.services import task_of
+    from fedstream.trainer.vector import layout_of
 
     # A check must not download data.
     kept = settings.model_copy(
@@ -53,25 +54,20 @@ def load(settings: Settings) -> tuple[Loaded, list[Finding]]:
         ]
     findings = list(data_root(settings, loaded=True))
     loaded = Loaded(found)
-    # A user's program may raise any exception; `blamed` makes it a DataError that says where.
     try:
-        module = _untrained(found)
-        loaded, text = _model(settings, found, module)
+        layout = layout_of(try_model(kept, found))
+        loaded, text = _model(settings, found, layout)
         findings.append(ok("task", text))
-        findings.append(ok("data", _data(settings, found, module)))
-        findings.append(ok("test data", _test_data(found, module)))
+        findings.append(ok("data", _data(kept, found, loaded.devices or 0)))
+        findings.append(ok("test data", _test_data(kept, found, loaded.devices or 0)))
     except FedstreamError as error:
         findings.append(problem("task", str(error), "correct the task's code or its data"))
     return loaded, findings
 
 
-def _model(settings: Settings, found: Task, module: nn.Module) -> tuple[Loaded, str]:
+def _model(settings: Settings, found: Task, layout: Layout) -> tuple[Loaded, str]:
     from fedstream.settings.services import devices_of
-    from fedstream.simulation.training import blamed
-    from fedstream.trainer.vector import layout_of
 
-    with blamed("model()"):
-        layout = layout_of(module)
     controls = settings.strategy.build().controls
     loaded = Loaded(
         found, devices_of(settings, found), layout.with_controls() if controls else layout
@@ -83,61 +79,24 @@ def _model(settings: Settings, found: Task, module: nn.Module) -> tuple[Loaded, 
     return loaded, text
 
 
-def _untrained(found: Task) -> nn.Module:
-    import torch
-
-    from fedstream.simulation.training import blamed
-    from fedstream.trainer.task import untrained
-
-    with blamed("model()"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return untrained(found)
-
-
-def _data(settings: Settings, found: Task, module: nn.Module) -> str:
-    """Pass a batch of one device's data through the model."""
-    import torch
-
-    from fedstream.simulation.training import blamed
-    from fedstream.trainer.data import gather
-    from fedstream.trainer.task import Task
-
-    device = min(settings.trainer.owns, default=0)
-    who = f"device {device}"
-    with blamed(who), torch.random.fork_rng(devices=[]), torch.no_grad():
-        data = found.device_data(device)
-        samples = _length(data, who)
-        text = f"{who} has {samples} samples"
-        if type(found).train is not Task.train:  # it may not use loss() or batches
-            return f"{text}; the task has its own training loop"
-        batch = gather(data, torch.arange(min(2, samples)))
-        loss = found.loss(module.eval(), batch)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise DataError(f"{who}: loss() must return one number as a tensor")
-    return f"{text}; the untrained model's loss on {min(2, samples)} of them is {loss.item():.3g}"
+def _data(settings: Settings, found: Task, devices: int) -> str:
+    """Train one step on one device's data."""
+    tried = try_training(settings, found, settings.trainer.owns or range(devices), "cpu")
+    if tried is None:
+        return f"not tried: {_UNTRIED}"
+    device, trained = tried
+    loss = "" if trained.loss is None else f", with a loss of {trained.loss:.3g}"
+    return f"device {device} has {trained.samples} samples and has trained one step{loss}"
 
 
-def _test_data(found: Task, module: nn.Module) -> str:
-    """Load the test data and compute the metrics of two samples."""
-    import torch
-    from torch.utils.data import Subset
-
-    from fedstream.simulation.training import blamed
-
-    with blamed("test data"), torch.random.fork_rng(devices=[]):
-        data = found.test_data()
-        if data is None:
-            return "none: the run will not be measured"
-        samples = _length(data, "test data")
-        metrics = found.metrics(module, Subset(data, range(min(2, samples))))
-    return f"{samples} samples; measured: {', '.join(metrics)}"
-
-
-def _length(data: Dataset[Any], what: str) -> int:
-    samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
-    if not samples:
-        raise DataError(f"{what}: the data set is empty")
-    return samples
+def _test_data(settings: Settings, found: Task, devices: int) -> str:
+    """Load the test data and measure an untrained model on a few rows of it."""
+    data = test_data_of(settings, found)
+    if data is None:
+        return "none: the run will not be measured"
+    metrics = try_measuring(settings, found, data, devices, "cpu")
+    measured = f"measured: {', '.join(metrics)}" if metrics else f"not tried: {_UNTRIED}"
+    return f"{length_of(data, 'test_data()', 'a data set with a length')} samples; {measured}"
 
 
 def data_root(settings: Settings, *, loaded: bool) -> Iterator[Finding]:

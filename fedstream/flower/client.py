@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from fedstream.broker.errors import ConfigError, DataError
@@ -20,6 +15,7 @@ from fedstream.flower import apps, models, records
 from fedstream.protocol.flower import RATES, loss_of, samples_of
 from fedstream.runtime.plugins import import_attribute
 from fedstream.trainer import torchvision_ops
+from fedstream.trainer.placement import seeded
 from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
 from fedstream.trainer.task import Task
 
@@ -141,7 +137,7 @@ class FlowerTask(Task):
             raise Cancelled
         who = f"device {work.device}: the Flower client"
         config = train_config(work, self._run_config)
-        with _seeded(work.seed):
+        with seeded(work.seed):
             content = self._ask(
                 "train", work.device, records.arrays_of(model), config, str(work.version + 1)
             )
@@ -342,24 +338,3 @@ def _length(value: Any) -> int:
             return sum(map(_length, several))
         case _:
             return 8
-
-
-_has_cuda = cache(torch.cuda.is_available)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global random generators, and restore them: the same task gives the same update."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which looks for every kind of device, in each call.
-        torch.default_generator.manual_seed(seed)
-        if _has_cuda():
-            torch.cuda.manual_seed_all(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -13,11 +13,12 @@ from typing import Literal
 from fedstream.broker.keys import POOL
 from fedstream.broker.messages import Event
 from fedstream.broker.records import Tally
+from fedstream.coordinator.rests import no_device_works
+from fedstream.observe.display import failing
 from fedstream.observe.history import History
 from fedstream.runtime.signals import INTERRUPTED
 
 # Counted in the pool only: a site must not end the operator's run.
-_MOST_FAILED = 10  # tasks in a row that raised or killed their trainers
 _MOST_REFUSED = 100  # updates in a row: the model isn't changing any more
 _MEASURED_WITHIN_S = 120.0  # how long the evaluator may take for the last version
 
@@ -44,11 +45,11 @@ def ending(
     ``tested``: the task has test data, so the last version is measured. ``finished_s``: seconds
     since the run was first seen finished.
     """
-    if history.failed >= _MOST_FAILED:
-        why = f"{history.failed} tasks in a row failed without an update in between"
-        return Ending("failed", f"{why}: {_last_error(history.errors)}")
     if view is None:
         return None
+    devices = view.run.devices
+    if why := no_device_works(history.failed, len(history.failed_devices), devices):
+        return Ending("failed", f"{why}: {_last_error(history.errors)}")
     if history.refused >= _MOST_REFUSED:
         reasons = ", ".join(view.reasons("refused"))
         why = f"{history.refused} updates in a row were refused ({reasons})"
@@ -68,19 +69,21 @@ def ending(
     return None
 
 
-def notices(
-    history: History, view: Tally | None, out: Path, free_bytes: int | None
-) -> Iterator[tuple[str, str]]:
+def notices(history: History, view: Tally | None, out: Path) -> Iterator[tuple[str, str]]:
     """What the user should know by now: a key and a line each; a key's line is told only once.
 
-    ``free_bytes``: free on the disk of the output folder ``out``; None if nobody waits for it.
+    ``out``: the output folder.
     """
     for kind, event in history.errors.items():
         yield f"error {kind}", _raised(event)
+    yield from history.notices()
     if view is None:
         return
-    if free_bytes is not None and free_bytes < view.run.layout.nbytes:
+    if history.disk_full:
         yield "full", f"{out}: the disk is full: the updater is waiting for space"
+    if view.failing:  # told again when twice as many fail
+        who = failing(view.failing_devices)
+        yield f"failing {len(view.failing).bit_length()}", f"failing and asked less often: {who}"
     for reason in view.reasons("refused"):
         yield (
             f"refused {reason}",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
+from fedstream.broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.journal import JournalError, entries, segments
 from fedstream.local.ports import HeldPort
@@ -24,9 +24,9 @@ from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.observer import Observer
 from fedstream.operate.presence import serving
-from fedstream.runtime.plugins import words
 from fedstream.settings.config import Settings
-from fedstream.settings.services import check_used, devices_of, look_over, task_of
+from fedstream.settings.dry_step import try_task
+from fedstream.settings.services import check_used, devices_of, task_of
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named
 
@@ -160,7 +160,7 @@ async def _reached(client: Client, within_s: float, display: Display) -> None:
 
 
 def examine(settings: Settings, *, begins: bool = True) -> Subject:
-    """Load the task here once, so that its errors are reported before anything starts.
+    """Load and try the task here once, so that its errors are reported before anything starts.
 
     ``begins``: the run is new, so its start is checked too.
 
@@ -168,36 +168,17 @@ def examine(settings: Settings, *, begins: bool = True) -> Subject:
     """
     import torch
 
-    from fedstream.trainer.data import samples_of
-    from fedstream.trainer.task import Task, untrained
-    from fedstream.trainer.vector import layout_of
-
     check_used(settings)
     for sink in named(settings.sinks):
         sink.make()  # raises if its package is missing
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
-        try:
-            module = untrained(task)
-        except ConfigError as error:
-            raise ConfigError(f"task {settings.task.name!r}: {error}") from error
-        except Exception as error:
-            raise ConfigError(_user_error(settings, "model()", error)) from error
-        layout_of(module)
-        try:
-            test_data = task.test_data()
-        except FedstreamError:
-            raise
-        except Exception as error:
-            raise DataError(_user_error(settings, "test_data()", error)) from error
-        if test_data is not None and type(task).metrics is Task.metrics:  # else any data
-            samples_of(test_data)
         devices = devices_of(settings, task)
-        look_over(task, devices, trained_here=True)
+        tried = try_task(settings, task, devices, simulated=False)
         if begins and settings.run.start is not None:
             first_model(task, settings.run.seed, settings.run.start)
-    tested = test_data is not None or settings.evaluator.per_device != "never"
-    return Subject(task, module, devices, tested, torch.__version__)
+    tested = tried.test_data is not None or settings.evaluator.per_device != "never"
+    return Subject(task, tried.module, devices, tested, torch.__version__)
 
 
 def check_devices(request: RunRequest, subject: Subject) -> None:
@@ -208,7 +189,3 @@ def check_devices(request: RunRequest, subject: Subject) -> None:
             f"--devices-over-http {wanted}: the run has {subject.devices} devices (task.devices): "
             "give at most so many, or --devices"
         )
-
-
-def _user_error(settings: Settings, what: str, error: Exception) -> str:
-    return f"task {settings.task.name!r}: {what} raised {words(error)}"

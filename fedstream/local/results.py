@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any
@@ -51,10 +50,11 @@ def facts(
     view: Tally | None,
     ending: Ending,
     *,
-    started: float,
+    seconds: float,
+    ended: float,
     restarts: Mapping[str, int],
 ) -> report.Facts:
-    """What the summary needs besides the run's streams. ``started`` in seconds since 1970."""
+    """What the summary needs besides the run's streams. ``ended`` in seconds since 1970."""
     settings = request.settings
     return report.Facts(
         run=settings.run.name,
@@ -64,8 +64,8 @@ def facts(
         trainers=request.trainers,
         seed=settings.run.seed,
         target=settings.run.versions,
-        started=started,
-        ended=time.time(),
+        started=ended - seconds,
+        ended=ended,
         state=ending.state,
         why=ending.why,
         restarts=restarts,

@@ -14,10 +14,10 @@ import time
 from collections.abc import Collection, Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 from fedstream.broker.client import Client
+from fedstream.broker.clock import uptime
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
@@ -40,7 +40,7 @@ from fedstream.local.waits import end_waits
 from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.history import History
-from fedstream.observe.observer import Observer
+from fedstream.observe.observer import Observer, out_of_space
 from fedstream.observe.occupied import occupied
 from fedstream.observe.recall import recall
 from fedstream.runtime.backoff import pause
@@ -161,7 +161,7 @@ class LocalRun:
         self._host, self._port = settings.http.host, port  # the coordinator's
         self._has_page = has_page(settings.page, settings.http)
         self._header = _header(request, subject, self._client.address, over_http)
-        self._started = time.time()
+        self._started = uptime()
         self._table: report.Table | None = None  # None: the run does not exist yet
         self._ending: Ending | None = None
         self._over = asyncio.Event()
@@ -296,9 +296,10 @@ class LocalRun:
     def _judge(self) -> None:
         """Report notable events, and decide whether the run has ended."""
         history, view, out = self._observer.history, self._observer.view, self._request.out
-        free = disk_usage(out).free if view is not None and view.backlog else None
+        folders = {out, Path(self._request.settings.journal.dir)}
+        history.disk_full = any(out_of_space(folder, view) for folder in folders)
         now = time.monotonic()
-        for key, line in (*notices(history, view, out, free), *self._trackers.notices(now)):
+        for key, line in (*notices(history, view, out), *self._trackers.notices(now)):
             if key not in self._told:
                 self._told.add(key)
                 self._display.say(line)
@@ -349,7 +350,8 @@ class LocalRun:
             await self._client.close()
         facts = results.facts(
             request, subject, view, how,
-            started=self._started, restarts=self._supervisor.restarts,
+            seconds=uptime() - self._started, ended=self._client.clock.now(),
+            restarts=self._supervisor.restarts,
         )  # fmt: skip
         numbers = report.summary(facts, history, view)
         code, files, picture = how.code, list[str](), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from fedstream.local.lives import Launcher, Life
 from fedstream.runtime.backoff import pause
+from fedstream.runtime.files import open_regular
 
 # Producers of work stop before its consumers, so that nothing is left half done.
 STOP_ORDER = (
@@ -155,8 +157,11 @@ class Child:
 
         Raises OSError if it can't be started.
         """
-        with self._log.open("ab") as log:
-            at = log.tell()
+        log = open_regular(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            at = os.lseek(log, 0, os.SEEK_END)
+        finally:
+            os.close(log)
         program, supervisor = self.program, self._supervisor
         self.process = await supervisor.launcher.start(
             [program.role, *program.arguments],

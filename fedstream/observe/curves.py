@@ -1,4 +1,4 @@
-"""The picture of a run: accuracy, loss, staleness and updates per device.
+"""The picture of a run: the main metric, loss, staleness and updates per device.
 
 The page's charts have the same numbers: both take them from :func:`medians` and :func:`bars`.
 """
@@ -164,20 +164,23 @@ def picture(
     since = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
     of_version = {n: float(n) for n in history.versions}
     for column, (at, name) in enumerate(((of_version, "versions"), (since, time))):
-        _accuracy(panels[0][column], history, at, name)
+        _main_metric(panels[0][column], history, at, name)
         _loss(panels[1][column], history, at, name)
     _staleness(panels[0][2], history)
     _devices(panels[1][2], history, devices)
     return figure
 
 
-def _accuracy(axes: Axes, history: History, at: dict[int, float], name: str) -> None:
+def _main_metric(axes: Axes, history: History, at: dict[int, float], name: str) -> None:
+    metric = history.main or "accuracy"
     points = [
-        (at[v], m["accuracy"])
+        (at[v], m[metric])
         for v, m in sorted(history.evaluations.items())
-        if v in at and isfinite(m.get("accuracy", nan))
+        if v in at and isfinite(m.get(metric, nan))
     ]
-    axes.set(title=f"Test accuracy over {name}", xlabel=name)
+    title = f"Test {visible(metric)} over {name}"
+    axes.set_title(title, parse_math=False)
+    axes.set_xlabel(name)
     if not points:
         _nothing(axes, "not measured")
         return
@@ -185,7 +188,7 @@ def _accuracy(axes: Axes, history: History, at: dict[int, float], name: str) -> 
     axes.plot(x, y, color=_TEST, marker="o", markersize=2.5)
     axes.set_ylim(min(0.0, *y), 1.02 if max(y) <= 1 else 1.05 * max(y))
     axes.set_xlim(left=0)
-    axes.set_title(f"Test accuracy over {name}: {y[-1]:.3f} at the end")
+    axes.set_title(f"{title}: {y[-1]:.3f} at the end", parse_math=False)
 
 
 def _loss(axes: Axes, history: History, at: dict[int, float], name: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from math import isfinite
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -14,10 +16,12 @@ from rich.text import Text
 
 from fedstream.broker.records import Tally
 from fedstream.observe.history import FIRST_S, History, is_stalled
-from fedstream.terminal import cell, console, cut, line, measure, spaced
+from fedstream.terminal import cell, console, cut, line, measure, number, spaced
+from fedstream.trainer.goals import main_metric, unknown_goal
 
 _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
+_REASONED = 5  # devices, each with the reason
 _NAME = len("strategy")  # characters of the longest name in a header
 _MEAN = "device_mean_"  # of trainer/fairness.py
 
@@ -58,6 +62,8 @@ def pace(view: Tally, history: History, now: float) -> str:
     left = view.run.versions - view.head.version
     if view.run.state == "finished" or left <= 0:
         return "measuring the last version"
+    if history.disk_full:
+        return "waiting for space: the disk is full"
     idle = history.idle_s(now)
     if not rate and (view.head.version or idle <= FIRST_S):  # a resumed run's times are old
         return "waiting for updates"
@@ -82,11 +88,11 @@ def short(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def doing(view: Tally | None, history: History, now: float, *, stopping: bool) -> str:
+def doing(view: Tally | None, history: History, *, stopping: bool) -> str:
     """Current activity: the pace, unless the services are starting or stopping."""
     if stopping:
         return "stopping the services"
-    return "starting the services" if view is None else pace(view, history, now)
+    return "starting the services" if view is None else pace(view, history, view.now)
 
 
 def quarantined(devices: Sequence[int]) -> str:
@@ -95,13 +101,41 @@ def quarantined(devices: Sequence[int]) -> str:
     return f"{len(devices)}: {named}" + (f" and {more} more" if more > 0 else "")
 
 
+def failing(devices: Mapping[str, Mapping[str, Any]]) -> str:
+    """Devices whose last tasks failed (``Tally.failing_devices``); a few are named with reasons."""
+    found = [
+        f"device {device} ({about['tasks']} tasks in a row, {about['reason']})"
+        for device, about in islice(devices.items(), _REASONED)
+    ]
+    more = len(devices) - len(found)
+    return ", ".join(found) + (f" and {more} more" if more > 0 else "")
+
+
+def failing_rows(
+    devices: Mapping[str, Mapping[str, Any]], trainers: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """A row for the devices whose last tasks failed, and one for such trainers."""
+    rows = [("failing", failing(devices))] if devices else []
+    bad = [
+        f"trainer {name} (its last {number(about['failing'])} tasks, of several devices)"
+        for name, about in trainers.items()
+        if about.get("failing")
+    ]
+    more = len(bad) - _REASONED
+    if bad:
+        rows.append(
+            ("failing", ", ".join(bad[:_REASONED]) + (f" and {more} more" if more > 0 else ""))
+        )
+    return rows
+
+
 def figures(view: Tally, history: History) -> str:
-    """Accuracy, staleness and counts, in one line."""
+    """The main metric, staleness and counts, in one line."""
     parts = []
     if measured := history.measured:
         version, metrics = measured
-        if "accuracy" in metrics:
-            parts.append(f"accuracy {metrics['accuracy']:.3f} at {version}")
+        if history.main is not None:
+            parts.append(f"{history.main} {metrics[history.main]:.3f} at {version}")
     parts.append(f"staleness {history.recent_staleness():.1f}")
     if view.run.state == "running":  # meaningless once training is over
         parts += [
@@ -132,20 +166,40 @@ def fairness(metrics: Mapping[str, float | None]) -> str:
     parts = (("mean", "mean"), ("worst tenth", "worst_tenth"), ("deviation", "deviation"))
     values = [(said, metrics.get(f"device_{key}_{name}")) for said, key in parts]
     told = ", ".join(f"{said} {measure(v)}" for said, v in values if v is not None)
-    return f"{name} {told}"
+    has_worst = f"device_worst_tenth_{name}" in metrics
+    return f"{name} {told}" if has_worst else f"{name} {told}; {unknown_goal(name)}"
+
+
+def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The main metric at the end and at its best, as (name, value); None if nothing was measured.
+
+    Its best is unknown if it was never a finite number, or has no goal.
+    """
+    name = main_metric(numbers["metrics"])
+    if name is None:
+        return None
+    value = numbers["metrics"][name]
+    text = "not a finite number" if value is None or not isfinite(value) else measure(value)
+    if numbers["measured_version"] != numbers["versions"]:
+        text += f" at version {numbers['measured_version']}"
+    if best := numbers["best"].get(name):
+        text += f" (best {measure(best['value'])} at version {best['version']})"
+    return name, text
+
+
+def never_finite(numbers: Mapping[str, Any]) -> str:
+    """The metrics that never were a finite number, in words; '' if all were."""
+    never = ", ".join(numbers["never_finite"])
+    return f"never a finite number: {never}; see the task's metrics()" if never else ""
 
 
 def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Result as rows of (name, value)."""
     rows = [("result", f"{numbers['state']}: {numbers['why']}")]
-    if numbers["accuracy"] is not None:
-        text = f"{numbers['accuracy']:.4f}"
-        if numbers["measured_version"] != numbers["versions"]:
-            text += f" at version {numbers['measured_version']}"
-        if numbers["best_accuracy"] is not None:  # None: never a finite number
-            best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
-            text += f" (best {best:.4f} at version {at})"
-        rows.append(("accuracy", text))
+    if main := main_row(numbers):
+        rows.append(main)
+    if never := never_finite(numbers):
+        rows.append(("warning", never))
     if served := fairness(numbers["metrics"]):
         rows.append(("devices", served))
     speed = f"{numbers['seconds']:.1f} s, {numbers['updates_per_s']:.1f} updates/s"
@@ -160,6 +214,7 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         if reasons := numbers[what]:
             text = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
             rows.append((spaced(what), text))
+    rows += failing_rows(numbers["failing"], {})
     if again := {name: n for name, n in numbers["restarts"].items() if n}:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in again.items())))
     return rows
@@ -187,7 +242,7 @@ class Lines:
             return
         self._shown = time.monotonic()
         done = f"version {view.head.version} of {view.run.versions}"
-        now = doing(view, history, time.time(), stopping=stopping)
+        now = doing(view, history, stopping=stopping)
         line(f"{done} · {now} · {figures(view, history)}")
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
@@ -247,7 +302,7 @@ class Bar:
     def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
         if self._live is None:
             return
-        text = doing(view, history, time.time(), stopping=stopping)
+        text = doing(view, history, stopping=stopping)
         if view is None:
             waiting = Text(f"{text} {'.' * (int(time.monotonic() * 2) % 4)}")
             self._live.update(waiting, refresh=True)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import islice
-from math import inf
+from math import isfinite, isnan
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from fedstream.broker.keys import POOL
-from fedstream.broker.messages import Event, Version
+from fedstream.broker.messages import Event, Goal, Version
+from fedstream.trainer.goals import (
+    MOST_RELAPSES,
+    OVER_DEVICES,
+    RECENT,
+    Swings,
+    goal_of,
+    is_better,
+    main_metric,
+)
 
 STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
 FIRST_S = 30.0  # how long the first version may take
@@ -59,15 +69,20 @@ class History:
         self.versions: dict[int, SeenVersion] = {}
         self.evaluations: dict[int, dict[str, float]] = {}  # version -> metrics
         self.measured: tuple[int, dict[str, float]] | None = None  # the latest evaluation
-        self.best_accuracy: tuple[int, float] | None = None  # (first version with it, value)
+        self.goal: dict[str, Goal] = {}  # of metrics, as the task declares them
+        self.best: dict[str, tuple[int, float]] = {}  # of those with a goal: (version, value)
         self.tried: int | None = None  # the version last measured, even if measuring failed
         self.unmeasured: Event | None = None  # the error, if measuring `tried` failed
         # The first error of each kind that the user's task raised, by (site, reason).
         self.errors: dict[tuple[str, str], Event] = {}
         # In a row, in the pool only: a site's mistakes must not end the operator's run.
         self.failed = 0  # tasks that raised or killed their trainers
+        self.failed_devices: set[int | None] = set()  # of these tasks
         self.refused = 0  # updates
+        self.disk_full = False  # the updater waits for space; the observer looks
         self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
+        self._ever_finite: dict[str, bool] = {}  # by metric
+        self._swings = Swings(self.goal)
         self._times: deque[float] = deque(maxlen=1024)  # when the newest versions were published
         self._most = most
 
@@ -99,15 +114,24 @@ class History:
             if event.device is None:  # the evaluator's
                 self.tried, self.unmeasured = event.version, event
             else:
-                self.failed += ours
+                self._failed(event)
             self._raised(site, event)
         elif event.outcome in ("applied", "buffered"):
-            self.failed = self.refused = 0
+            self._worked()
         elif event.outcome == "dead":
-            self.failed += ours
+            self._failed(event)
         elif event.outcome == "refused":
             self.refused += ours
         self.events.append(event)
+
+    def _failed(self, event: Event) -> None:
+        if (event.site or POOL) == POOL:
+            self.failed += 1
+            self.failed_devices.add(event.device)
+
+    def _worked(self) -> None:
+        self.failed = self.refused = 0
+        self.failed_devices.clear()
 
     def _raised(self, site: str, event: Event) -> None:
         if sum(known == site for known, _ in self.errors) < _KINDS_KEPT:
@@ -121,8 +145,43 @@ class History:
         self.evaluations[version] = metrics
         self._forget(self.evaluations)
         self.measured = version, metrics
-        if metrics.get("accuracy", -inf) > (self.best_accuracy[1] if self.best_accuracy else -inf):
-            self.best_accuracy = version, metrics["accuracy"]
+        self._swings.add(metrics)
+        for name, value in metrics.items():
+            self._ever_finite[name] = self._ever_finite.get(name, False) or isfinite(value)
+            goal = goal_of(name, self.goal)
+            if goal is None or not isfinite(value):
+                continue
+            if name not in self.best or is_better(value, self.best[name][1], goal):
+                self.best[name] = version, value
+
+    def forget_measurements(self) -> None:
+        """Discard all measurements: others take their place."""
+        self.evaluations.clear()
+        self.best.clear()
+        self._ever_finite.clear()
+        self._swings.clear()
+        self.measured = None
+
+    @property
+    def main(self) -> str | None:
+        """The metric to show where there is room for one; None if nothing was measured."""
+        return main_metric(self.measured[1]) if self.measured else None
+
+    @property
+    def never_finite(self) -> list[str]:
+        """The metrics that were measured and never were a finite number."""
+        return [name for name, ever in self._ever_finite.items() if not ever]
+
+    def notices(self) -> Iterator[tuple[str, str]]:
+        """What the user should know of the measurements by now: a key and a line each."""
+        version, metrics = self.measured or (0, {})
+        for name, value in metrics.items():
+            if isnan(value) and not name.startswith(OVER_DEVICES):
+                yield f"nan {name}", f"{name} is not a number at version {version}: see metrics()"
+        for name, relapses in self._swings.items():
+            if name == self.main and relapses.count > MOST_RELAPSES:
+                lost = f"{relapses.count} times in {RECENT} measurements it lost what it had gained"
+                yield f"swings {name}", f"{name} swings: {lost}: see fedstream journal bisect"
 
     def _forget(self, known: dict[int, Any]) -> None:
         if self._most is not None and len(known) > self._most:
@@ -130,7 +189,7 @@ class History:
 
     def forget_failures(self) -> None:
         """Discard failures so far: a resumed run starts counting afresh."""
-        self.failed = self.refused = 0
+        self._worked()
         self.errors.clear()
 
     @property

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from shutil import disk_usage
 from typing import TypeVar
 
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import Keys
+from fedstream.broker.layout import PAGE
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import Event, Message, Version
 from fedstream.broker.records import Tally
@@ -17,6 +20,15 @@ from fedstream.broker.streams import Entry, Reader
 from fedstream.observe.history import History
 
 M = TypeVar("M", bound=Message)
+
+_RECORD = 2 * PAGE  # bytes in the journal, besides the model's
+
+
+def out_of_space(folder: Path, view: Tally | None) -> bool:
+    """Whether updates wait for space on the disk of the journal's folder, if it is here."""
+    if view is None or not view.backlog or not folder.is_dir():
+        return False
+    return disk_usage(folder).free < view.run.layout.nbytes + _RECORD
 
 
 class Observer:
@@ -68,6 +80,7 @@ class Observer:
     async def look(self) -> Tally:
         """Refresh the view. Raises NoRun until the run exists."""
         self.view = await self.ledger.tally(inboxes=True)
+        self.history.goal.update(self.view.run.goal)
         self._looked = time.monotonic()
         return self.view
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.journal import opened
 from fedstream.journal.inspection import recorded_versions
 from fedstream.observe.history import History, SeenUpdate, SeenVersion
+from fedstream.runtime.files import open_regular
 
 _TEST = "test_"
 
@@ -43,9 +45,9 @@ def measurements(table: Path) -> list[Measurement]:
 
     A line that a crash tore is left out. Raises FedstreamError for anything but such a table.
     """
-    if not table.is_file():
+    if not table.exists():
         return []
-    with table.open(newline="", encoding="utf-8") as file:
+    with _open(table) as file:
         rows = csv.reader(line for line in file if line.endswith("\n"))
         try:
             return list(_measured(rows))
@@ -72,9 +74,9 @@ def device_metrics(table: Path) -> dict[int, dict[str, float]]:
 
     Raises FedstreamError for anything but such a table.
     """
-    if not table.is_file():
+    if not table.exists():
         return {}
-    with table.open(newline="", encoding="utf-8") as file:
+    with _open(table) as file:
         rows = csv.DictReader(file)
         try:
             return {
@@ -83,6 +85,13 @@ def device_metrics(table: Path) -> dict[int, dict[str, float]]:
             }
         except (ValueError, TypeError, KeyError, csv.Error) as error:
             raise _foreign(table, rows.line_num, error) from error
+
+
+def _open(table: Path) -> TextIO:
+    try:
+        return os.fdopen(open_regular(table), newline="", encoding="utf-8")
+    except OSError as error:
+        raise FedstreamError(f"{table}: cannot be read: {error.strerror}") from error
 
 
 def _foreign(table: Path, line: int, error: Exception) -> FedstreamError:

@@ -21,6 +21,7 @@ from fedstream.broker.records import Tally
 from fedstream.journal import FOLDER, journal_of
 from fedstream.observe.history import History, SeenVersion
 from fedstream.settings.recording import CONFIG
+from fedstream.trainer.goals import OVER_DEVICES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,6 +129,7 @@ def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any
         "given_up": view.reasons("given_up") if view else {},
         "dead": view.reasons("dead") if view else {},
         "strays": view.reasons("stray") if view else {},
+        "failing": view.failing_devices if view else {},
         "dead_letters": view.dead if view else 0,
         "mean_staleness": round(history.mean_staleness, 4),
         "max_staleness": max(late, default=0),
@@ -153,16 +155,20 @@ def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any
 
 
 def measurements(history: History) -> dict[str, Any]:
-    """The summary's measurements: of the newest measured version, and the best accuracy."""
+    """The summary's measurements: of the newest measured version, and each metric's best."""
     version, metrics = history.measured or (None, {})
-    best = history.best_accuracy
+    best = {name: one for name, one in history.best.items() if not name.startswith(OVER_DEVICES)}
+    accuracy = history.best.get("accuracy", (None, None))
     return {
         "accuracy": metrics.get("accuracy"),
         "loss": metrics.get("loss"),
         "metrics": metrics,
         "measured_version": version,
-        "best_accuracy": best[1] if best else None,
-        "best_accuracy_version": best[0] if best else None,
+        "best_accuracy": accuracy[1],
+        "best_accuracy_version": accuracy[0],
+        "best": {name: {"version": at, "value": value} for name, (at, value) in best.items()},
+        "goal": history.goal,
+        "never_finite": history.never_finite,
     }
 
 

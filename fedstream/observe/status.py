@@ -21,7 +21,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import first_wrong
 from fedstream.coordinator.app import status
-from fedstream.observe.display import outcomes, quarantined, two_columns
+from fedstream.observe.display import failing_rows, outcomes, quarantined, two_columns
 from fedstream.terminal import cell, clock, console, number, spaced
 
 _ANSWER_S = 15.0  # more than the 10 s that a coordinator waits for Redis
@@ -32,6 +32,11 @@ _MOST_BYTES = 64 << 20  # limit for an answer
 
 class _Tasks(BaseModel):
     issued: int
+
+
+class _Failing(BaseModel):
+    tasks: int
+    reason: str
 
 
 class _Encoded(BaseModel):
@@ -68,8 +73,9 @@ class _Answer(BaseModel):
     buffered_now: int
     kept_versions: int
     dead_letters: int
-    # The next three are absent if the coordinator is of an older release.
+    # The next four are absent if the coordinator is of an older release.
     quarantined: list[int] = []
+    failing: dict[str, _Failing] = {}
     published_as: str = "f32"
     encoded: _Encoded | None = None
     trainers: int
@@ -181,6 +187,7 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     if barred := about.get("quarantined"):
         rows.append(("quarantined", quarantined(barred)))
+    rows += failing_rows(about.get("failing", {}), about["register"])
     if encoded := _encoded(about):
         rows.append(("encoded", encoded))
     rows += [

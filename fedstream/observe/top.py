@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
@@ -22,9 +23,9 @@ from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Event
 from fedstream.broker.records import Tally
-from fedstream.observe.display import outcomes, pace, quarantined, short, two_columns
+from fedstream.observe.display import failing_rows, outcomes, pace, quarantined, short, two_columns
 from fedstream.observe.history import BINS, History
-from fedstream.observe.observer import Observer
+from fedstream.observe.observer import Observer, out_of_space
 from fedstream.observe.report import tasks_of
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.visible import visible
@@ -58,7 +59,7 @@ def frame(
 ) -> RenderableType:  # fmt: skip
     """One frame of the view. ``heard``: seconds since each trainer's last heartbeat."""
     return Group(
-        _headline(view, history, now), "", _numbers(view, history), "",
+        _headline(view, history, now), "", _numbers(view, history, trainers), "",
         _trainers(trainers, heard), "", _events(history),
     )  # fmt: skip
 
@@ -79,13 +80,13 @@ def _headline(view: Tally, history: History, now: float) -> Table:
     return line
 
 
-def _numbers(view: Tally, history: History) -> Table:
+def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, Any]]) -> Table:
     late = history.staleness()
     bins = histogram(late)
     shape = " ".join(f"{label}:{count}" for label, count in bins if count)
     spark = sparkline([count for _, count in bins]).rstrip()
     rows = [
-        ("accuracy", _accuracy(history)),
+        (history.main or "accuracy", _measured(history)),
         (
             "staleness",
             f"mean {history.mean_staleness:.2f}, max {max(late, default=0)}  {spark}  {shape}",
@@ -98,6 +99,7 @@ def _numbers(view: Tally, history: History) -> Table:
     ]
     if barred := sorted(view.head.quarantines.by_device):
         rows.append(("quarantined", quarantined(barred)))
+    rows += failing_rows(view.failing_devices, trainers)
     rows += [
         (what, ", ".join(f"{why} {count}" for why, count in reasons.items()))
         for what in ("refused", "dead", "stray")
@@ -106,15 +108,20 @@ def _numbers(view: Tally, history: History) -> Table:
     return two_columns(rows)
 
 
-def _accuracy(history: History) -> str:
-    known = (m.get("accuracy", math.nan) for _, m in sorted(history.evaluations.items()))
-    points = [accuracy for accuracy in known if math.isfinite(accuracy)]
-    if not points or history.best_accuracy is None or history.measured is None:
+def _measured(history: History) -> str:
+    """The main metric: its newest value, its best, and its curve."""
+    name = history.main
+    if name is None or history.measured is None:
         return "not measured yet"
-    at, best = history.best_accuracy
-    curve = sparkline(points[:: max(1, len(points) // 24)])
-    last = measure(points[-1])
-    return f"{last} at {history.measured[0]}, best {measure(best)} at {at}  {curve}"
+    known = (m.get(name, math.nan) for _, m in sorted(history.evaluations.items()))
+    points = [value for value in known if math.isfinite(value)]
+    if not points:
+        return "never a finite number"
+    text = f"{measure(points[-1])} at {history.measured[0]}"
+    if name in history.best:
+        at, best = history.best[name]
+        text += f", best {measure(best)} at {at}"
+    return f"{text}  {sparkline(points[:: max(1, len(points) // 24)])}"
 
 
 def _trainers(trainers: Mapping[str, Mapping[str, Any]], heard: Mapping[str, float]) -> Table:
@@ -161,8 +168,10 @@ def _line(event: Event) -> str:
     return "  ".join(parts)
 
 
-async def watch(client: Client, keys: Keys, *, once: bool) -> None:
+async def watch(client: Client, keys: Keys, journal: Path | None = None, *, once: bool) -> None:
     """Show the run until `q` or Ctrl-C, or until its Redis ends with it.
+
+    ``journal``: the folder of its journal, which need not be on this machine.
 
     Raises NoRun if there is no run at the start.
     """
@@ -171,10 +180,10 @@ async def watch(client: Client, keys: Keys, *, once: bool) -> None:
     await observer.catch_up()
     # A frame's bar fills the width, so piped output needs a limit.
     here = console(width=None if room() else get_terminal_size().columns)
-    picture = await _picture(client, observer)
+    picture = await _picture(client, observer, journal)
     if not once:
         with Live(console=here, auto_refresh=False, screen=True) as live, pressed("q") as leave:
-            picture = await _watched(client, observer, live, picture, leave)
+            picture = await _watched(client, observer, live, picture, leave, journal)
     here.print(picture)
 
 
@@ -184,6 +193,7 @@ async def _watched(
     live: Live,
     picture: RenderableType,
     leave: asyncio.Event,
+    journal: Path | None = None,
 ) -> RenderableType:
     """Show the run until ``leave`` is set, or it is finished and its Redis gone.
 
@@ -191,7 +201,7 @@ async def _watched(
     """
     while not leave.is_set():
         try:
-            picture = await _picture(client, observer)
+            picture = await _picture(client, observer, journal)
             live.update(picture, refresh=True)
             until = time.monotonic() + _REFRESH_S
             while (left := until - time.monotonic()) > 0 and not leave.is_set():
@@ -210,8 +220,9 @@ async def _watched(
     return picture
 
 
-async def _picture(client: Client, observer: Observer) -> RenderableType:
+async def _picture(client: Client, observer: Observer, journal: Path | None) -> RenderableType:
     view = await observer.look()
+    observer.history.disk_full = journal is not None and out_of_space(journal, view)
     scores = await client.call("ZRANGE", observer.keys.alive, 0, -1, "WITHSCORES")
     heard = {
         name.decode(errors="replace"): view.now - float(at)

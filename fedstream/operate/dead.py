@@ -8,7 +8,6 @@ same number of steps; it counts as issued and gets its own outcome. Two letters 
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +150,7 @@ def again(letter: Letter, now: float) -> Trigger:
 
 async def retry(client: Client, keys: Keys, letter: Letter) -> Trigger:
     """Trigger a letter's work again, and delete the letter. Raises FedstreamError."""
-    trigger = again(letter, time.time())
+    trigger = again(letter, client.clock.now())
     before = letter.task or ""
     verdict, detail = await OperatorLedger(client, keys, "dead").retry(letter.id, before, trigger)
     if verdict != "sent":

@@ -107,8 +107,7 @@ async def read(client: Client, keys: Keys, site: str) -> list[Entrant]:
     ledger = OperatorLedger(client, keys, "devices")
     await ledger.run()
     enrolled, invites, revoked = await ledger.access(site)
-    whole, micro = await client.call("TIME")
-    now = int(whole) + int(micro) / 1e6
+    now = await client.time()
     return [
         _entrant(device, enrolled.get(device), invites.get(device), revoked.get(device), now)
         for device in sorted({*enrolled, *invites, *revoked})

@@ -231,7 +231,10 @@ class Feeder:
             if isinstance(message, RoundClosed):
                 if view.open or self._open:
                     return _LOOK_S
-                closing = CloseRound(version=view.head.version, tasks=(), why=message.why)
+                closing = CloseRound(
+                    version=view.head.version, tasks=(), why=message.why,
+                    drops=view.head.held if message.dropped else (),
+                )  # fmt: skip
                 await self._scheduler.ask(closing)
                 todo.done()
                 self._closing = True
@@ -248,10 +251,9 @@ class Feeder:
             todo.done()
         return _LOOK_S
 
-    @staticmethod
-    def _triggering(upload: Upload) -> Trigger:
+    def _triggering(self, upload: Upload) -> Trigger:
         return Trigger(
-            task=task_id(time.time_ns() // 1_000_000), device=upload.device, seed=0,
+            task=task_id(round(self._ledger.now() * 1000)), device=upload.device, seed=0,
             steps=max(1, upload.steps), why=f"replay of {upload.task}",
         )  # fmt: skip
 

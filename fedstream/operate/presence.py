@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BrokerError, FedstreamError, NoRun
 from fedstream.broker.keys import COORDINATORS, Keys
 from fedstream.broker.ledger.operator import OperatorLedger
+from fedstream.terminal import counted
 
 _SILENT_S = 10.0  # a trainer without a heartbeat for this long is gone
 _COORDINATOR_IDLE_MS = 3000  # a live coordinator reads every second
@@ -46,6 +49,18 @@ async def purge(client: Client, keys: Keys, *, force: bool) -> int:
     """
     await _check_idle(client, keys, force=force)
     return _present(await OperatorLedger(client, keys, "purge").purge(), client, keys)
+
+
+async def elsewhere(client: Client) -> dict[int, int]:
+    """How many keys each of Redis's other databases has. The run is in one; a cluster has one."""
+    found = (await client.call("INFO", "keyspace")).decode()
+    keys = {int(db): int(n) for db, n in re.findall(r"^db(\d+):keys=(\d+)", found, re.MULTILINE)}
+    return {db: n for db, n in keys.items() if db != client.database}
+
+
+def in_words(database: int, keys: int) -> str:
+    """What another database holds."""
+    return f"database {database} of this Redis has {counted(keys, 'key')}"
 
 
 async def _check_idle(client: Client, keys: Keys, *, force: bool) -> None:

@@ -14,6 +14,7 @@ from fedstream.journal.shares import Share
 from fedstream.page.columns import Columns, RowArray
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993)
+LEAST_DIFFERENCE = 0.1  # of an outlier from the median, relative to the median
 _NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
 _MEAN = 1.2533  # the same in mean absolute deviations
 
@@ -105,15 +106,18 @@ def robust_scores(values: Sequence[float | None] | RowArray) -> npt.NDArray[np.f
     """How far each value is from the median, in robust standard deviations; NaN for a missing one.
 
     The deviation comes from the median absolute deviation; if that is zero, because most values are
-    the same, from the mean absolute deviation.
+    the same, from the mean absolute deviation. It is never so small that a value within 10% of the
+    median would be an outlier, because devices that hardly differ have none.
     """
     found = np.array(values, np.float64)  # None: NaN
     there = np.isfinite(found)
     scores = np.full(len(found), nan)
     if there.any():
         with np.errstate(over="ignore", invalid="ignore"):
-            apart = found[there] - np.median(found[there])
+            median = np.median(found[there])
+            apart = found[there] - median
             unit = _NORMAL * np.median(np.abs(apart)) or _MEAN * np.abs(apart).mean()
+            unit = max(unit, LEAST_DIFFERENCE * abs(median) / OUTLIER)
             scores[there] = apart / unit if unit else 0.0
     return scores
 

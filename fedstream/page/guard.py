@@ -1,12 +1,8 @@
-"""What all pages do against other sites: headers, and no answer under another host's name.
-
-Requests for another host's name are refused, so that a page elsewhere cannot read a run by giving
-its own name our address (DNS rebinding).
-"""
+"""What all pages do against other sites: headers, and forms that only our own pages may send."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Literal, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
@@ -26,20 +22,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-HERE = ("127.0.0.1", "localhost", "[::1]")
-
-
-def names_of(host: str, *more: str) -> frozenset[str]:
-    """The names under which a server on this host may be asked, without a port."""
-    return frozenset({*HERE, host, f"[{host}]", *more})
-
-
-def refusal(request: web.Request, names: Collection[str]) -> web.Response | None:
-    """The answer to a request for another host's name; None if it is for us."""
-    host = request.host.rpartition(":")[0] if _has_port(request.host) else request.host
-    if host in names:
-        return None
-    return web.Response(status=421, text=f"not the host {request.host[:80]}\n", headers=HEADERS)
 
 
 def is_ours(request: web.Request) -> bool:
@@ -62,7 +44,3 @@ async def form_of(request: web.Request, most: int) -> dict[str, str]:
         raise web.HTTPUnsupportedMediaType
     # request.post() raises whatever the encoding that a client names makes it raise.
     return dict(parse_qsl((await request.read()).decode(errors="replace")))
-
-
-def _has_port(host: str) -> bool:
-    return ":" in host and not host.endswith("]")

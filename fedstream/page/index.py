@@ -34,6 +34,7 @@ from fedstream.page.columns import (
     joined,
 )
 from fedstream.page.rows import rows_of
+from fedstream.runtime.files import read_regular
 
 _BEGIN = b"fedstream journal index 1\n"
 _LENGTH = 8  # bytes
@@ -171,7 +172,7 @@ def _load(journal: Path) -> _Kept | None:
     if journal.is_file():
         return None
     try:
-        data = index_of(journal).read_bytes()
+        data = read_regular(index_of(journal))
         if not data.startswith(_BEGIN):
             return None
         at = len(_BEGIN) + _LENGTH

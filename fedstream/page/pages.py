@@ -30,6 +30,7 @@ from fedstream.page.templating import (
     shown_number,
 )
 from fedstream.terminal import measure
+from fedstream.trainer.goals import best_of
 
 PAGE = 100  # updates on a page
 
@@ -273,9 +274,8 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     for name in run.metrics[:3]:
         values = [(one.metrics[name], one.version) for one in run.measured if name in one.metrics]
         found.append((f"{name}, at the end", f"{measure(values[-1][0])} at {values[-1][1]}"))
-        if name == "accuracy":
-            best, at = max(values, key=lambda one: one[0])
-            found.append(("accuracy, best", f"{measure(best)} at {at}"))
+        if best := best_of(values, run.goal_of(name)):
+            found.append((f"{name}, best", f"{measure(best[0])} at {best[1]}"))
     found += [
         ("updates used", shown_count(used)),
         ("updates not used", shown_count(len(columns.updates) - used)),

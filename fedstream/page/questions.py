@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 import numpy as np
 
 from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.broker.messages import Goal
 from fedstream.page.run import RecordedRun
 from fedstream.recordings.bisect import Limit, limit_of
 
@@ -38,6 +39,9 @@ class Bisection:
     limit: Limit
     every: int | None = None  # measure every N-th version; None: about 50 in all
     until: int | None = None  # the last version that counts; None: the newest
+    # The metric as the run measured it: what is known of a run that goes on doesn't change what is
+    # asked.
+    recorded: Mapping[int, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ def bisection(fields: Fields, run: RecordedRun) -> tuple[Bisection | None, Probl
             reading.problems["bound"] = str(error)
     if reading.problems or limit is None:
         return None, reading.problems
-    return Bisection(metric, limit, every, until), {}
+    recorded = {one.version: one.metrics[metric] for one in run.measured if metric in one.metrics}
+    return Bisection(metric, limit, every, until, recorded), {}
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Worsening:
     """A metric's first value, its best, and the worst after that."""
 
     metric: str
-    is_loss: bool  # better if it is less
+    goal: Goal
     first: float
     best: float
     worst: float
@@ -149,27 +154,26 @@ class Worsening:
 
 
 def worsening(run: RecordedRun) -> Worsening | None:
-    """What became of the first metric; None where nothing was measured."""
+    """What became of the first metric; None where nothing was measured, or it has no goal."""
     metric = run.metrics[0] if run.metrics else "accuracy"
-    is_loss = "loss" in metric or "error" in metric
+    goal = run.goal_of(metric)
     values = [one.metrics[metric] for one in run.measured if metric in one.metrics]
     values = [value for value in values if isfinite(value)]
-    if not values:
+    if not values or goal is None:
         return None
-    best = (min if is_loss else max)(values)
-    worst = (max if is_loss else min)(values[values.index(best) :])
-    return Worsening(metric, is_loss, values[0], best, worst)
+    best, worst_of = (min(values), max) if goal == "min" else (max(values), min)
+    return Worsening(metric, goal, values[0], best, worst_of(values[values.index(best) :]))
 
 
 def first_bisection(run: RecordedRun) -> dict[str, str]:
     """A form to begin with: the first metric, and half way from its best to its worst after that.
 
-    No bound where nothing was measured, or where it never got worse.
+    No bound where nothing was measured, where it never got worse, or where it has no goal.
     """
     it = worsening(run)
     if it is None:
-        return {"metric": "accuracy", "side": "below"}
-    side = "above" if it.is_loss else "below"
+        return {"metric": run.metrics[0] if run.metrics else "accuracy", "side": "below"}
+    side = "above" if it.goal == "min" else "below"
     return {"metric": it.metric, "side": side, "bound": _between(it.best, it.worst)}
 
 

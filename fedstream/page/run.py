@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import Goal
 from fedstream.journal import journal_of, opened
 from fedstream.journal.inspection import Parting, parting
 from fedstream.observe import report
@@ -20,6 +21,7 @@ from fedstream.page.index import columns_of, marks
 from fedstream.page.past import MEMORY, Past
 from fedstream.page.portraits import Portraits
 from fedstream.runs.state import stands
+from fedstream.trainer.goals import goal_of, main_metric
 
 _UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
 _NAMED = 5  # runs of a folder that is no run itself
@@ -143,10 +145,14 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics' names, accuracy and loss first."""
+        """The metrics' names, the main one and loss first."""
         names = dict.fromkeys(name for one in self.measured for name in one.metrics)
-        first = [name for name in ("accuracy", "loss") if name in names]
+        first = [name for name in (main_metric(names), "loss") if name in names]
         return tuple(dict.fromkeys([*first, *names]))
+
+    def goal_of(self, metric: str) -> Goal | None:
+        """Whether a metric is to be low or high; None if nobody said so."""
+        return goal_of(metric, self.past.head.goal or {})
 
     def measured_at(self, version: int) -> Measurement | None:
         """The newest measurement at or before a version."""

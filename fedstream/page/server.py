@@ -17,7 +17,7 @@ from fedstream.page import pages
 from fedstream.page.asking import Asking
 from fedstream.page.charts import Window
 from fedstream.page.files import no_icon, send_static
-from fedstream.page.guard import HEADERS, Answering, Asker, names_of, refusal
+from fedstream.page.guard import HEADERS, Answering, Asker
 from fedstream.page.jobs import PageJobs, Workplace
 from fedstream.page.pages import NotThere, Selection
 from fedstream.page.past import Unwanted
@@ -58,13 +58,12 @@ class PageServer:
         self._moved = asyncio.Event()  # since somebody looked around there
         self._answered = asyncio.Event()  # somebody's first request
 
-    def application(self, host: str) -> web.Application:
-        """The routes. ``host``: where they are served, for which requests may be too."""
-        names = names_of(host)
+    def application(self) -> web.Application:
+        """The routes."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Answering) -> web.StreamResponse:
-            response = refusal(request, names) or await self.answered(request, handler)
+            response = await self.answered(request, handler)
             response.headers.update(HEADERS)
             return response
 
@@ -257,7 +256,7 @@ async def serve(
     settings = HttpSettings(host=host, port=port)
     site = PageServer(run, PageJobs(Workplace(run.path, access)))
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    app = site.application(host)
+    app = site.application()
     log = structlog.get_logger()
     try:
         with Stop() as stop:

@@ -180,7 +180,7 @@ def _bisected(
             tell(Headway(reached, (version, value)))
             return value
 
-        return search(chain, measure, asked.limit.is_good, asked.every, last)
+        return search(chain, measure, asked.limit.is_good, asked.every, last, asked.recorded)
 
 
 def _shared(asked: Distances, run: Path, tell: Callable[[Headway], object]) -> MeasuredShares:

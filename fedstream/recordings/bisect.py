@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
+from types import MappingProxyType
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
@@ -76,15 +78,19 @@ class Search:
     every: int
     measured: dict[int, float] = field(default_factory=dict)
     crossing: Crossing | None = None
+    recovered: tuple[int, float] | None = None  # the run's own first good measurement after it
     ever_good: bool = False
 
     def in_words(self, metric: str, limit: Limit) -> str:
         """What was found."""
         if self.crossing is not None:
-            return (
+            said = (
                 f"{metric} went {limit} with version {self.crossing.version}: "
                 f"{self.crossing.before:.4f} before, {self.crossing.after:.4f} after"
             )
+            if self.recovered is None:
+                return said
+            return f"{said}; by version {self.recovered[0]} it was {self.recovered[1]:.4f} again"
         if self.ever_good:
             return f"{metric} never went {limit} in the {len(self.measured)} versions measured"
         return f"{metric} was {limit} in all {len(self.measured)} versions measured"
@@ -96,25 +102,30 @@ def search(
     is_good: Callable[[float], bool],
     every: int | None = None,
     until: int | None = None,
+    recorded: Mapping[int, float] = MappingProxyType({}),
 ) -> Search:
     """Find a version whose metric is bad while the version before it is good.
 
-    ``until``: the last version that counts; None: the newest as this begins.
+    ``until``: the last version that counts; None: the newest as this begins. ``recorded``: the
+    metric as the run itself measured it, by version.
 
     The search goes forward. It measures the first version, every N-th (``every``; by default chosen
-    for about 50 measurements) and the newest, until one is bad after an earlier one was good. Then
-    it measures each version after that last good one, up to the first bad one. So the crossing
-    found is real and the first in its interval; an earlier dip that recovers between two measured
-    versions goes unseen unless ``every`` is 1. Raises JournalError.
+    for about 50 measurements), the newest, and wherever the run's own measurements went bad, until
+    one is bad after an earlier one was good. Then it measures each version after that last good
+    one, up to the first bad one. So the crossing found is real and the first in its interval; an
+    earlier dip that recovers between two measured versions goes unseen unless ``every`` is 1.
+    Raises JournalError.
     """
     last = newest_version(chain) if until is None else until
     found = Search(every or max(1, (last - chain[0].standing.version) // _MEASUREMENTS))
+    turns = _turns(recorded, is_good)
     good: int | None = None  # the last good version
     for move in history(chain):
         version = move.message.version
         if version > last:  # of a run that goes on
             break
-        due = isinstance(move.message, Standing) or version == last or version % found.every == 0
+        due = version == last or version % found.every == 0 or version in turns
+        due = due or isinstance(move.message, Standing)
         if not (move.is_made and due):
             continue
         value = found.measured[version] = measure(version, _model(move))
@@ -123,7 +134,22 @@ def search(
         elif good is not None:
             found.crossing = _first(since(chain, good), good, measure, is_good, found.measured)
             break
+    if found.crossing is not None:
+        at = found.crossing.version
+        later = sorted(one for one in recorded.items() if at < one[0] <= last)
+        found.recovered = next((one for one in later if is_good(one[1])), None)
     return found
+
+
+def _turns(recorded: Mapping[int, float], is_good: Callable[[float], bool]) -> set[int]:
+    """The versions between which recorded measurements went from good to bad."""
+    pairs = pairwise(sorted(recorded.items()))
+    return {
+        version
+        for (good, was), (bad, became) in pairs
+        if is_good(was) and not is_good(became)
+        for version in (good, bad)
+    }
 
 
 def _first(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from sys import stderr
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import DataError, FedstreamError, LayoutMismatch
 from fedstream.broker.layout import Model
+from fedstream.observe.recall import measurements
+from fedstream.observe.report import METRICS
 from fedstream.settings.services import loaded
 from fedstream.trainer.task import measured, untrained
 
@@ -45,14 +48,14 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
 
     torch.set_num_threads(settings.evaluator.threads)
     name = settings.task.name
-    with redirect_stdout(stderr), _told(f"task {name!r}"):  # stdout may be read by a program
+    with redirect_stdout(sys.stderr), _told(f"task {name!r}"):  # stdout may be read by a program
         task = loaded(settings.task)
         data, module = task.test_data(), untrained(task)
     if data is None:
         return None
 
     def measure(version: int, model: Model) -> dict[str, float]:
-        with redirect_stdout(stderr), _told(f"task {name!r}: metrics() of version {version}"):
+        with redirect_stdout(sys.stderr), _told(f"task {name!r}: metrics() of version {version}"):
             try:
                 vector.load(model, module)
             except LayoutMismatch as error:
@@ -63,6 +66,15 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
             return measured(task, module, data)
 
     return measure
+
+
+def recorded_values(journal: Path, metric: str) -> dict[int, float]:
+    """A metric as the run itself measured it, by version, from the metrics.csv beside its journal.
+
+    Empty without the file. Raises FedstreamError for anything but such a table.
+    """
+    measured = measurements(journal / METRICS) or measurements(journal.parent / METRICS)
+    return {one.version: one.metrics[metric] for one in measured if metric in one.metrics}
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstream.broker.errors import ConfigError, DataError
+from fedstream.broker.messages import Goal
 from fedstream.journal import FOLDER
 from fedstream.observe import report
 from fedstream.observe.display import short
@@ -19,7 +19,7 @@ from fedstream.runs import pictures, tables
 from fedstream.runs.record import RunRecord
 from fedstream.runtime.nearest import did_you_mean
 from fedstream.terminal import measure, number
-from fedstream.trainer.fairness import lower_is_better
+from fedstream.trainer.goals import best_of, goal_of, main_metric, reaches, unknown_goal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,23 +36,31 @@ def compare(
     *,
     metric: str | None = None,
     target: float | None = None,
+    goal: Goal | None = None,
 ) -> Comparison:
     """Compare runs: records or folders.
 
     ``metric``: by the task's name for it; default: ``accuracy``, or else the first that a run has.
     ``target``: the value of it that counts as reached; default: the best that every run reached.
-    Raises FedstreamError.
+    ``goal``: whether a low or a high value is good; default: as the runs' tasks declare it, or as
+    the metric is well known. Otherwise no value is the best. Raises FedstreamError.
     """
     if not runs:
         raise ConfigError("no runs to compare: name at least one")
     records = [run if isinstance(run, RunRecord) else RunRecord(run) for run in runs]
-    return Comparison(records, metric, target)
+    return Comparison(records, metric, target, goal)
 
 
 class Comparison:
     """Runs beside each other, as read when it was made. Shows itself in a notebook."""
 
-    def __init__(self, runs: Sequence[RunRecord], metric: str | None, target: float | None) -> None:
+    def __init__(
+        self,
+        runs: Sequence[RunRecord],
+        metric: str | None,
+        target: float | None,
+        goal: Goal | None,
+    ) -> None:
         self.names = _names([run.path for run in runs])
         """the runs' names: those of their folders"""
         self._settings = [run.settings for run in runs]
@@ -68,10 +76,12 @@ class Comparison:
             raise DataError(
                 f"no run has measured {metric!r}" + (did_you_mean(metric, known) or measured)
             )
-        self.lower_is_better = lower_is_better(self.metric)
-        """whether small values of the metric are good"""
+        self.goal = goal or _goal_in(self._numbers, self.metric)
+        """whether the metric is to be low or high; None if nobody said so, or runs disagree"""
+        if target is not None and self.goal is None:
+            raise ConfigError(f"--target {target:g}: {self._unknown}")
         self.target = target if target is not None else self._reached_by_all()
-        """the value that counts as reached; None if no run was measured"""
+        """the value that counts as reached; None if no run was measured, or without a goal"""
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -116,7 +126,7 @@ class Comparison:
         simulated = [bool(numbers["simulated"]) for numbers in self._numbers]
         clock = "seconds" if not any(simulated) else "virtual time" if all(simulated) else "time"
         return pictures.overlaid(
-            self.names, self.points, self.metric, clock, self.target, self.lower_is_better
+            self.names, self.points, self.metric, clock, self.target, self.goal
         )
 
     def __repr__(self) -> str:
@@ -125,6 +135,8 @@ class Comparison:
         if len(self.names) <= _BESIDE:
             table = [list(row) for row in zip(*table, strict=True)]
         parts = [pictures.as_text(table)]
+        if self.goal is None:
+            parts.append(f"no best: {self._unknown}")
         if changed := self.differing():
             parts += ["", pictures.as_text(changed)]
         return "\n".join(parts)
@@ -151,7 +163,7 @@ class Comparison:
     def as_numbers(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         return {
-            "metric": self.metric, "target": self.target, "runs": self.rows,
+            "metric": self.metric, "goal": self.goal, "target": self.target, "runs": self.rows,
             "differences": {
                 key: dict(zip(self.names, values, strict=True))
                 for key, values in self.differences.items()
@@ -218,23 +230,25 @@ class Comparison:
         }
 
     def _best(self, points: Sequence[Measurement]) -> Measurement | None:
-        """The first measurement with the best finite value."""
-        sign = -1 if self.lower_is_better else 1
-        finite = [one for one in points if isfinite(one.metrics[self.metric])]
-        return max(finite, key=lambda one: sign * one.metrics[self.metric], default=None)
+        """The first measurement with the best finite value; None without a goal."""
+        found = best_of(((one.metrics[self.metric], one) for one in points), self.goal)
+        return found[1] if found else None
 
     def _is_reached(self, one: Measurement) -> bool:
-        if self.target is None:
+        if self.target is None or self.goal is None:
             return False
-        value = one.metrics[self.metric]  # NaN reaches nothing
-        return value <= self.target if self.lower_is_better else value >= self.target
+        return reaches(one.metrics[self.metric], self.target, self.goal)
 
     def _reached_by_all(self) -> float | None:
         found = [self._best(points) for points in self.points if points]
-        values = [best.metrics[self.metric] for best in found if best is not None]
+        values = [one.metrics[self.metric] for one in found if one is not None]
         if not values:
             return None
-        return max(values) if self.lower_is_better else min(values)
+        return max(values) if self.goal == "min" else min(values)
+
+    @property
+    def _unknown(self) -> str:
+        return f"{unknown_goal(self.metric)}, or give --goal min or --goal max"
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -250,7 +264,13 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _usual(points: Sequence[Sequence[Measurement]]) -> str:
     """The metric to compare unless another is asked for."""
     names = {name: None for run in points for one in run for name in one.metrics}
-    return "accuracy" if "accuracy" in names or not names else next(iter(names))
+    return main_metric(names) or next(iter(names), "accuracy")
+
+
+def _goal_in(summaries: Sequence[Mapping[str, Any]], metric: str) -> Goal | None:
+    """The goal of a metric, if all runs say the same."""
+    found = {goal_of(metric, numbers["goal"]) for numbers in summaries}
+    return found.pop() if len(found) == 1 else None
 
 
 def _of(metric: str, points: Sequence[Measurement]) -> list[Measurement]:

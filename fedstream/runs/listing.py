@@ -17,6 +17,7 @@ from fedstream.observe.display import short
 from fedstream.runs.record import RunRecord
 from fedstream.settings.recording import CONFIG
 from fedstream.terminal import cell, clock, console, line, measure
+from fedstream.trainer.goals import main_metric
 
 _COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}
 _RIGHT = ("versions", "updates", "accuracy", "best", "updates/s")
@@ -55,6 +56,10 @@ def _row(path: Path) -> dict[str, Any]:
     names = ("state", "why", "strategy", "task", "versions", "versions_wanted", "updates",
              "accuracy", "best_accuracy", "simulated")  # fmt: skip
     speed = None if numbers["simulated"] else numbers["updates_per_s"]
+    metric = main_metric(numbers["metrics"])
+    if metric not in (None, "accuracy"):
+        best = numbers["best"].get(metric, {}).get("value")
+        row |= {"metric": metric, "last": numbers["metrics"][metric], "best": best}
     return row | {name: numbers[name] for name in names} | {"updates_per_s": speed}
 
 
@@ -91,8 +96,16 @@ def _cells(row: dict[str, Any]) -> list[Text]:
         name, cell(row["state"], style=_COLOURS.get(row["state"], "")),
         cell(short(str(row["strategy"]))), cell(short(row["task"])),
         cell(f"{row['versions']}{wanted}"), cell(row["updates"]),
-        _metric(row["accuracy"]), _metric(row["best_accuracy"]), cell(speed), date,
+        *_measured(row), cell(speed), date,
     ]  # fmt: skip
+
+
+def _measured(row: dict[str, Any]) -> list[Text]:
+    """The main metric at the end, with its name unless it is accuracy, and its best."""
+    if "metric" not in row:
+        return [_metric(row["accuracy"]), _metric(row["best_accuracy"])]
+    last = cell(row["metric"]).append(" ").append(_metric(row["last"]))
+    return [last, _metric(row["best"])]
 
 
 def _metric(value: float | None) -> Text:

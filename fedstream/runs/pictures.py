@@ -16,6 +16,7 @@ from fedstream.terminal import number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from fedstream.broker.messages import Goal
     from fedstream.observe.history import History
     from fedstream.observe.recall import Measurement
     from fedstream.runs.reading import Reading
@@ -82,11 +83,12 @@ def overlaid(
     metric: str,
     clock: str,
     target: float | None,
-    low: bool,
+    goal: Goal | None,
 ) -> Figure:
     """A metric over versions, updates and time, one curve for each run.
 
-    ``clock`` names the time. ``target`` is drawn as a line. ``low``: small values are good.
+    ``clock`` names the time. ``target`` is drawn as a line. ``goal``: of
+    the metric.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -112,7 +114,7 @@ def overlaid(
             axes.set_xlim(left=0)
         panels[0].set_ylabel(visible(metric), parse_math=False)
         values = [one.metrics[metric] for points in runs for one in points]
-        if values and not low:
+        if values and goal == "max":
             panels[0].set_ylim(min(0.0, *values), 1.02 if max(values) <= 1 else None)
         if not values:
             panels[1].text(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fedstream.journal import (
     EntryRecord,
+    RoundClosed,
     Segment,
     SegmentHead,
     Taken,
@@ -114,6 +115,8 @@ class _Reader:
                     self._places.append(At(segment.path.name, record.place.offset))
                 if entry.digest is not None:
                     self._make(entry, entry.digest)
+                elif isinstance(entry, RoundClosed) and entry.dropped:
+                    self._waiting.clear()
                 self._finished = entry.finished or self._finished
         return Reading(self._head, self._versions, self._updates, self._places, self._finished)
 

@@ -16,9 +16,11 @@ from fedstream.observe.recall import Measurement, device_metrics, measurements
 from fedstream.runs import models, pictures, summary, tables
 from fedstream.runs.reading import At, Reading, read
 from fedstream.runs.state import stands
+from fedstream.runtime.files import read_regular
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.visible import visible
 from fedstream.settings.recording import CONFIG
+from fedstream.trainer.goals import goal_of, main_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,9 +70,9 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """The configuration as tables, from run.toml; of a bare journal, what it says itself."""
         file = self.path / CONFIG
-        if file.is_file():
+        if file.exists():
             try:
-                return tomllib.loads(file.read_text(encoding="utf-8"))
+                return tomllib.loads(read_regular(file).decode())
             except (OSError, ValueError) as error:
                 raise FedstreamError(f"{file}: cannot be read: {error}") from error
         return self._recorded()
@@ -113,7 +115,7 @@ class RunRecord:
         """
         file = self.path / report.SUMMARY
         state, why = self.stands()
-        if file.is_file() and state != "running":
+        if file.exists() and state != "running":
             return summary.from_file(file) | {"state": state, "why": why}
         return summary.summary(self.reading(), self.seen(), state, why)
 
@@ -219,9 +221,11 @@ class RunRecord:
         Of a simulation without a journal, only what was measured.
         """
         if not self._mark():
-            points = [one for one in self.measurements if "accuracy" in one.metrics]
+            measured, goal = self.measurements, self.summary["goal"]
+            metric = main_metric(name for one in measured for name in one.metrics) or "accuracy"
+            points = [one for one in measured if metric in one.metrics]
             return pictures.overlaid(
-                [self.name], [points], "accuracy", "virtual time", None, low=False
+                [self.name], [points], metric, "virtual time", None, goal_of(metric, goal)
             )
         found = self.reading()
         return pictures.curves_of(self.summary, found, self.seen(), self.clock)

@@ -51,8 +51,7 @@ def write(
     run = RunRecord(folder)
     found, seen, notes = run.reading(), run.seen(), []
     if every != 0 and (task is not None or every is not None or not run.measurements):
-        seen.evaluations.clear()
-        seen.measured = seen.best_accuracy = None
+        seen.forget_measurements()
         try:
             settings = settings_of(folder, config, trusted=trusted, task=task, data_root=data_root)
             measure = measuring(settings)

@@ -23,7 +23,7 @@ def stands(path: Path, finished: Callable[[], str | None]) -> tuple[str, str]:
         return "running", ""
     if config.is_file() and run_toml.is_left_behind(config):
         return "interrupted", "killed"
-    if numbers.is_file():
+    if numbers.exists():
         told = summary.from_file(numbers)
         return told["state"], told["why"] or ""
     if (why := finished()) is not None:

@@ -10,17 +10,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout
-from fedstream.broker.messages import first_wrong
+from fedstream.broker.messages import Goal, first_wrong
 from fedstream.observe import report
-from fedstream.observe.display import fairness, short
+from fedstream.observe.display import fairness, main_row, never_finite, short
 from fedstream.observe.history import History, SeenUpdate, SeenVersion
-from fedstream.terminal import measure
+from fedstream.runtime.files import read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from fedstream.observe.recall import Measurement
     from fedstream.runs.reading import Reading
+
+
+class _Best(BaseModel):
+    """A metric's best value, and the version that had it first."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    version: int
+    value: float
 
 
 class _Numbers(BaseModel):
@@ -44,6 +53,9 @@ class _Numbers(BaseModel):
     measured_version: int | None = None
     best_accuracy: float | None = None
     best_accuracy_version: int | None = None
+    goal: dict[str, Goal] = {}
+    best: dict[str, _Best] = {}
+    never_finite: list[str] = []
     mean_staleness: float = 0.0
     max_staleness: int = 0
     seconds: float = 0.0
@@ -57,13 +69,21 @@ class _Numbers(BaseModel):
 def from_file(path: Path) -> dict[str, Any]:
     """The numbers in summary.json. Raises FedstreamError if it is not one."""
     try:
-        found = _Numbers.model_validate_json(path.read_bytes())
+        found = _Numbers.model_validate_json(read_regular(path))
     except ValidationError as error:
         why = first_wrong(error).removeprefix(": ")
         raise FedstreamError(f"{path}: is not a run's summary: {why}") from error
     except OSError as error:
         raise FedstreamError(f"{path}: cannot be read: {error.strerror}") from error
     numbers = found.model_dump()
+    if not found.best and None not in (found.best_accuracy, found.best_accuracy_version):
+        numbers["best"] = {  # of an older release, which had this one alone
+            "accuracy": {
+                "version": found.best_accuracy_version, "value": found.best_accuracy,
+            }
+        }  # fmt: skip
+    if not found.metrics and found.accuracy is not None:
+        numbers["metrics"] = {"accuracy": found.accuracy}
     if found.updates is None:  # an older release's
         numbers["updates"] = found.tasks.get("applied", 0) + found.tasks.get("buffered", 0)
     numbers["simulated"] = found.simulated or found.virtual_seconds is not None
@@ -73,6 +93,7 @@ def from_file(path: Path) -> dict[str, Any]:
 def history_of(reading: Reading, measured: Iterable[Measurement]) -> History:
     """The run's history, as whoever watched it would have it."""
     history = History()
+    history.goal.update(reading.head.goal or {})
     updates: dict[int, list[SeenUpdate]] = {}
     for one in reading.updates:
         if one.version is not None:
@@ -129,7 +150,7 @@ def rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("run", f"{numbers['run']}, {numbers['state']}{f': {why}' if why else ''}"),
         ("task", f"{numbers['task']}, {numbers['devices']} devices"),
         ("strategy", short(str(numbers["strategy"]))),
-        ("accuracy", _accuracy(numbers)),
+        main_row(numbers) or ("accuracy", "not measured"),
         ("versions", _versions(numbers)),
         (
             "staleness",
@@ -138,18 +159,11 @@ def rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if served := fairness(numbers["metrics"]):
         found.insert(4, ("devices", served))
+    if never := never_finite(numbers):
+        found.insert(4, ("warning", never))
     if refused := numbers["refused"]:
         found.append(("refused", ", ".join(f"{why} {count}" for why, count in refused.items())))
     return found
-
-
-def _accuracy(numbers: Mapping[str, Any]) -> str:
-    accuracy, best = numbers["accuracy"], numbers["best_accuracy"]
-    if accuracy is None:
-        return "not measured"
-    text = f"{measure(accuracy)} at version {numbers['measured_version']}"
-    at = numbers["best_accuracy_version"]
-    return text if best is None else f"{text} (best {measure(best)} at version {at})"
 
 
 def _versions(numbers: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def sinks_of(run: RunRecord, kinds: Sequence[str], *, trusted: bool) -> list[Nam
     else:
         settings = load(
             Settings, path=file if run.is_configured else None, environ={}, trusted=trusted,
-            tables=("sinks",),
+            keys=("sinks",),
         )  # fmt: skip
     if not settings.sinks:
         raise ConfigError(f"{run.path}: the run had no tracker: name one, as in --to tensorboard")
@@ -99,7 +99,8 @@ def _open(sink: Sink, name: str) -> Iterator[None]:
 
 def _about(run: RunRecord) -> TrackedRun:
     head = run.reading().head
-    return TrackedRun(head.lineage, run.name, _began(run), flat(run.settings))
+    about = flat(run.settings | {"goal": head.goal or {}})
+    return TrackedRun(head.lineage, run.name, _began(run), about)
 
 
 def _began(run: RunRecord) -> float:

@@ -7,7 +7,7 @@ built-in task `digits` well, with ten devices of two classes each.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -54,6 +54,7 @@ class RunSettings(Section):
     versions: Annotated[int, Field(ge=1, le=2**53)] = 400  # the run ends with this one
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # for version 0 and the scheduler's draws
+    dry_step: bool = True  # try one training step and one evaluation before the start
     start: str | None = (
         None  # version 0: DIR@VERSION or FILE.safetensors; None: drawn from the seed
     )
@@ -246,15 +247,17 @@ def read(
     options: Sequence[Option] = (),
     *,
     trusted: bool = True,
+    keys: Collection[str] | None = None,
 ) -> Settings:
     """Read the configuration. Raises ConfigError.
 
     Later layers override earlier ones: file, environment, ``sets``, ``options``. ``trusted``: the
-    file may name programs of its own; that of a recording may not.
+    programs that the file names may run. ``keys``: as :func:`load` takes them.
     """
     settings = load(
-        Settings, path=path, environ=os.environ, sets=sets, options=options, trusted=trusted
-    )
+        Settings, path=path, environ=os.environ, sets=sets, options=options, trusted=trusted,
+        keys=keys,
+    )  # fmt: skip
     given = (option.name for option in options if option.key == "run.name")
     check_name(next(given, "run.name"), settings.run.name)
     return settings

@@ -1,8 +1,10 @@
-"""Settings of a recording: a run's folder or a journal, possibly from someone you don't trust.
+"""What a configuration file or a recording, possibly from a stranger, may have us run.
 
-A recording names the task it was made with, and perhaps a strategy of its user's; loading these
-runs their programs. So what only the recording names is not loaded: the user must name it himself
-or trust the recording. Built-in tasks and strategies are fedstream's own code and always load.
+Both name a task, and perhaps a strategy and other parts of their user's; loading these runs their
+programs. One rule holds for all commands: only those that train or serve run the programs that a
+file names, as that is what they are for; any other runs a program only if the user names it, by an
+option or in the environment, or trusts the file. Built-in parts are fedstream's own code and always
+load.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.journal import RuleChanged, journal_of, opened
 from fedstream.journal.rebuild import check_sources, rule_of
 from fedstream.runtime.config import load
+from fedstream.runtime.files import open_regular
 from fedstream.runtime.plugins import allowing, runs_program
 
 if TYPE_CHECKING:  # looking at a recording takes no service's settings
@@ -25,7 +28,7 @@ if TYPE_CHECKING:  # looking at a recording takes no service's settings
 CONFIG = "run.toml"
 TRUST = "--trust-recorded-code"
 _NAME = "task.name"
-_MEASURING = ("task", "evaluator")  # tables
+_MEASURING = ("task", "evaluator")
 _VARIABLE, _DOWNLOAD = "FEDSTREAM_TASK__NAME", "FEDSTREAM_TASK__DOWNLOAD"
 
 
@@ -84,34 +87,44 @@ def settings_of(
     So whatever else the recording names, such as a solver, is not loaded. The configuration comes
     from ``config``, else from the run's own file, else from the defaults with the task named by the
     journal. ``given`` are the command's own options. ``otherwise``: text for the error that says
-    what can be done without the task. Raises ConfigError if only the recording names the task,
-    unless it is ``trusted``.
+    what can be done without the task. Raises ConfigError if only a file names the task, unless it
+    is ``trusted``.
     """
-    from fedstream.settings.config import Settings, options, read
+    from fedstream.settings.config import Settings, options
 
-    if config is not None:
-        return read(config, sets, options(**given))
-    journal = journal_of(folder).resolve()
-    left = (journal / CONFIG, journal.parent / CONFIG)
-    file = next((file for file in left if file.is_file()), None)
-    # The user's environment overrides these. A recording must not make us download anything.
-    recorded = {_DOWNLOAD: "false"}
+    file, recorded = config, dict[str, str]()  # the user's environment overrides the latter
+    if config is None:
+        journal = journal_of(folder).resolve()
+        left = (journal / CONFIG, journal.parent / CONFIG)
+        file = next(filter(is_left, left), None)
+        recorded[_DOWNLOAD] = "false"  # a recording must not make us download anything
     if file is None:
         with opened(folder) as chain:
             recorded[_VARIABLE] = chain[-1].head.task
     settings = load(
         Settings, path=file, environ=recorded | dict(os.environ), sets=sets,
-        options=options(**given), trusted=trusted, tables=_MEASURING,
+        options=options(**given), trusted=trusted, keys=_MEASURING,
     )  # fmt: skip
     if not trusted:
         check_task(settings, file or folder, sets, given.get("task"), otherwise)
     return settings
 
 
+def is_left(file: Path) -> bool:
+    """Whether a run left its configuration there. Raises ConfigError if it can't be read."""
+    if not file.exists():
+        return False
+    try:
+        os.close(open_regular(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    return True
+
+
 def check_task(
     settings: Settings, where: Path, sets: Sequence[str], task: object, otherwise: str = ""
 ) -> None:
-    """Raise ConfigError if only the recording at ``where`` named the task.
+    """Raise ConfigError if only the file or recording at ``where`` named the task.
 
     ``sets`` and ``task`` are the command's ``--set`` and ``--task``.
     """

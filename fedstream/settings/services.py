@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
 from fedstream.coordinator.page import MakePage
@@ -14,32 +13,42 @@ from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
 from fedstream.flower import apps
-from fedstream.runtime.plugins import runs_program, words
+from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
+from fedstream.settings.dry_step import (
+    look_over,
+    test_data_of,
+    try_measuring,
+    try_model,
+    try_training,
+)
 from fedstream.settings.parts import part_sources
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named, parameters
 from fedstream.sinks.service import DRAIN_S, Sinks
+from fedstream.trainer.choices import Solvers
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.fairness import has_device_tests
+from fedstream.trainer.goals import declared_goals
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.service import Trainer
 from fedstream.updater.service import Updater
 
 if TYPE_CHECKING:
     from fedstream.broker.layout import Model
+    from fedstream.runtime.http import HttpSettings
     from fedstream.trainer.task import Task, TaskSettings
 
 DEVICES = 10  # default, if neither the configuration nor the task sets a number
-_LOOK_S = 1.0  # time limit for checking the devices' data before a run
 
 
 def task_of(settings: Settings) -> Task:
     """Load the task and check the other keys against it. Raises ConfigError."""
     task = loaded(settings.task)
     devices_of(settings, task)
+    declared_goals(task)  # raises
     return task
 
 
@@ -110,29 +119,6 @@ def _check_steps(settings: Settings, task: Task) -> None:
         )
 
 
-def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
-    """Raise DataError if a device's data is empty, not a data set, or can't be loaded.
-
-    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
-    data is on this machine; otherwise, data that can't be loaded is not an error.
-    """
-    from fedstream.trainer.data import size_of
-
-    until = time.monotonic() + _LOOK_S
-    for device in range(devices):
-        try:
-            data = task.device_data(device)
-        except Exception as error:
-            if not trained_here:
-                return  # the trainer that has the data will report the error
-            if isinstance(error, FedstreamError):
-                raise
-            raise DataError(f"device {device}: {words(error)}") from error
-        size_of(data, device)
-        if time.monotonic() > until:
-            return
-
-
 def check_used(settings: Settings) -> None:
     """Raise ConfigError for keys that have no effect on a user's own task."""
     task = settings.task
@@ -152,10 +138,14 @@ def check_used(settings: Settings) -> None:
 
 
 def create_run(settings: Settings) -> tuple[Run, Model]:
-    """Make a new run: its record and version 0. Raises ConfigError, DataError."""
+    """Make a new run: its record and version 0. Raises ConfigError, DataError.
+
+    The model is checked; training is not tried, because the data and the GPU may be elsewhere.
+    """
     task = task_of(settings)
     devices = devices_of(settings, task)
-    look_over(task, devices, trained_here=False)
+    try_model(settings, task)
+    look_over(settings, task, devices, trained_here=False)
     rule = settings.rule.build()
     model, start = first_model(
         task, settings.run.seed, settings.run.start, controls=rule.controls
@@ -167,11 +157,12 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         devices=devices,
         versions=settings.run.versions,
         seed=settings.run.seed,
-        created=time.time(),
+        created=0.0,  # the updater says when
         max_staleness=rule.max_staleness,
         sends=rule.sends,
         by_steps=rule.by_steps,
         start=start,
+        goal=declared_goals(task),
     )
     return run, model
 
@@ -179,11 +170,11 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
 def _coordinator(
     settings: Settings, keys: Keys, name: str, page: MakePage | None = None
 ) -> tuple[Service, float]:
-    policy = settings.policy
+    policy, solvers = settings.policy, Solvers(settings.solver, settings.solvers)
     service = Coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        token=settings.http.token, page=page,
+        lr_of=lambda device: solvers[device].lr, token=settings.http.token, page=page,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 
@@ -215,9 +206,16 @@ def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
 
 
 def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    def load() -> Task:
+        task = task_of(settings)
+        devices = settings.trainer.owns or range(devices_of(settings, task))
+        try_model(settings, task)
+        try_training(settings, task, devices, settings.trainer.device)
+        return task
+
     service = Trainer(
         settings.trainer, settings.solver, settings.devices, settings.lease,
-        keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
+        keys=keys, redis=settings.redis, name=name, load=load,
         solvers=settings.solvers, participation=settings.participation,
         wire=settings.wire.of_updates,
     )  # fmt: skip
@@ -225,9 +223,16 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
 
 
 def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    def load() -> Task:
+        task = task_of(settings)
+        try_model(settings, task)
+        data, devices = test_data_of(settings, task), devices_of(settings, task)
+        try_measuring(settings, task, data, devices, settings.evaluator.device)
+        return task
+
     service = Evaluator(
         settings.evaluator, keys=keys, redis=settings.redis, name=name,
-        load=lambda: task_of(settings), target=settings.run.target_accuracy,
+        load=load, target=settings.run.target_accuracy,
     )  # fmt: skip
     return service, settings.evaluator.drain_s
 
@@ -275,18 +280,29 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
         service, drain_s = _coordinator(settings, keys, name, page)
     else:
         service, drain_s = _BUILDERS[role](settings, keys, name)
-    http, tls = settings.http, None
+    # After the gateway was made, which notices renewals.
+    tls = settings.gateway.tls() if role == "gateway" else None
+    return serve(
+        service, http=http_of(role, settings), log=settings.log, run=settings.run.name, name=name,
+        drain_s=drain_s, tracing=settings.tracing, tls=tls,
+    )  # fmt: skip
+
+
+def http_of(role: str, settings: Settings) -> HttpSettings:
+    """Where a service listens, under which names, and its limits on clients."""
+    http, hosts = settings.http, (*(settings.http.hosts or ()), *settings.page.hosts)
+    if role == "coordinator":
+        # A page under another name has no token, and no cookie for us.
+        is_any = http.token is not None and not hosts
+        return http.model_copy(update={"hosts": None if is_any else hosts})
     if role == "gateway":
         gateway, is_direct = settings.gateway, not settings.gateway.proxies
-        http = http.model_copy(
+        return http.model_copy(
             update={
+                "hosts": None,  # a device proves itself in each request
                 "connections": gateway.connections,
                 "address_connections": gateway.address_connections if is_direct else None,
                 "address_arrivals": gateway.address_arrivals if is_direct else None,
             }
         )
-        tls = settings.gateway.tls()  # after the gateway was made, which notices renewals
-    return serve(
-        service, http=http, log=settings.log, run=settings.run.name, name=name,
-        drain_s=drain_s, tracing=settings.tracing, tls=tls,
-    )  # fmt: skip
+    return http

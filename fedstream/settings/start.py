@@ -6,6 +6,7 @@ file. Only the model is taken: the strategy's memory begins empty, and control v
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import OF_INTEGERS, Layout, Model, Tensor
 from fedstream.journal import JournalError, newest_version, opened
 from fedstream.journal.inspection import model_at
+from fedstream.runtime.files import open_regular
 from fedstream.runtime.plugins import NotTrusted
 
 if TYPE_CHECKING:
@@ -112,9 +114,11 @@ def _load_file(path: Path, into: Model, where: str) -> str:
     from safetensors.torch import load_file
 
     try:
+        os.close(open_regular(path))  # of a pipe, the next line would wait for a writer
         found: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:  # its OSErrors have no strerror
-        raise ConfigError(f"{where}: cannot be read: {error}") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error  # safetensors' OSErrors have none
+        raise ConfigError(f"{where}: cannot be read: {why}") from error
     layout = into.layout.without_controls()
     theirs = []
     for tensor in layout.tensors:

@@ -1,6 +1,6 @@
 """Plan of who trains, from which version, for how long, and in which order answers arrive.
 
-A plan depends only on the configuration and the number of devices, not on the training, so the same
+A plan depends only on the configuration, the number of devices, and which tasks fail, so the same
 plan can be replayed to the live pipeline. The n-th task is drawn as the scheduler draws its n-th
 (:func:`fedstream.coordinator.scheduling.draw`).
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _IN_VAIN = 1000  # give up once a round got too few answers this many times in a row
 _MOST_PUT_OFF = 1000  # times that a policy may name a later time once its time has come
-_ALL_ANSWERED = "every device has answered"
+_ALL_ANSWERED = "every device that can be asked has answered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,22 @@ class RoundOver:
     oldest: int
     time: float
     why: str
+    drops: bool = False
+    """whether the answers are not used"""
 
 
 PlannedEvent: TypeAlias = Arrival | RoundOver
 
 
-def plan(settings: Settings, devices: int) -> Iterator[PlannedEvent]:
-    """Plan an endless sequence of events. Raises ConfigError if the settings can't be simulated."""
+def plan(
+    settings: Settings, devices: int, failed: set[int] | None = None
+) -> Iterator[PlannedEvent]:
+    """Plan an endless sequence of events. Raises ConfigError if the settings can't be simulated.
+
+    ``failed``: to report that the task of the last arrival failed, add its number, before the next
+    event is asked for. It then counts as given up, and its device may rest.
+    """
+    failed = set() if failed is None else failed
     initiative, groups = settings.trainer.anarchic, settings.participation
     for key, steps in (
         ("scheduler.steps", settings.scheduler.steps),
@@ -104,45 +113,64 @@ def plan(settings: Settings, devices: int) -> Iterator[PlannedEvent]:
         )
     match staleness:
         case NoStaleness():
-            return _drawn(settings, devices, most=0)
+            return _drawn(settings, devices, failed, most=0)
         case UniformStaleness(most=most):
-            return _drawn(settings, devices, most=most)
+            return _drawn(settings, devices, failed, most=most)
         case RecentStaleness(of=of):
-            return _drawn(settings, devices, most=of - 1)
+            return _drawn(settings, devices, failed, most=of - 1)
         case LatencyStaleness():
-            return _Clock(settings, devices).events()
+            return _Clock(settings, devices, failed).events()
 
 
-def _drawn(settings: Settings, devices: int, *, most: int) -> Iterator[PlannedEvent]:
+def _drawn(
+    settings: Settings, devices: int, failed: set[int], *, most: int
+) -> Iterator[PlannedEvent]:
     """Draw staleness uniformly on [0, min(most, t)] at version t.
 
     No device comes twice in a batch until every device has come, and none comes twice in a round.
+    A device that fails rests for as many arrivals as it would rest for seconds.
     """
     size, limit = settings.strategy.batch, settings.rule.max_staleness
     parts = Participation(settings.scheduler.steps, settings.participation)
     seed, n, version = settings.run.seed, 0, 0
-    most_answers = devices if isinstance(settings.policy, Rounds) else math.inf
+    in_rounds, rests = isinstance(settings.policy, Rounds), Rests(0.0)
+    most_answers = devices if in_rounds else math.inf
     while True:
         idle: list[int] = []
         used, begun, oldest = 0, n, max(0, version - most)
         while used < size and n - begun < most_answers:
+            able = _without(idle, rests.after_failures(n))
+            if not able and used and in_rounds:
+                break
+            if not able:
+                idle = list(range(devices))
+                able = _without(idle, rests.after_failures(n)) or idle
             rng = draw(seed, n)
-            idle = idle or list(range(devices))
-            device = idle.pop(parts.pick(rng, idle))
+            device = able.pop(parts.pick(rng, able))
+            if able is not idle:
+                idle.remove(device)
             length = parts.length(rng, device)
             task_seed = rng.getrandbits(63)
             d = rng.randint(0, min(most, version))
-            used += limit is None or d <= limit
+            counts = limit is None or d <= limit
             n += 1
             yield Arrival(
                 n - 1, device, task_seed, length.steps, length.epochs, version - d, version,
-                makes=used == size, oldest=oldest, time=float(n),
+                makes=used + counts == size, oldest=oldest, time=float(n),
             )  # fmt: skip
+            has_failed = n - 1 in failed
+            rests.ended(device, n, failed=has_failed)
+            used += counts and not has_failed
         if used < size:
             yield RoundOver(
                 version, makes=used > 0, oldest=oldest, time=float(n), why=_ALL_ANSWERED
             )
         version += used > 0
+
+
+def _without(devices: list[int], resting: Collection[int]) -> list[int]:
+    """The devices that don't rest: the very list if none does."""
+    return [device for device in devices if device not in resting] if resting else devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +189,9 @@ class _Working:
 class _Clock:
     """Events on a virtual clock: devices start when the policy says, and work for some time."""
 
-    def __init__(self, settings: Settings, devices: int) -> None:
+    def __init__(self, settings: Settings, devices: int, failed: set[int]) -> None:
         self._settings = settings
+        self._failed = failed
         self._devices = range(devices)
         self._parts = Participation(settings.scheduler.steps, settings.participation)
         self._size = settings.strategy.batch
@@ -175,6 +204,7 @@ class _Clock:
         self._issued = 0
         self._version = 0
         self._used = 0  # answers used for the next version
+        self._in_vain = 0  # time-outs with too few answers, one after the other
         self._mean_staleness = 0.0
         self._open: dict[int, _Working] = {}  # by device
         self._ends: list[tuple[float, int, _Working]] = []  # (time, task's number, task): a heap
@@ -257,6 +287,18 @@ class _Clock:
         del self._open[task.device]
         return task
 
+    def _end_of(self, task: _Working) -> Generator[Arrival, None, bool]:
+        """The arrival of a task's answer, if it has one; returns whether the answer is used."""
+        is_used = task.answers
+        if is_used:
+            before = self._version, self._used, self._mean_staleness
+            yield self._arrived(task)
+            if task.n in self._failed:
+                is_used = False
+                self._version, self._used, self._mean_staleness = before
+        self._rests.ended(task.device, self._now, failed=not is_used)
+        return is_used
+
     def _arrived(self, task: _Working) -> Arrival:
         """Arrival of a task's answer."""
         version = self._version
@@ -298,9 +340,7 @@ class _Clock:
                 put_off = 0
                 last = due if policy.catches_up else self._now
             if self._ends and self._ends[0][0] <= wake:
-                task = self._finished()
-                if task.answers:
-                    yield self._arrived(task)
+                yield from self._end_of(self._finished())
             else:
                 self._now = wake
                 put_off += waits
@@ -314,50 +354,61 @@ class _Clock:
     def _traffic(self, last: float) -> Traffic:
         """What a policy sees."""
         return Traffic(
-            self._now, 0.0, self._issued, self._version, self._open.keys(), self._devices,
+            self._now, 0.0, self._issued, self._version, self._open.keys(), self._able(),
             0, self._mean_staleness, last, 0,
         )  # fmt: skip
+
+    def _able(self) -> Sequence[int]:
+        """The devices that don't rest after failures."""
+        resting = self._rests.after_failures(self._now)
+        return _without(list(self._devices), resting) if resting else self._devices
 
     def _rounds(self, policy: Rounds) -> Iterator[PlannedEvent]:
         """Run rounds of k devices one after the other; open tasks end with their round."""
         while True:
-            yield from self._round(policy, self._version)
-            self._give_up()
+            version = self._version
+            yield from self._round(policy, version)
+            self._in_vain = self._in_vain if self._version == version else 0
+            self._give_up(failed=False)
 
     def _round(self, policy: Rounds, version: int) -> Iterator[PlannedEvent]:
         """Run the round based on ``version``, replacing devices that vanish."""
-        k, _ = wanted(policy, len(self._devices), room=None)
-        since, answered, in_vain = self._now, set[int](), 0
+        since, answered = self._now, set[int]()
         while self._version == version:
+            k, _ = wanted(policy, len(self._able()), room=None)
             it = Round(k, len(answered), len(self._open), since)
             what = verdict(policy, it, self._now)
             if what == "over":
                 timed_out = self._now >= since + policy.timeout_s
                 yield self._over("time-out" if timed_out else _ALL_ANSWERED)
                 return
-            if what == "again":
-                since, in_vain = self._now, in_vain + 1
-                self._give_up()
-                if in_vain == _IN_VAIN:
+            if what in ("again", "dropped"):
+                if self._open or not self._rests.after_failures(self._now):
+                    self._in_vain += 1  # not while devices only rest
+                if self._in_vain == _IN_VAIN:
                     raise ConfigError(
                         f"scheduler.policy.timeout_s = {policy.timeout_s:g} is too short for these "
                         f"devices: even {_IN_VAIN} times as long brings fewer than min_answers = "
                         f"{policy.min_answers} answers"
                     )
+                if what == "dropped":
+                    yield self._over("time-out", drops=True)
+                    return
+                since = self._now
+                self._give_up(failed=True)
             deadline, wake = since + policy.timeout_s, self._fill(k, answered)
             end = self._ends[0][0] if self._ends else math.inf
             if end > wake or end >= deadline:
                 self._now = min(wake, deadline)
                 continue
             task = self._finished()
-            if task.answers:
+            if (yield from self._end_of(task)):
                 answered.add(task.device)
-                yield self._arrived(task)
 
     def _fill(self, k: int, answered: set[int]) -> float:
         """Start devices until k have answered or are at work.
 
-        Returns the time at which another device may become available; infinity if k are reached.
+        Returns the time at which another device may become available.
         """
         while len(answered) + len(self._open) < k:
             busy = answered | self._open.keys()
@@ -366,18 +417,20 @@ class _Clock:
                 return self._next_eligible(busy)
             rng = draw(self._seed, self._issued)
             self._begin(idle[self._parts.pick(rng, idle)], self._parts, rng)
-        return math.inf
+        resting = self._rests.after_failures(self._now)
+        return min(map(self._rests.end, resting), default=math.inf)
 
-    def _give_up(self) -> None:
-        """Drop all open tasks."""
+    def _give_up(self, *, failed: bool) -> None:
+        """Drop all open tasks. ``failed``: their devices did; they were too slow."""
+        for device in self._open if failed else ():
+            self._rests.ended(device, self._now, failed=True)
         self._open.clear()
         self._ends.clear()
 
-    def _over(self, why: str) -> RoundOver:
-        version, makes = self._version, self._used > 0
-        if makes:
-            self._version, self._used = version + 1, 0
-        return RoundOver(version, makes=makes, oldest=version, time=self._now, why=why)
+    def _over(self, why: str, *, drops: bool = False) -> RoundOver:
+        version, makes = self._version, self._used > 0 and not drops
+        self._version, self._used = version + makes, 0
+        return RoundOver(version, makes, oldest=version, time=self._now, why=why, drops=drops)
 
     def _anarchic(self) -> Iterator[Arrival]:
         """Let each device start by itself, after an exponentially distributed idle time."""
@@ -394,11 +447,13 @@ class _Clock:
                 task = self._finished()
                 decides = self._now + rngs[task.device].expovariate(rates[task.device])
                 heapq.heappush(decisions, (decides, task.device))
-                if task.answers:
-                    yield self._arrived(task)
+                yield from self._end_of(task)
                 continue
             self._now, device = heapq.heappop(decisions)
-            if eligible(self._settings.devices.availability, device, self._seed, self._now):
+            rests = self._rests.end(device) > self._now
+            if not rests and eligible(
+                self._settings.devices.availability, device, self._seed, self._now
+            ):
                 parts.pick(rngs[device], [device])  # one of one: plans keep the draws they had
                 self._begin(device, parts, rngs[device])
             else:

@@ -10,22 +10,27 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from fedstream.broker import reasons
+from fedstream.broker.errors import ConfigError, DataError
 from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Contribution, Upload
+from fedstream.broker.messages import Contribution, Goal, Upload
+from fedstream.coordinator.rests import no_device_works
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
+from fedstream.runtime.plugins import words
 from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
 from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.trainer.goals import best_of, declared_goals, ends_run, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled
 from fedstream.updater import refusals
 
@@ -79,6 +84,10 @@ class SimulationResult:
     state: Literal["finished", "interrupted", "failed"]
     why: str
     refused: Counter[str] = field(default_factory=Counter)
+    given_up: Counter[str] = field(default_factory=Counter)
+    """tasks that raised, by reason"""
+    failing: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """devices whose last tasks raised, more than one: how many in a row, and the last error"""
     seconds: float = 0.0
     """real time, not virtual"""
     measuring: float = 0.0
@@ -91,6 +100,8 @@ class SimulationResult:
     """metrics on each device's own test data, as measured last (``evaluator.per_device``)"""
     update_bytes: int = 0
     """of all updates that arrived, in the format they were sent in"""
+    goal: Mapping[str, Goal] = field(default_factory=dict)
+    """of metrics, as the task declares them"""
     remembering: int = 0
     """devices with error feedback, which takes the memory of a model's parameters for each"""
 
@@ -100,8 +111,15 @@ class SimulationResult:
         return [made for made in self.versions if made.metrics]
 
     def best(self, name: str = "accuracy") -> float:
-        """Highest value of a metric over the measured versions."""
-        return max(made.metrics[name] for made in self.measured)
+        """Best value of a metric over the measured versions.
+
+        Raises ConfigError if nobody said whether the metric is to be low or high.
+        """
+        goal = goal_of(name, self.goal)
+        if goal is None:
+            raise ConfigError(unknown_goal(name))
+        found = best_of(((made.metrics[name], 0) for made in self.measured), goal)
+        return found[0] if found else math.nan
 
     def last(self, name: str = "accuracy") -> float:
         """Value of a metric at the last measured version."""
@@ -126,8 +144,9 @@ def simulate(
     run's id there, drawn by default. ``on_version`` is called for every version, including 0; the
     model is valid only during the call.
 
-    Raises ConfigError, JournalError; DataError, naming the device, also for anything the task
-    raises; Fenced if the folder already has a journal.
+    A device on which the task raises gives its task up and rests, as in a live run. Raises
+    ConfigError, JournalError; DataError, naming the device, for what the task raises if no device
+    works; Fenced if the folder already has a journal.
     """
     from fedstream.settings.services import task_of
     from fedstream.simulation.training import use_of_torch
@@ -233,37 +252,52 @@ class _Simulation:
         on_version: Callable[[VersionMade, Model], object] | None,
         cancelled: Callable[[], bool],
     ) -> None:
-        from fedstream.settings.services import devices_of, look_over
+        from fedstream.settings.dry_step import try_task
+        from fedstream.settings.services import devices_of
         from fedstream.settings.start import first_model
         from fedstream.simulation.training import Measuring, Training, blamed
 
         self._settings = settings
+        self._goal = declared_goals(task)
         self._on_version = on_version
         self._devices = devices_of(settings, task)
-        self._plan = plan(settings, self._devices) if arrivals is None else iter(arrivals)
+        self._failed: set[int] = set()  # numbers of tasks, for the plan
+        self._is_planned = arrivals is None
+        self._plan = self._planned() if arrivals is None else iter(arrivals)
         self._strategy = settings.rule.build(self._devices)
-        look_over(task, self._devices, trained_here=True)
+        tried = try_task(settings, task, self._devices, simulated=True, cancelled=cancelled)
         with blamed("model()"):
             x_0, self._start = first_model(
                 task, settings.run.seed, settings.run.start, controls=self._strategy.controls
             )  # fmt: skip
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
-        self._measure = Measuring(settings, task, self._training, self._devices)
+        self._measure = Measuring(settings, task, self._training, self._devices, tried.test_data)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest(settings.wire.digest) if journal else _NO_DIGEST
         self._transport = Transport(settings.wire, self._strategy.sends)
         self._models = _Bases(self._progress.state, self._digest, self._transport)
         self._ahead: deque[PlannedEvent] = deque()
+        self._taken = 0  # events of the plan
         self._trained: dict[int, tuple[Trained, Job]] = {}  # by task number
         self._entries = self._streak = 0
         self._refused: Counter[str] = Counter()
+        self._given_up: Counter[str] = Counter()
+        self._failing: dict[int, tuple[int, str]] = {}  # device -> failures in a row, the error
+        self._in_a_row: Counter[int] = Counter()  # failures since the last update, by device
         self._cost = _Cost()
         self._measuring = 0.0
         self._versions: list[VersionMade] = []
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
-                journal, settings, self._devices, self._progress, self._digest, self._start, lineage
+                journal,
+                settings,
+                self._devices,
+                self._progress,
+                self._digest,
+                self._start,
+                self._goal,
+                lineage,
             )
             if journal
             else None
@@ -285,39 +319,77 @@ class _Simulation:
                 event = self._next()
                 if isinstance(event, RoundOver):
                     self._end_round(event)
-                else:
-                    self._take(event, *self._trained_for(event))
-                self._follow(event)
+                    self._follow(event)
+                elif (trained := self._trained_for(event)) is not None:
+                    self._take(event, *trained)
+                    self._follow(event)
             except Cancelled:
                 self._ending = "interrupted", f"at version {self._progress.state.version}"
         state, why = self._ending
+        failing = {device: known for device, known in self._failing.items() if known[0] > 1}
         module, model = self._training.module, self._models.published.model.copy()
         load(model, module)
         return SimulationResult(
             self._versions, model, module, self._devices, state, why, self._refused,
-            time.perf_counter() - began, self._measuring, self._training.together, self._start,
-            self._measure.per_device, self._transport.update_bytes, self._transport.remembering,
+            self._given_up, dict(sorted(failing.items())), time.perf_counter() - began,
+            self._measuring, self._training.together, self._start,
+            self._measure.per_device, self._transport.update_bytes, self._goal,
+            self._transport.remembering,
         )  # fmt: skip
 
     # arrivals, and training ahead of them
 
+    def _planned(self) -> Iterator[PlannedEvent]:
+        return plan(self._settings, self._devices, self._failed)
+
     def _next(self) -> PlannedEvent:
         if not self._ahead:
             self._ahead.append(next(self._plan))
+        self._taken += 1
         return self._ahead.popleft()
 
-    def _trained_for(self, arrival: Arrival) -> tuple[Trained, Job]:
-        """Result of an arrival's training; also trains others ahead that can be trained with it."""
+    def _trained_for(self, arrival: Arrival) -> tuple[Trained, Job] | None:
+        """Result of an arrival's training, None if the task raised.
+
+        Also trains others ahead that can be trained with it.
+        """
         if arrival.n not in self._trained:
             jobs = [self._job(one) for one in self._trainable(arrival)]
-            for job, trained in zip(jobs, self._training.train(jobs), strict=True):
+            try:
+                results = self._training.train(jobs)
+            except DataError as error:
+                self._release(*(job.into for job in jobs))
+                self._give_up(arrival, error)
+                return None
+            for job, trained in zip(jobs, results, strict=False):
                 self._trained[job.arrival.n] = trained, job
+            self._release(*(job.into for job in jobs[len(results) :]))
         return self._trained.pop(arrival.n)
+
+    def _give_up(self, arrival: Arrival, error: DataError) -> None:
+        """Give a task up because it raised. Raises the error if no device works."""
+        device = arrival.device
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        self._given_up[reasons.of_giving_up(reasons.raised(cause))] += 1
+        self._failing[device] = self._failing.get(device, (0, ""))[0] + 1, words(cause)
+        self._in_a_row[device] += 1
+        tried = len(self._in_a_row)
+        if why := no_device_works(self._in_a_row.total(), tried, self._devices):
+            raise DataError(f"{why}: {error}") from error
+        self._failed.add(arrival.n)
+        if not self._is_planned:
+            self._follow(arrival)
+        elif self._ahead:  # planned as if the task had not failed: only once, see `_trainable`
+            self._release(*(job.into for _, job in self._trained.values()))
+            self._trained.clear()
+            self._ahead.clear()
+            self._plan = self._planned()
+            deque(islice(self._plan, self._taken), maxlen=0)
 
     def _trainable(self, first: Arrival) -> list[Arrival]:
         """``first`` and later arrivals with known base versions, as many as train well together."""
         sizes = self._training.sizes
-        if sizes == (1,):
+        if sizes == (1,) or self._given_up:  # what follows depends on whether this one fails
             return [first]
         missing = max(0, _AHEAD - len(self._ahead))
         self._ahead.extend(islice(self._plan, missing))
@@ -385,6 +457,8 @@ class _Simulation:
         spare = self._spare()
         step = take(rule, before, upload, update, spare)
         self._streak = 0
+        self._in_a_row.clear()
+        self._failing.pop(arrival.device, None)
         self._progress = step.after
         made = self._made(step, arrival.time)
         if self._journal is not None:
@@ -405,14 +479,16 @@ class _Simulation:
     def _end_round(self, over: RoundOver) -> None:
         before = self._progress
         round_ = before.state.version
-        step = close_round(self._strategy, before, round_)
+        dropped = len(before.held) if over.drops else 0
+        step = close_round(self._strategy, before, round_, drops=dropped > 0)
         self._progress = step.after
         made = self._made(step, over.time)
         if self._journal is not None:
             version = step.after.state.version
-            self._journal.round_over(over, round_, version, self._happened(step, over.time))
+            about = self._happened(step, over.time)
+            self._journal.round_over(over, round_, version, about, dropped)
         self._tell(made)
-        self._release(before.state.model)
+        self._release(*before.state.models())
 
     def _happened(self, step: Step | None, at: float) -> Happened:
         self._entries += 1
@@ -436,11 +512,12 @@ class _Simulation:
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()
-        metrics = self._measure(self._models.published.model, last=last) if due else {}
+        published = self._models.published.model
+        metrics = self._measure(published, state.version, last=last) if due else {}
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"
-        elif run.target_accuracy and metrics.get("accuracy", 0.0) >= run.target_accuracy:
+        elif ends_run(metrics, run.target_accuracy):
             said = f"accuracy {metrics['accuracy']:.4f} reached"
             self._ending = "finished", said
         losses = [update.loss for update in updates if update.loss is not None]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.broker.messages import Outcome, Upload
+from fedstream.coordinator.rounds import Rounds
 from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
-from fedstream.journal.records import WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
 from fedstream.settings.parts import part_sources
 from fedstream.strategies import sources_of
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fedstream.journal.records import Counted
     from fedstream.settings.config import Settings
     from fedstream.simulation.arrivals import RoundOver
+    from fedstream.trainer.goals import Goals
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +50,26 @@ class SimulationRecorder:
         progress: Progress,
         digest: str,
         start: str,
+        goal: Goals,
         lineage: str,
     ) -> None:
         """Begin the journal. Raises JournalError; Fenced if there is one already.
 
-        ``digest``: of version 0. ``start``: where it was taken from, and ``lineage``: the run's
-        id, as the head says them.
+        ``digest``: of version 0. ``start``: where it was taken from, ``goal``: of metrics, and
+        ``lineage``: the run's id, as the head says them.
         """
         self._settings = settings.journal
+        needs = [] if settings.wire.of_updates.is_plain else [WIRE_FORMATS]
+        if isinstance(settings.policy, Rounds) and settings.policy.too_few == "drop":
+            needs.append(DROPPED_ROUNDS)
         head = SegmentHead(
-            needs=() if settings.wire.of_updates.is_plain else (WIRE_FORMATS,),
+            needs=tuple(sorted(needs)),
             epoch=1, number=0, lineage=lineage, run=settings.run.name,
             task=settings.task.name, devices=devices, versions=settings.run.versions,
             seed=settings.run.seed, created=0.0, strategy=settings.rule.model_dump(mode="json"),
             layout=progress.state.model.layout.encode(),
             release=f"numpy {np.__version__}, {platform.machine()}, simulated", time=time.time(),
-            start=start,
+            start=start, goal=dict(goal) or None,
             sources=sources_of(settings.rule), parts=part_sources(settings),
             format=settings.wire.of_models.name,
         )  # fmt: skip
@@ -111,11 +117,14 @@ class SimulationRecorder:
         )  # fmt: skip
         self._writer.append(record, *payload)
 
-    def round_over(self, over: RoundOver, round_: int, version: int, about: Happened) -> None:
-        """Record the end of the round based on version ``round_``."""
+    def round_over(
+        self, over: RoundOver, round_: int, version: int, about: Happened, dropped: int
+    ) -> None:
+        """Record the end of the round based on version ``round_``; ``dropped``: updates."""
         record = RoundClosed(
             entry=f"{about.n}-0", round=round_, why=over.why, version=version, digest=about.digest,
-            given=about.given, time=about.time, received=about.time, finished=about.finished,
+            dropped=dropped, given=about.given, time=about.time, received=about.time,
+            finished=about.finished,
         )  # fmt: skip
         self._writer.append(record)
 

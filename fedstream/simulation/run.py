@@ -28,7 +28,14 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Event, Version
 from fedstream.journal import FOLDER
 from fedstream.observe import report
-from fedstream.observe.display import duration, fairness, short, two_columns
+from fedstream.observe.display import (
+    duration,
+    failing,
+    fairness,
+    never_finite,
+    short,
+    two_columns,
+)
 from fedstream.observe.history import History
 from fedstream.observe.occupied import occupied
 from fedstream.runtime.config import dump
@@ -38,10 +45,11 @@ from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
-from fedstream.sinks.choice import named, parameters
+from fedstream.sinks.choice import flat, named, parameters
 from fedstream.sinks.direct import DirectSinks
 from fedstream.sinks.sink import TrackedRun
-from fedstream.terminal import console, line
+from fedstream.terminal import console, line, measure
+from fedstream.trainer.goals import declared_goals, main_metric
 
 if TYPE_CHECKING:
     from fedstream.trainer.task import Task
@@ -92,12 +100,15 @@ def simulate_into(
     as :func:`simulate` does; ConfigError for a folder that cannot be written.
     """
     history, table = History(), report.Table(out, 0.0)
+    history.goal.update(declared_goals(task))
+    told: set[str] = set()
     began = time.time()
     settings = settings.model_copy(
         update={"sinks": tuple(sink.placed(out.absolute()) for sink in settings.sinks)}
     )
     with _folder(out, settings, begun=lambda: len(history.versions) > 1):
-        tracked = TrackedRun(secrets.token_hex(8), settings.run.name, began, parameters(settings))
+        about = {**parameters(settings), **flat({"goal": history.goal})}
+        tracked = TrackedRun(secrets.token_hex(8), settings.run.name, began, about)
         sinks = DirectSinks(named(settings.sinks), tracked, lambda why: line(why, err=True))
 
         def heard(made: VersionMade, _model: object) -> None:
@@ -115,6 +126,10 @@ def simulate_into(
                 ),
             )  # fmt: skip
             history.measure(made.version, made.metrics)
+            for key, notice in history.notices():
+                if key not in told:
+                    told.add(key)
+                    line(notice, err=True)
             with report.usable(out):
                 table.follow(history)
             show(made)
@@ -230,6 +245,11 @@ def summary(settings: Settings, outcome: SimulationResult, history: History) -> 
         "update_bytes": outcome.update_bytes,
         "devices_with_feedback": outcome.remembering,
         "refused": dict(outcome.refused),
+        "given_up": dict(outcome.given_up),
+        "failing": {
+            str(device): {"tasks": tasks, "reason": reason}
+            for device, (tasks, reason) in outcome.failing.items()
+        },
         "mean_staleness": round(history.mean_staleness, 4),
         "max_staleness": max(late, default=0),
         "virtual_seconds": last.time,
@@ -293,14 +313,18 @@ def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) 
         "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
         "measured": in_words(numbers["metrics"]) or "not measured",
         "devices": fairness(numbers["metrics"]),
-        "best": f"accuracy {numbers['best_accuracy']:.4f} at version "
-        f"{numbers['best_accuracy_version']}"
-        if numbers["best_accuracy"] is not None
-        else "",
+        "best": ", ".join(
+            f"{name} {measure(best['value'])} at version {best['version']}"
+            for name, best in numbers["best"].items()
+            if name == main_metric(numbers["metrics"])
+        ),
+        "warning": never_finite(numbers),
         "versions": f"{numbers['versions']} of {numbers['updates']} updates, "
         f"{numbers['gradients']} gradients, {numbers['device_epochs']:g} device-epochs",
         "staleness": f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}",
         "refused": ", ".join(f"{n} {why}" for why, n in outcome.refused.items()),
+        "given up": ", ".join(f"{n} {why}" for why, n in outcome.given_up.items()),
+        "failing": failing(numbers["failing"]),
         "took": f"{outcome.seconds:.1f} s, {numbers['device_epochs_per_s']:,.0f} device-epochs/s",
         "files": "\n".join(files),
     }

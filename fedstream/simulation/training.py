@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import nn
 
 from fedstream.broker.errors import DataError, FedstreamError
 from fedstream.broker.layout import Model
-from fedstream.runtime.plugins import words
+from fedstream.runtime.plugins import about, words
 from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.fairness import device_metrics, spread
+from fedstream.trainer.goals import ends_run
 from fedstream.trainer.placement import check, placed
 from fedstream.trainer.solvers import Cancelled, Trained, Work
 from fedstream.trainer.task import Task, measured, untrained
@@ -84,7 +85,9 @@ class Training:
             and type(task).solver_of is Task.solver_of
             and together.suits(task, self.module, settings.solver)
         ):
-            rows = together.rows_of(self._given, devices, simulation.device)
+            rows = None
+            with suppress(DataError):  # whoever trains on that device finds it again
+                rows = together.rows_of(self._given, devices, simulation.device)
             if rows is not None:
                 self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
 
@@ -94,9 +97,12 @@ class Training:
         return self._group.sizes if self._group is not None else (1,)
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
-        """Train all jobs into their ``into``. Raises Cancelled; DataError if the task raises."""
+        """Train jobs into their ``into``: all of them together, or only the first.
+
+        Raises Cancelled; DataError if the task raises on the first.
+        """
         if self._group is None or len(jobs) < together.LEAST:
-            return [self._alone(job) for job in jobs]
+            return [self._alone(jobs[0])]
         try:
             trained = self._group.train(jobs)
         except Cancelled:
@@ -142,7 +148,7 @@ class Training:
     def _solve(self, job: Job, work: Work) -> Trained:
         vector.load(job.base, self.module)
         device = job.arrival.device
-        with blamed(f"device {device}"):
+        with blamed(f"device {device} at version {job.version}"):
             with self._precision(), self._layout():
                 trained = self._task.train(self.module, self.data(device), work)
             vector.read(self.module, job.into)
@@ -192,7 +198,15 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 class Measuring:
     """Measurement of models on the task's test data, in float32."""
 
-    def __init__(self, settings: Settings, task: Task, training: Training, devices: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        training: Training,
+        devices: int,
+        data: Dataset[Any] | None,
+    ) -> None:
+        """``data``: the test data."""
         self._task = task
         self._training = training
         self._settings = settings
@@ -200,33 +214,34 @@ class Measuring:
         self.per_device: dict[int, dict[str, float]] = {}
         """the devices' metrics, as they were measured last"""
         self._place = settings.simulation.device
-        with blamed("test data"):
-            data = task.test_data()
-            self._data = placed(data, self._place) if data is not None else None
+        self._data = placed(data, self._place) if data is not None else None
 
-    def __call__(self, model: Model, *, last: bool) -> dict[str, float]:
-        """Metrics of a model; empty if there is no test data. ``last``: of the run."""
+    def __call__(self, model: Model, version: int, *, last: bool) -> dict[str, float]:
+        """Metrics of a version; empty if there is no test data. ``last``: of the run."""
         vector.load(model, self._training.module)
         metrics: dict[str, float] = {}
-        with blamed("test data"):
+        with blamed(f"test data at version {version}"):
             if self._data is not None:
                 metrics = measured(self._task, self._training.module, self._data)
             when, target = self._settings.evaluator.per_device, self._settings.run.target_accuracy
-            last = last or (target is not None and metrics.get("accuracy", 0.0) >= target)
+            last = last or ends_run(metrics, target)
             if when == "always" or (when == "last" and last):
                 self.per_device = device_metrics(
                     self._task, self._training.module, self._devices, self._place
                 )
-                metrics |= spread(self.per_device)
+                metrics |= spread(self.per_device, self._task.goal)
         return metrics
 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn whatever the user's task raises into a DataError that says what it concerned."""
+    """Turn whatever the user's task raises into a DataError that says what it concerned.
+
+    Its ``trace`` is the traceback from the user's first frame on.
+    """
     try:
         yield
     except (FedstreamError, Cancelled):
         raise
     except Exception as error:
-        raise DataError(f"{what}: {words(error)}") from error
+        raise about(error, DataError(f"{what}: {words(error)}")) from error

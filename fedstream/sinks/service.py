@@ -207,7 +207,10 @@ class Tracking:
         if self._run is not None and self._run.lineage == run.lineage:
             return
         cursor = await self._ledger.cursor(self._name, run.lineage)
-        tracked = TrackedRun(run.lineage, self._ledger.keys.name, run.created, self._parameters)
+        goals = {f"goal.{name}": goal for name, goal in run.goal.items()}
+        tracked = TrackedRun(
+            run.lineage, self._ledger.keys.name, run.created, {**self._parameters, **goals}
+        )
         reached = await self._ask(lambda: self._sink.begin(tracked))
         own = Reached(cursor.version, cursor.evaluation)
         self._feed = Feed(own if reached is None else reached, cursor.lost)
@@ -252,7 +255,7 @@ class Tracking:
         run, head = await self._ledger.run(), await self._ledger.head()
         if run.state != "finished" or head is None:
             return
-        waited = time.time() - (run.finished or 0.0) > _MEASURED_WITHIN_S
+        waited = self._ledger.now() - (run.finished or 0.0) > _MEASURED_WITHIN_S
         if not (stopping or waited or self._feed.tried == head.version):
             return
         summary: dict[str, TrackedValue] = {

@@ -34,7 +34,8 @@ class TrackedRun:
     created: float
     """seconds since 1970"""
     parameters: Mapping[str, TrackedValue] = field(default_factory=dict)
-    """the configuration by dotted key, such as ``strategy.alpha``; without secrets"""
+    """the configuration by dotted key, such as ``strategy.alpha``, without secrets; and whether a
+    metric is to be low or high, where the task says so: ``goal.rmse`` is ``min``"""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ record at the file's end, which readers ignore. The files themselves say what th
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from fedstream.broker.errors import ConfigError
+from fedstream.runtime.files import open_regular
 from fedstream.sinks.extras import needs
 from fedstream.sinks.sink import Reached, Sink, SinkSettings, TrackedPoint, TrackedRun, TrackedValue
 
@@ -133,7 +135,7 @@ def _found(folder: Path) -> tuple[Reached, set[tuple[str, int]]]:
 
 def _records(file: Path) -> Iterator[bytes]:
     """The whole records of an event file (TFRecord's format), up to a torn one."""
-    with file.open("rb") as source:
+    with os.fdopen(open_regular(file), "rb") as source:
         while len(head := source.read(_HEAD.size)) == _HEAD.size:
             length = _HEAD.unpack(head)[0]
             data = source.read(length + _FOOT.size)

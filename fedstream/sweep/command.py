@@ -16,12 +16,13 @@ from fedstream.runtime.config import Option
 from fedstream.settings.config import Settings
 from fedstream.sweep import results
 from fedstream.sweep.parallel import each, share
-from fedstream.sweep.results import Goal, Ranked, SweepFolder, as_csv, lines
+from fedstream.sweep.results import Ranked, Ranking, SweepFolder, as_csv, lines
 from fedstream.sweep.space import axes, drawn, grid
 from fedstream.sweep.trials import (
     Configuration,
     Finished,
     Trial,
+    check_some_works,
     configurations,
     run_trial,
     words,
@@ -38,7 +39,7 @@ class SweepRequest:
     over: Sequence[str]
     """as given: KEY=VALUES"""
     out: Path
-    goal: Goal
+    ranking: Ranking
     repeats: int = 1
     random: int | None = None
     """number of random configurations; None: the whole grid"""
@@ -71,9 +72,10 @@ def sweep(
     store = SweepFolder(request.out)
     store.begin(wanted)
     there = {(run.configuration, run.repeat) for run in store.runs() if run.state != "raised"}
+    metric, goal = request.ranking.metric, request.ranking.goal
     # All configurations once, then all again: a sweep that is cut short says something about each.
     trials = [
-        Trial(one.name, store.file(one), one.keys, repeat, request.goal.metric)
+        Trial(one.name, store.file(one), one.keys, repeat, metric, goal)
         for repeat in range(request.repeats)
         for one in wanted
         if (one.name, repeat) not in there
@@ -81,11 +83,13 @@ def sweep(
     total = len(wanted) * request.repeats
     what = f"{counted(len(wanted), 'configuration')}, {counted(total, 'run')}"
     say(f"{what}, {total - len(trials)} of them done already")
+    if trials:
+        check_some_works(trials)
     try:
         _run(trials, request, store, say)
     finally:
-        found = lines(wanted, store.runs(), request.goal, request.repeats)
-        _write(store, wanted, found, request.goal)
+        found = lines(wanted, store.runs(), request.ranking, request.repeats)
+        _write(store, wanted, found, request.ranking)
     return found
 
 
@@ -101,34 +105,37 @@ def _run(
         left = (time.perf_counter() - began) / n * (len(trials) - n)
         say(
             f"[{n}/{len(trials)}] {words(keys[run.configuration])}, repeat {run.repeat}: "
-            f"{_outcome(run, request.goal)}, {run.seconds:.1f} s"
+            f"{_outcome(run, request.ranking)}, {run.seconds:.1f} s"
             + (f"; about {duration(left)} to go" if n < len(trials) else "")
         )
 
 
-def _outcome(run: Finished, goal: Goal) -> str:
-    value = goal.of(run)
-    return f"{run.state} ({run.why})" if value is None else f"{goal.metric} {measure(value)}"
+def _outcome(run: Finished, ranking: Ranking) -> str:
+    value = ranking.of(run)
+    return f"{run.state} ({run.why})" if value is None else f"{ranking.metric} {measure(value)}"
 
 
 def _write(
-    store: SweepFolder, wanted: Sequence[Configuration], found: Sequence[Ranked], goal: Goal
+    store: SweepFolder,
+    wanted: Sequence[Configuration],
+    found: Sequence[Ranked],
+    ranking: Ranking,
 ) -> None:
     from fedstream.sweep.picture import draw
 
     if not found:
         return
-    store.write(results.TABLE, as_csv(found, goal))
+    store.write(results.TABLE, as_csv(found, ranking.metric))
     many, runs = counted(len(found), "configuration"), sum(len(one.runs) for one in found)
-    title = f"{goal.which.title()} {goal.metric} of {many}, {counted(runs, 'run')}"
-    draw(store.folder / results.PICTURE, title, found, goal)
+    title = f"{ranking.which.title()} {ranking.metric} of {many}, {counted(runs, 'run')}"
+    draw(store.folder / results.PICTURE, title, found, ranking)
     best = found[0]
     if best.mean is None:
         return
     text = next(one.text for one in wanted if one.name == best.configuration)
     spread = f" ± {measure(best.deviation)}" if best.deviation is not None else ""
     head = (
-        f"# The best of {many}: {goal.which} {goal.metric} "
+        f"# The best of {many}: {ranking.which} {ranking.metric} "
         f"{measure(best.mean)}{spread} over {counted(len(best.values), 'simulated run')}.\n"
     )
     store.write(results.BEST, head + text)
@@ -138,7 +145,7 @@ def show(found: Sequence[Ranked], request: SweepRequest) -> None:
     """Print the table and where the files are."""
     keys = list(dict.fromkeys(key for one in found for key in one.keys))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (*keys, request.goal.metric, "deviation", "runs", "updates", "seconds"):
+    for name in (*keys, request.ranking.metric, "deviation", "runs", "updates", "seconds"):
         table.add_column(name, justify="left" if name in keys else "right")
     if any(one.reason for one in found[:_SHOWN]):
         table.add_column("reason")
@@ -177,11 +184,11 @@ def complain(found: Sequence[Ranked]) -> None:
         )
 
 
-def as_json(found: Sequence[Ranked], goal: Goal) -> list[dict[str, Any]]:
+def as_json(found: Sequence[Ranked], ranking: Ranking) -> list[dict[str, Any]]:
     """The table for programs."""
     return [
         {
-            "keys": one.keys, "metric": goal.metric, "mean": one.mean,
+            "keys": one.keys, "metric": ranking.metric, "mean": one.mean,
             "deviation": one.deviation, "values": one.values, "runs": len(one.runs),
             "failed": one.failed, "reason": one.reason, "configuration": one.configuration,
         }

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedstream.observe.curves import COLOURS, STYLE, line_style
 from fedstream.runtime.visible import visible
-from fedstream.sweep.results import Goal, Ranked
+from fedstream.sweep.results import Ranked, Ranking
 from fedstream.sweep.trials import words
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ALL, _MEAN, _BEST = "#9aa7b5", COLOURS[0], COLOURS[5]
 _LOG_FROM = 20.0  # ratio of the largest to the smallest value
 
 
-def draw(path: Path, title: str, found: Sequence[Ranked], goal: Goal) -> None:
+def draw(path: Path, title: str, found: Sequence[Ranked], ranking: Ranking) -> None:
     """Write the picture as PNG; ``found`` has the best configuration first."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -37,24 +37,26 @@ def draw(path: Path, title: str, found: Sequence[Ranked], goal: Goal) -> None:
         figure = Figure(figsize=(4.2 * columns, 3.3 * rows + 0.9), layout="constrained")
         grid = list(figure.subplots(rows, columns, squeeze=False).flat)
         figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
-        _curves(grid[0], found, goal)
+        _curves(grid[0], found, ranking)
         for axes, key in zip(grid[1:], keys, strict=False):
-            _over(axes, found, goal, key)
+            _over(axes, found, ranking, key)
         for axes in grid[panels:]:
             axes.set_axis_off()
         figure.savefig(path, dpi=110)
 
 
-def _curves(axes: Axes, found: Sequence[Ranked], goal: Goal) -> None:
+def _curves(axes: Axes, found: Sequence[Ranked], ranking: Ranking) -> None:
     """Draw the metric over updates, as the mean over the repeats."""
     shown = [line for line in found if line.values][:_MOST_CURVES]
-    axes.set(title=f"The best {len(shown)} of {len(found)}", xlabel="updates", ylabel=goal.metric)
+    axes.set(
+        title=f"The best {len(shown)} of {len(found)}", xlabel="updates", ylabel=ranking.metric
+    )
     for n, line in enumerate(shown):
-        runs = [run.curve for run in line.runs if goal.of(run) is not None]
+        runs = [run.curve for run in line.runs if ranking.of(run) is not None]
         points = min(len(curve["updates"]) for curve in runs)
         x = [fmean(float(curve["updates"][at] or 0) for curve in runs) for at in range(points)]
         values = np.array(
-            [[_number(value) for value in curve[goal.metric][:points]] for curve in runs]
+            [[_number(value) for value in curve[ranking.metric][:points]] for curve in runs]
         )
         axes.plot(
             x, values.mean(axis=0), lw=1.5, **line_style(n),
@@ -66,7 +68,7 @@ def _curves(axes: Axes, found: Sequence[Ranked], goal: Goal) -> None:
             text.set_parse_math(False)
 
 
-def _over(axes: Axes, found: Sequence[Ranked], goal: Goal, key: str) -> None:
+def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> None:
     """Draw every configuration's mean over one key, and the mean of those with the same value."""
     lines = [line for line in found if line.mean is not None and key in line.keys]
     values = list({repr(line.keys[key]): line.keys[key] for line in lines}.values())
@@ -78,7 +80,7 @@ def _over(axes: Axes, found: Sequence[Ranked], goal: Goal, key: str) -> None:
         values.sort(key=str)
         places = {repr(value): float(n) for n, value in enumerate(values)}
         axes.set_xticks(range(len(values)), [visible(value) for value in values])
-    axes.set(xlabel=key, ylabel=goal.metric, title=f"{goal.metric} over {key}")
+    axes.set(xlabel=key, ylabel=ranking.metric, title=f"{ranking.metric} over {key}")
     x = [places[repr(line.keys[key])] for line in lines]
     y = [line.mean or 0.0 for line in lines]
     axes.errorbar(

@@ -13,8 +13,11 @@ from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
 from fedstream.broker.errors import ConfigError
+from fedstream.broker.messages import Goal
+from fedstream.runtime.files import read_regular
 from fedstream.sweep.space import SweptKeys
-from fedstream.sweep.trials import Configuration, Finished, UnknownMetric
+from fedstream.sweep.trials import Configuration, Finished, UnknownGoal, UnknownMetric
+from fedstream.trainer.goals import best_of, goal_of
 
 RUNS, TABLE, PICTURE, BEST = "runs.jsonl", "results.csv", "sweep.png", "best.toml"
 CONFIGURATIONS = "configurations"
@@ -23,14 +26,21 @@ Which: TypeAlias = Literal["last", "best"]
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class Ranking:
     """What makes one configuration better than another."""
 
     metric: str = "accuracy"
-    highest: bool = True
-    """whether more of the metric is better"""
+    goal: Goal | None = None
+    """of the metric; None: as the runs' task declares it, or as it is well known"""
     which: Which = "last"
     """the last measurement of a run or the best one, which looks at the test data"""
+
+    def goal_in(self, run: Finished) -> Goal:
+        """Whether the metric is to be low or high. Raises UnknownGoal."""
+        goal = self.goal or goal_of(self.metric, run.goal)
+        if goal is None:
+            raise UnknownGoal.of(self.metric)
+        return goal
 
     def of(self, run: Finished) -> float | None:
         """A run's value; None if it failed or measured nothing finite. Raises UnknownMetric."""
@@ -44,8 +54,8 @@ class Goal:
             return None
         if self.which == "last":
             return values[-1]
-        finite = [value for value in values if value is not None]
-        return max(finite) if self.highest else min(finite)
+        found = best_of(((value, 0) for value in values if value is not None), self.goal_in(run))
+        return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,10 @@ class Ranked:
 
 
 def lines(
-    configurations: Sequence[Configuration], runs: Iterable[Finished], goal: Goal, repeats: int
+    configurations: Sequence[Configuration],
+    runs: Iterable[Finished],
+    ranking: Ranking,
+    repeats: int,
 ) -> list[Ranked]:
     """The configurations that have run, the best first. Raises ConfigError.
 
@@ -107,13 +120,15 @@ def lines(
     found = []
     for one in configurations:
         if done := sorted(of.get(one.name, ()), key=lambda run: run.repeat):
-            values = tuple(value for run in done if (value := goal.of(run)) is not None)
+            values = tuple(value for run in done if (value := ranking.of(run)) is not None)
             found.append(Ranked(one.name, one.keys, tuple(done), values))
 
     def place(line: Ranked) -> tuple[bool, int, float]:
         mean = line.mean
-        worth = -inf if mean is None else mean if goal.highest else -mean
-        return line.mean is None, line.failed, -worth
+        if mean is None:
+            return True, line.failed, inf
+        run = next(run for run in line.runs if run.state == "finished")
+        return False, line.failed, mean if ranking.goal_in(run) == "min" else -mean
 
     return sorted(found, key=place)
 
@@ -131,7 +146,7 @@ class SweepFolder:
         """
         (self.folder / CONFIGURATIONS).mkdir(parents=True, exist_ok=True)
         path = self.folder / RUNS
-        if path.is_file() and not (whole := path.read_bytes()).endswith(b"\n"):
+        if path.exists() and not (whole := read_regular(path)).endswith(b"\n"):
             path.write_bytes(whole[: whole.rfind(b"\n") + 1])
         for one in configurations:
             self.file(one).write_text(one.text, encoding="utf-8")
@@ -146,10 +161,10 @@ class SweepFolder:
         Raises ConfigError for a line that this program did not write.
         """
         path = self.folder / RUNS
-        if not path.is_file():
+        if not path.exists():
             return []
         found: dict[tuple[str, int], Finished] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
+        for number, line in enumerate(read_regular(path).decode().splitlines(True), start=1):
             try:
                 run = Finished(**json.loads(line))
             except (ValueError, TypeError) as error:
@@ -173,13 +188,13 @@ class SweepFolder:
         new.replace(self.folder / name)
 
 
-def as_csv(found: Sequence[Ranked], goal: Goal) -> str:
+def as_csv(found: Sequence[Ranked], metric: str) -> str:
     """The table: a row for each configuration, the best first."""
     text = io.StringIO(newline="")
     keys = list(dict.fromkeys(key for line in found for key in line.keys))
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
-        ["place", *keys, goal.metric, "deviation", "runs", "failed", "updates", "staleness",
+        ["place", *keys, metric, "deviation", "runs", "failed", "updates", "staleness",
          "seconds", "reason", "configuration"]
     )  # fmt: skip
     for place, line in enumerate(found, start=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.broker.messages import Goal
 from fedstream.runtime.config import Option, load
 from fedstream.runtime.nearest import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys
+from fedstream.trainer.goals import declared_goals, goal_of, unknown_goal
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade
@@ -49,6 +51,17 @@ class Trial(NamedTuple):
     repeat: int
     metric: str
     """which the sweep compares"""
+    goal: Goal | None = None
+    """of the metric, if the command says so"""
+
+
+class UnknownGoal(ConfigError):
+    """Nobody said whether what the sweep compares is to be low or high."""
+
+    @classmethod
+    def of(cls, metric: str) -> Self:
+        """The error, for a metric."""
+        return cls(f"--metric {metric}: {unknown_goal(metric)}, or give --goal min or --goal max")
 
 
 class UnknownMetric(ConfigError):
@@ -80,6 +93,8 @@ class Finished:
     curve: dict[str, list[float | None]]
     """``version``, ``updates`` and each metric at the versions that were measured, thinned out;
     None: not a finite number; empty if the task raised"""
+    goal: dict[str, Goal] = field(default_factory=dict)
+    """of metrics, as the task declares them"""
 
 
 def words(keys: Mapping[str, object]) -> str:
@@ -110,11 +125,30 @@ def configurations(
     return list(found.values())
 
 
+def check_some_works(trials: Sequence[Trial]) -> None:
+    """Raise the first error if the task works with no configuration: no run would finish."""
+    from fedstream.settings.dry_step import try_task
+    from fedstream.settings.services import devices_of
+
+    first: FedstreamError | None = None
+    for trial in {one.configuration: one for one in trials}.values():
+        settings = load(Settings, path=trial.file, environ={})
+        try:
+            task = _task(settings.task)
+            try_task(settings, task, devices_of(settings, task), simulated=True)
+        except FedstreamError as error:
+            first = first or error
+        else:
+            return
+    if first is not None:
+        raise first
+
+
 def run_trial(trial: Trial) -> Finished:
     """Simulate one run; if its task raises, so says what it gives.
 
-    Raises UnknownMetric as soon as something is measured, and ConfigError for a task that can't be
-    loaded by any configuration.
+    Raises UnknownMetric and UnknownGoal as soon as something is measured, and ConfigError for a
+    task that can't be loaded by any configuration.
     """
     from fedstream.simulation import simulate
 
@@ -122,7 +156,10 @@ def run_trial(trial: Trial) -> Finished:
         spread = trial.metric.startswith("device_")  # perhaps only of the last version
         if made.metrics and not spread and trial.metric not in made.metrics:
             raise UnknownMetric.among(trial.metric, list(made.metrics))
+        if made.metrics and trial.goal is None and goal_of(trial.metric, declared) is None:
+            raise UnknownGoal.of(trial.metric)
 
+    declared: Mapping[str, Goal] = {}
     settings = load(Settings, path=trial.file, environ={})
     if not any(key.partition(".")[0] == "task" for key in trial.keys):
         _task(settings.task)  # the same for all: raises
@@ -130,8 +167,10 @@ def run_trial(trial: Trial) -> Finished:
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": seed})})
     began = time.perf_counter()
     try:
-        outcome = simulate(settings, _task(settings.task), on_version=heard)
-    except UnknownMetric:
+        task = _task(settings.task)
+        declared = declared_goals(task)
+        outcome = simulate(settings, task, on_version=heard)
+    except (UnknownMetric, UnknownGoal):
         raise
     except FedstreamError as error:
         return Finished(
@@ -143,7 +182,7 @@ def run_trial(trial: Trial) -> Finished:
     return Finished(
         trial.configuration, trial.repeat, seed, outcome.state, outcome.why, last.version,
         last.used, last.gradients, sum(late) / len(late) if late else 0.0,
-        round(outcome.seconds, 2), curve(outcome.measured),
+        round(outcome.seconds, 2), curve(outcome.measured), dict(declared),
     )  # fmt: skip
 
 

@@ -256,8 +256,9 @@ async def test_error_texts_of_every_redis_release_are_understood(
     """Redis 7 and later ones, and Valkey: of an error inside a script there are only words."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1000)
-        writer.write(f"-ERR {words}\r\n".encode())
+        for _ in range(2):  # TIME comes first
+            await reader.read(1000)
+            writer.write(f"-ERR {words}\r\n".encode())
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)

@@ -282,7 +282,8 @@ async def test_probe_may_only_ping(
 
 
 def test_every_script_belongs_to_a_role_with_its_commands() -> None:
-    named = {script.name for one in rights.RIGHTS.values() for script in one.scripts}
+    every = [part for one in rights.RIGHTS.values() for part in (one, *one.apart)]
+    named = {script.name for one in every for script in one.scripts}
     named |= {
         "renew",
         "renew_all",
@@ -360,7 +361,8 @@ def test_each_gateway_gets_its_own_user() -> None:
     assert users["gateway"].split()[4:] == [
         word.replace("clinics", "gateway") for word in users["gateway-clinics"].split()[4:]
     ]
-    assert not any("gateway:" in line for name, line in users.items() if "gateway" not in name)
+    others = {name for name, line in users.items() if "gateway:" in line and "gateway" not in name}
+    assert others == {"coordinator"}  # which expires and bounds what gateways leave
 
 
 def test_a_gateway_among_the_sites_needs_its_password() -> None:
@@ -402,6 +404,16 @@ def test_acl_defaults_to_the_configured_sites(tmp_path: Path) -> None:
     asked += ["--site", "north"]
     done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
     assert "trainer-south" not in done.stdout
+
+
+def test_acl_is_for_database_0_alone(tmp_path: Path) -> None:
+    """Users have the same rights in every database, and begin in 0."""
+    config = tmp_path / "run.toml"
+    config.write_text('[redis]\nurl = "redis://127.0.0.1:6379/1"\n')
+    asked = [sys.executable, "-m", "fedstream", "acl", "--config", str(config)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, env=PASSWORDS)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "must be in database 0" in done.stderr
 
 
 def test_acl_error_exits_with_2_and_one_line(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ Under the users of `fedstream acl`, on a real Redis: each attack as it would be 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedstream.broker import scripts
+from fedstream.broker import rights, scripts
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
@@ -246,6 +248,7 @@ async def test_sites_can_run_only_trainers_scripts_on_their_own_keys(
     theirs = {"stream": KEYS.tasks_of("south/edge"), "tasks": KEYS.tasks_of("south/edge")}
     rest = {
         "mend": [KEYS.alive, KEYS.quarantine(KEYS.alive)], "measure": [KEYS.tasks_of("south/edge")],
+        "trim_registers": [KEYS.enrolled("gateway")],
     }  # fmt: skip
     async with there.client(NORTH) as north:
         for name in sorted(names - {"may"}):
@@ -556,3 +559,105 @@ def test_key_names_distinguish_sites() -> None:
     keys = Keys("a")
     assert keys.tasks_of("edge") == "fedstream:{a}:tasks:pool/edge"
     assert keys.tasks_of("north/edge") == "fedstream:{a}:tasks:north/edge"
+
+
+# what a site leaves behind
+
+WRITES: dict[str, tuple[str | int, ...]] = {  # by command: what is left without an expiry
+    "set": ("SET", "K", "x"),
+    "hset": ("HSET", "K", "x", "x"),
+    "xadd": ("XADD", "K", "*", "m", "x"),
+    "xgroup|create": ("XGROUP", "CREATE", "K", "g", "0", "MKSTREAM"),
+}
+UNTRUSTED = (
+    ("trainer", "north"), ("trainer", "south"), ("gateway", "gateway"), ("gateway", "clinics"),
+)  # fmt: skip
+
+
+def written_by(role: str, site: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Each way in which a site's user can make a key, and that key."""
+    for one in rights.rights_of(role, site):
+        for name in (*one.both, *one.writes):
+            for command in set(rights.commands(one)) & WRITES.keys():
+                key = KEYS.prefix + name.replace("*", f"left-{command}")
+                yield tuple(key if part == "K" else part for part in WRITES[command]), key
+
+
+async def test_whatever_a_site_leaves_ends_or_is_bounded(tmp_path: Path, there: Guarded) -> None:
+    """By a coordinator's sweeps, for every key and write command that the site's rights name.
+
+    What stays without an expiry is an inbox, which is read, and a gateway's registers.
+    """
+    moved, clinics = KEYS.moves("clinics"), [
+        KEYS.enrolled("clinics"), KEYS.invites("clinics"), KEYS.secret("clinics"),
+        KEYS.enrolments("clinics"),
+    ]  # fmt: skip
+    sets = ('coordinator.sites=["pool", "north", "south", "gateway", "clinics"]',)
+    async with there.client("admin") as admin, pipeline(KEYS, there.settings, tmp_path, *sets):
+        await wait_until(partial(admin.call, "EXISTS", KEYS.run))
+        left = set[str]()
+        for role, site in UNTRUSTED:
+            async with there.client(rights.user_of(site, role)) as user:
+                for command, key in written_by(role, site):
+                    if key not in left:
+                        await user.call(*command)
+                    left.add(key)
+        assert {KEYS.nonce("clinics", "left-set"), KEYS.update("north/left-hset")} <= left
+        stays = {KEYS.inbox(site) for _, site in UNTRUSTED} | {
+            key for key in left if re.search(":gateway:[^:]*:[a-z]*$", key)
+        }  # fmt: skip
+        await admin.call("DEL", *clinics, moved)
+        async with there.client("gateway-clinics") as gateway:
+            await gateway.call("SET", KEYS.upload_note("clinics", "x" * 5000), "x")
+            for key in clinics[:2]:
+                await gateway.call("HSET", key, 0, "x" * 2048, "1", "x" * 2049, 10**9, "y", "01", 1)
+            for key in clinics[2:]:
+                await gateway.call("SET", key, "x" * 2049)
+            for _ in range(3):
+                adding = [("XADD", moved, "*", "m", "x")] * 10_000
+                await gateway.pipeline(adding)
+
+        async def is_ended() -> bool:
+            lives = await admin.pipeline([("PTTL", key) for key in sorted(left - stays)])
+            return all(ms != -1 for ms in lives)
+
+        async def is_bounded() -> bool:
+            fields = await admin.pipeline([("HKEYS", key) for key in clinics[:2]])
+            there_are = await admin.call("EXISTS", *clinics[2:])
+            long = await admin.call("KEYS", KEYS.prefix + "gateway:clinics:upload:xx*")
+            moves = await admin.call("XLEN", moved)
+            return fields == [[b"0"]] * 2 and not there_are and not long and moves <= 20_000
+
+        await wait_until(is_ended)
+        await wait_until(is_bounded)
+
+
+def test_no_role_leaves_its_runs_database() -> None:
+    """A user's keys are the same in all databases, and clean-up looks in one."""
+    for role, site in [*((role, None) for role in rights.ROLES), *UNTRUSTED]:
+        allowed = {
+            command for one in rights.rights_of(role, site) for command in rights.commands(one)
+        }
+        assert not allowed & {"select", "move", "swapdb", "flushall", "flushdb", "migrate"}, role
+        if site is not None:
+            assert not allowed & {"copy", "restore", "eval", "script|load"}, role
+
+
+@pytest.mark.parametrize("user", ["trainer", NORTH, "gateway", "gateway-clinics", "coordinator"])
+async def test_redis_keeps_users_in_one_database(user: str, there: Guarded) -> None:
+    site = user.partition("-")[2] or user
+    own = KEYS.update(f"{site}/x") if user != "coordinator" else KEYS.triggers
+    async with there.client(user) as client:
+        for command in (
+            ("SELECT", 1), ("MOVE", own, 1), ("SWAPDB", 0, 1), ("FLUSHALL",), ("FLUSHDB",),
+            ("MIGRATE", "127.0.0.1", there.port, own, 1, 10), ("RESTORE", own, 0, "x"),
+        ):  # fmt: skip
+            with pytest.raises(BrokerError, match="refuses"):
+                await client.call(*command)
+    other = there.settings(user).model_copy(update={"url": f"redis://127.0.0.1:{there.port}/1"})
+    client = Client(other, "elsewhere")
+    try:
+        with pytest.raises(BrokerError, match="refuses"):
+            await client.call("PING")
+    finally:
+        await client.close()

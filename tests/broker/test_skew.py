@@ -122,6 +122,18 @@ FORMATS = {  # with wire formats
 GATEWAYS = {  # by a gateway
     "presence": MORE["presence"].model_copy(update={"concurrent": True}),
 }
+FAILING = {  # by a trainer that fails
+    "give_up": MOST["give_up"].model_copy(update={"failing": 4}),
+    "heartbeat": MOST["heartbeat"].model_copy(update={"failing": 4}),
+    "presence": GATEWAYS["presence"].model_copy(update={"failing": 4}),
+}
+BOUNDED = {  # counted as less than its device claims
+    "upload": FORMATS["upload"].model_copy(update={"claimed": 9_000_000}),
+}
+DROPPED = {  # a round whose answers are not used
+    "close_round": MOST["close_round"].model_copy(update={"drops": (3, 4)}),
+    "round_end": MOST["round_end"].model_copy(update={"drops": (3, 4)}),
+}
 GOLDEN = {
     f"{kind}-{what}-{messages.SCHEMA}": message
     for what, some in (
@@ -130,6 +142,9 @@ GOLDEN = {
         ("more", MORE),
         ("formats", FORMATS),
         ("gateways", GATEWAYS),
+        ("failing", FAILING),
+        ("bounded", BOUNDED),
+        ("dropped", DROPPED),
     )
     for kind, message in some.items()
 }
@@ -158,7 +173,7 @@ def test_every_kind_has_recorded_bytes() -> None:
 
 @pytest.mark.parametrize("kind", MOST)
 def test_the_fullest_message_has_every_field(kind: str) -> None:
-    fullest = (MOST | MORE | FORMATS | GATEWAYS)[kind]
+    fullest = (MOST | MORE | FORMATS | GATEWAYS | FAILING | BOUNDED | DROPPED)[kind]
 
     def empty(message: BaseModel) -> list[str]:
         return [name for name, value in message if value is None]

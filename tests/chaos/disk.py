@@ -3,6 +3,9 @@
 A `Platter` notes what a process has synced. When the power fails, :func:`fail` makes of the folder
 what a disk may have kept: all that was synced, and of the rest any of its pages, whole or torn, in
 any order; of names that were made or removed since the folder was synced, any.
+
+When a sync fails, the system takes the pages that it did not write for written: no later sync
+writes them, and readers get them until the cache forgets them (:meth:`Platter.forget`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 _PAGE = 4096
 _SECTOR = 512
 _NAMES = "names"
+_LOST = "lost-"
 
 # As they are without the seams, which replace them.
 _fstat, _pread, _link = os.fstat, os.pread, os.link
@@ -81,6 +85,7 @@ class Platter:
 
         def done() -> None:
             with _locked(self._place / str(about.st_ino)) as there:
+                kept = {page: _pread(there, _PAGE, page) for page in self._lost(about.st_ino)}
                 # Of what another process wrote since, nobody here knows where it begins.
                 at = 0 if low is None else min(low, os.fstat(there).st_size)
                 while at < size and (data := _copied(file, at, size)):
@@ -88,10 +93,50 @@ class Platter:
                     with os.fdopen(os.dup(there), "wb") as out:
                         out.write(data)
                     at += len(data)
+                for page, data in kept.items():  # what a failed sync did not write, none will
+                    os.lseek(there, page, os.SEEK_SET)
+                    with os.fdopen(os.dup(there), "wb") as out:
+                        out.write(data.ljust(_PAGE, b"\0"))
                 if low is not None or os.fstat(there).st_size > size:
                     os.truncate(there, size)
 
         return done
+
+    def failed(self, file: int) -> int:
+        """A sync fails: what is there and not on disk will not be; how many pages that are."""
+        about = _fstat(file)
+        if not stat.S_ISREG(about.st_mode):
+            return 0
+        with self._lock:
+            self._low.pop(about.st_ino, None)
+        with _locked(self._place / str(about.st_ino)) as there:
+            lost = {
+                page
+                for page in range(0, about.st_size, _PAGE)
+                if _pread(there, _PAGE, page) != _copied(file, page, page + _PAGE)
+            }
+            known = self._lost(about.st_ino) | lost
+            (self._place / f"{_LOST}{about.st_ino}").write_text(json.dumps([*known]))
+        return len(lost)
+
+    def _lost(self, number: int) -> set[int]:
+        """The pages that failed syncs of a file did not write, by their offsets."""
+        with suppress(FileNotFoundError):
+            return {*json.loads((self._place / f"{_LOST}{number}").read_text())}
+        return set()
+
+    def forget(self, path: Path) -> None:
+        """The cache forgets a file: readers get what is on disk."""
+        number = path.stat().st_ino
+        lost = self._lost(number)
+        if not lost:
+            return
+        with _locked(self._place / str(number)) as there, path.open("r+b") as file:
+            size = path.stat().st_size
+            for page in lost:
+                file.seek(page)
+                file.write(_pread(there, _PAGE, page).ljust(_PAGE, b"\0")[: size - page])
+            (self._place / f"{_LOST}{number}").unlink(missing_ok=True)
 
     def _put_names(self, names: dict[str, int]) -> None:
         aside = self._place / f"{_NAMES}.{os.getpid()}"

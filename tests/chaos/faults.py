@@ -38,7 +38,7 @@ class Kind(StrEnum):
     USURP = "usurp"  # the updater sleeps past its lease, another takes over, and it wakes up
     DOUBLE = "double"  # a second process of the same name
     TWICE = "twice"  # trainers answer once more, and something else
-    CLOCK = "clock"  # one service's clock jumps by up to two minutes, and back
+    CLOCK = "clock"  # one service's clock jumps by up to an hour, and back
     # with Redis
     EMPTY = "empty"  # it restarts without its data
     REWIND = "rewind"  # it restarts with what it had some moments ago

@@ -209,7 +209,7 @@ class Injector:
 
     async def _clock(self, fault: Fault) -> None:
         control = self._controls[await self._name(fault)]
-        control["clock_s"] = 240.0 * (fault.share - 0.5)
+        control["clock_s"] = 7200.0 * (fault.share - 0.5)
         await asyncio.sleep(fault.seconds)
         control["clock_s"] = 0.0
 
@@ -447,6 +447,17 @@ class Injector:
             what, number = _ERRNO[int(fault.share * len(_ERRNO))]
             with self._both(what, number):
                 await asyncio.sleep(fault.seconds)
+        for name in UPDATERS:
+            lost, self._controls[name]["lost"] = self._controls[name]["lost"], 0.0
+            self.did["pages that a failed sync did not write"] += int(lost)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The cache has forgotten the journal: what was counted must be on disk."""
+        platter = disk.Platter(self._journal, self._platter)
+        for path in self._journal.glob(f"*{pages.SUFFIX}"):
+            with suppress(FileNotFoundError):  # retention deletes the oldest
+                platter.forget(path)
 
     async def _power(self, fault: Fault) -> None:
         """With `interval`, Redis has what the disk has not yet: meanwhile it forgets nothing."""

@@ -33,8 +33,8 @@ from tests.chaos.faults import Kind
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
 PACKAGES = (
-    "broker", "coordinator", "device", "fedstream", "journal", "protocol", "runtime", "strategies",
-    "trainer", "updater", "wire", "tests",
+    "broker", "coordinator", "device", "experiments", "fedstream", "journal", "protocol", "runtime",
+    "strategies", "trainer", "updater", "wire", "tests",
 )  # fmt: skip
 COLUMNS = (
     "planted", "file", "faults", "seeds", "killed by", "first complaint", "without it", "seconds",
@@ -81,6 +81,11 @@ MUTANTS = (
         "what is synced is not on disk", "journal/writer.py",
         "            os.fdatasync(self._file)\n", "            pass\n",
         (Kind.POWER, Kind.BLACKOUT),
+    ),
+    Mutant(
+        "what a failed sync did not write is read from the cache", "updater/recovery.py",
+        "        await self._patiently(lambda: sync_and_drop_cache(newest.path))\n", "",
+        (Kind.EIO,), (0, 1, 2, 3, 4, 5),
     ),
     Mutant(
         "an entry is deleted before its record is on disk", "journal/recorder.py",
@@ -141,8 +146,9 @@ MUTANTS = (
         (Kind.POWER, Kind.KILL), (1, 3, 5, 0),
     ),
     Mutant(
-        "a successor begins before its predecessor is on disk", "journal/recorder.py",
-        "                sync_file(after)\n", "                pass\n",
+        "a successor begins before its predecessor is on disk", "journal/writer.py",
+        "                os.fdatasync(file)\n            os.fdatasync(file)\n",
+        "                pass\n",
         (Kind.KILL, Kind.POWER), (1, 3, 5, 6),
     ),
     Mutant(

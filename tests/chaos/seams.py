@@ -24,7 +24,7 @@ CONTROL = "FEDSTREAM_CHAOS_CONTROL"  # in the environment: the file with the num
 PLATTER = "FEDSTREAM_CHAOS_PLATTER"  # and where what is on disk is, of a service with a journal
 RELEASE = "FEDSTREAM_CHAOS_RELEASE"  # and of which release its messages are
 RELEASES = ("", "earlier", "later")
-_NUMBERS = ("clock_s", "write", "sync", "read", "hold", "held", "room")
+_NUMBERS = ("clock_s", "write", "sync", "read", "hold", "held", "room", "lost")
 HELD_AT = ("", "read", "link")  # the journal, and a segment, which so begins
 _PAGE = 4096
 _NUMBER = struct.Struct("<d")
@@ -34,7 +34,7 @@ class Control:
     """The numbers. ``clock_s``: how far the clock is wrong. ``write``, ``sync``, ``read``: what the
     disk says (an errno; 0: done). ``hold``: the step of `HELD_AT` at which it waits until this is
     another; ``held``: 1 once it got there. ``room``: one more than the bytes by which files may
-    still grow; 0: there is no end of it.
+    still grow; 0: there is no end of it. ``lost``: pages that failed syncs did not write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,10 +101,21 @@ class _Disk:
         self._wrap("ftruncate", "write", before=platter.wrote)
         self._wrap("fdatasync", "sync", around=platter.syncing)
         self._wrap("fsync", "sync", around=platter.syncing)
+        self._wrap_advice()
         self._wrap("pread", "read")
         self._wrap("preadv", "read")
         for name in ("unlink", "remove", "rename", "replace", "link"):
             self._wrap_names(name)
+
+    def _wrap_advice(self) -> None:
+        call = os.posix_fadvise
+
+        def wrapped(file: int, offset: int, length: int, advice: int) -> None:
+            if advice == os.POSIX_FADV_DONTNEED and self._platter.holds(file):
+                self._platter.forget(Path(f"/proc/self/fd/{file}").readlink())
+            call(file, offset, length, advice)
+
+        os.posix_fadvise = wrapped
 
     def _bound_writes(self) -> None:
         """A disk that has only so much room: a write ends at the last block that is free."""
@@ -149,7 +160,12 @@ class _Disk:
         def wrapped(file: int, *more: Any) -> Any:
             if not self._platter.holds(file):
                 return call(file, *more)
-            self._fails(what)
+            try:
+                self._fails(what)
+            except OSError:
+                if around is not None:
+                    self._control["lost"] += self._platter.failed(file)
+                raise
             if before is not None:
                 before(file, *more)
             done = around(file) if around is not None else None

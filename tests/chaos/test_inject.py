@@ -193,6 +193,33 @@ class Disk:
         (self._platter / "names").write_text(json.dumps(disk.names_of(self._journal)))
 
 
+def test_what_a_failed_sync_did_not_write_is_gone_once_the_cache_forgets_it(
+    tmp_path: Path,
+) -> None:
+    """A later sync succeeds, and does not write it."""
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    platter = disk.Platter(folder, tmp_path / "platter")
+    path = folder / "00000001-000000.journal"
+    page = 4096
+
+    def write(number: int) -> None:
+        file.seek(number * page)
+        file.write(bytes([number + 1]) * page)
+        platter.wrote(file.fileno(), number * page)
+
+    with path.open("w+b", buffering=0) as file:
+        write(0)
+        platter.syncing(file.fileno())()
+        write(1)
+        assert platter.failed(file.fileno()) == 1
+        write(2)
+        platter.syncing(file.fileno())()
+        assert path.read_bytes()[page] == 2
+        platter.forget(path)
+    assert [*path.read_bytes()[::page]] == [1, 0, 3]
+
+
 async def test_ignored_records_need_not_reach_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

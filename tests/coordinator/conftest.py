@@ -24,7 +24,7 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In place of the scheduler's own."""
-    return Clock(monkeypatch, "fedstream.coordinator.scheduler")
+    return Clock(monkeypatch)
 
 
 @pytest.fixture

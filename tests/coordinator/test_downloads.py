@@ -78,7 +78,7 @@ def idle_reader(stack: ExitStack, url: str, path: str) -> socket.socket:
     slow = stack.enter_context(socket.socket())
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect((host, int(port)))
-    slow.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+    slow.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return slow
 
 

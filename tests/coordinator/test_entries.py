@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from fedstream.broker.messages import (
     Presence,
     Trigger,
     Upload,
+    time_of,
 )
 from fedstream.broker.records import Run
 from fedstream.coordinator.entries import LARGEST
@@ -43,11 +47,16 @@ async def run(hand: Hand) -> Hand:
 
 
 def make(
-    redis: RedisSettings, keys: Keys, *, anarchic: bool = True, **settings: Any
+    redis: RedisSettings,
+    keys: Keys,
+    *,
+    anarchic: bool = True,
+    lr_of: Callable[[int], float] | None = None,
+    **settings: Any,
 ) -> Coordinator:
     return Coordinator(
         CoordinatorSettings(sites=("pool", "north:3-4,7"), **settings), LeaseSettings(),
-        keys=keys, redis=redis, name="coordinator-0", anarchic=anarchic,
+        keys=keys, redis=redis, name="coordinator-0", anarchic=anarchic, lr_of=lr_of,
     )  # fmt: skip
 
 
@@ -67,14 +76,18 @@ async def strays(run: Hand) -> dict[str, int]:
 
 
 async def test_coordinator_sets_origin_and_task_of_a_sites_trigger(
-    run: Hand, redis: RedisSettings, keys: Keys
+    run: Hand, redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The id's time is Redis's: of the ended tasks, those with the newest ids are remembered."""
+    now = time.time()
+    monkeypatch.setattr(time, "time_ns", lambda: int((now - 3600) * 1e9))
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
     said = run.trigger(device=3, origin="scheduler", task="0", why="round", version=0, deadline=1.0)
     async with running(make(redis, keys), context()):
         await Outbox(run.client, keys, NORTH).say(said)
         await heard(run, 1)
     [opened] = (await run.ledger.look()).open
-    assert len(opened.task) == 36
+    assert time_of(opened.task) == pytest.approx(now, abs=60)
     assert opened == said.model_copy(
         update={
             "task": opened.task, "origin": "north/scheduler", "why": "own initiative",
@@ -294,6 +307,68 @@ async def test_untrusted_site_cannot_end_others_tasks_or_claim_freshness(
     [(_, found)] = await run.queue()
     assert (upload.tau, getattr(found, "handed", None)) == (1, 0)
     assert others[0].task in {one.task for one in (await run.ledger.look()).open}
+
+
+async def queued_claims(
+    run: Hand, service: Coordinator, asked: dict[str, Any], **claims: Any
+) -> Upload:
+    """North's answer to such a task, with such claims, as the updater gets it."""
+    [task] = await run.request(device=3, **asked)
+    assert await run.dispatch() == ["sent"]
+    upload = await run.trained(task, site=NORTH, **claims)
+    async with running(service, context()):
+        await run.client.call("XADD", run.keys.inbox(NORTH), "*", "m", upload.encode())
+
+        async def queued() -> Any:
+            return await run.queue()
+
+        [(_, found)] = await wait_until(queued)
+    assert isinstance(found, Upload)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "trusted", "claimed", "counted"),
+    [
+        ({"steps": 5}, False, (1, 1e-9), (5, 0.01)),
+        ({"steps": 5}, False, (2**53, 1e9), (5, 1.0)),
+        ({"steps": 5}, False, (5, 0.02), (5, 0.02)),
+        ({"steps": 5}, False, (0, 0.0), (0, 0.0)),  # where a rule divides by them, it is refused
+        ({"steps": 5}, True, (1, 1e-9), (1, 1e-9)),
+        ({"epochs": 3}, False, (1, 0.1), (3, 0.1)),
+        ({"epochs": 3}, False, (70, 0.1), (70, 0.1)),
+        ({"seconds": 9.0}, False, (2**53, 0.1), (1000, 0.1)),
+    ],
+)
+async def test_untrusted_site_cannot_claim_other_steps_or_rates_than_were_asked(
+    run: Hand, redis: RedisSettings, keys: Keys,
+    asked: dict[str, Any], trusted: bool, claimed: tuple[int, float], counted: tuple[int, float],
+) -> None:  # fmt: skip
+    service = make(
+        redis, keys, trusted_sites=("pool", NORTH) if trusted else ("pool",), most_steps=1000,
+        lr_of=lambda device: device / 30,
+    )  # fmt: skip
+    asked = {"epochs": None, **asked}
+    found = await queued_claims(run, service, asked, steps=claimed[0], lr=claimed[1])
+    assert (found.steps, found.lr) == pytest.approx(counted)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "counted"),
+    [
+        ((1e308, math.inf), (1e30, 500.0)),
+        ((-math.inf, math.nan), (-1e30, 0.0)),
+        ((math.nan, 1.5), (math.nan, 1.5)),  # an honest device's training may end so
+        ((None, -1.0), (None, 0.0)),
+    ],
+)
+async def test_losses_and_times_of_an_untrusted_site_can_be_added_up(
+    run: Hand, redis: RedisSettings, keys: Keys,
+    claimed: tuple[float | None, float], counted: tuple[float | None, float],
+) -> None:  # fmt: skip
+    service = make(redis, keys, most_seconds=500.0)
+    found = await queued_claims(run, service, {}, loss=claimed[0], seconds=claimed[1])
+    assert (found.loss, found.seconds) == pytest.approx(counted, nan_ok=True)
 
 
 # which sites there are

@@ -60,7 +60,7 @@ def test_states_add_up_to_the_open_tasks(
 
 def test_blobs_are_counted_by_number_and_size() -> None:
     registry = CollectorRegistry()
-    metrics = RunMetrics(registry)
+    metrics = RunMetrics(registry, lambda: 101.0)
     head = Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1, retained=4)
     view = view_of(head=head, inbox=2, admitted=3)
     metrics.saw(Seen(100.0, 5000, 0, view))
@@ -70,12 +70,13 @@ def test_blobs_are_counted_by_number_and_size() -> None:
     metrics.saw(Seen(100.0, 5000, 0, replace(view, head=replace(head, encoded=INT8))))
     assert value("fedstream_run_blob_bytes", {"kind": "models"}) == 3 * 5
     assert value("fedstream_run_published_timestamp_seconds") == 99.5
+    assert value("fedstream_run_clock_timestamp_seconds") == 101.0
     assert value("fedstream_redis_memory_max_bytes") == 0
 
 
 def test_metrics_say_if_redis_has_not_answered_yet() -> None:
     registry = CollectorRegistry()
-    RunMetrics(registry)
+    RunMetrics(registry, lambda: 101.0)
     assert registry.get_sample_value("fedstream_run_looked_timestamp_seconds") == 0
     assert registry.get_sample_value("fedstream_run_running") is None
 
@@ -83,7 +84,7 @@ def test_metrics_say_if_redis_has_not_answered_yet() -> None:
 def test_every_outcome_is_exported_from_the_start() -> None:
     registry = CollectorRegistry()
     counts = {"issued": 9, "applied": 4, "refused": 3, "refused:digest": 2, "refused:size": 1}
-    RunMetrics(registry).saw(Seen(100.0, 0, 0, view_of(counts=counts)))
+    RunMetrics(registry, lambda: 101.0).saw(Seen(100.0, 0, 0, view_of(counts=counts)))
 
     def ended(outcome: str, reason: str = "") -> float | None:
         labels = {"outcome": outcome, "reason": reason}

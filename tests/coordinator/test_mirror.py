@@ -14,7 +14,8 @@ from itertools import count
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.keys import Keys
+from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.messages import GiveUp
 from fedstream.broker.records import NO_QUARANTINES, Commit
 from fedstream.coordinator.mirror import Mirror
 from fedstream.runtime.participation import Participation, ParticipationGroup
@@ -37,6 +38,7 @@ class Follower(Walk):
         self.kept: list[tuple[bytes, int, bytes]] = []  # an older state of Redis
         self.updater = (0, [*self.held])  # and the updater as it was then
         self.whole = self.partial = self.noticed = 0
+        self.rested = 0  # devices, at all looks together
         self.untold = False  # whether something changed since the last look that no log tells
         self.quarantines = NO_QUARANTINES
 
@@ -44,7 +46,7 @@ class Follower(Walk):
         return [
             *super().steps(), self.own, self.own, self.own, self.away, self.pool, self.bar,
             self.look, self.look, self.look, self.look, self.keep, self.fall_back, self.empty,
-            self.cut, self.lose_owners, self.earlier_release,
+            self.cut, self.lose_owners, self.earlier_release, self.fail, self.fail,
         ]  # fmt: skip
 
     async def own(self) -> None:
@@ -73,6 +75,18 @@ class Follower(Walk):
             Commit(held=(), mean_staleness=0.0, quarantines=self.quarantines),
         )
 
+    async def fail(self) -> None:
+        """A task of one of a few devices is given up."""
+        trigger, view = (
+            self.hand.trigger(device=self.rng.randrange(3)),
+            await self.hand.ledger.look(),
+        )
+        await self.hand.ledger.trigger(self.hand.scheduler.token, 99, view.issued, [trigger])
+        said = GiveUp(
+            task=trigger.task, attempt="a", device=trigger.device, trainer="t", reason="tired"
+        )
+        await self.hand.client.call("XADD", self.hand.keys.inbox(POOL), "*", "m", said.encode())
+
     async def look(self) -> None:
         """The scheduler looks, and then knows what a look at everything tells."""
         tally, changes = await self.hand.ledger.changes(self.mirror.place)
@@ -81,14 +95,20 @@ class Follower(Walk):
         if not self.mirror.follow(tally, changes, time.time()):
             assert self.untold
             self.noticed += 1
-            assert self.mirror.follow(*await self.hand.ledger.changes(), time.time())
+            tally, changes = await self.hand.ledger.changes()
+            assert self.mirror.follow(tally, changes, time.time())
         self.untold = False
         view = await self.hand.ledger.look()
         opened = {trigger.task: trigger for trigger in view.open}
         assert {trigger.task: trigger for trigger in self.mirror.tasks} == opened
-        assert tuple(self.mirror.devices) == askable(view)
+        failing = await self.hand.ledger.failing()
+        assert self.mirror.failing == failing
+        resting = {device for device, one in failing.items() if one.until > tally.now}
+        self.rested += len(resting)
+        served = [device for device in askable(view) if device not in resting]
+        assert list(self.mirror.devices) == served
         at_work = {trigger.device for trigger in view.open}
-        idle = [device for device in askable(view) if device not in at_work]
+        idle = [device for device in served if device not in at_work]
         assert list(self.mirror.idle) == idle
         if idle:
             draws = (random.Random(7), random.Random(7))
@@ -178,6 +198,7 @@ async def test_following_changes_is_as_good_as_looking_at_everything(hand: Hand,
     await walk.look()
     assert walk.partial > walk.whole > 0
     assert walk.noticed > 0
+    assert walk.rested > 0
 
 
 async def test_no_more_is_read_than_what_changed(hand: Hand, client: Client, keys: Keys) -> None:

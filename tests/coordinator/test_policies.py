@@ -23,7 +23,7 @@ NOW = 1_000_000.0
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 CALM = Situation(
     now=NOW, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-    round_ending=False, mean_staleness=0.0, trainers=4, workers=4, model_bytes=1000,
+    round_ending=False, mean_staleness=0.0, trainers=0, workers=4, model_bytes=1000,
     devices=tuple(range(10)), last=NOW, round_since=NOW, began=NOW - 60,
 )  # fmt: skip
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,10 +21,13 @@ from fedstream.coordinator.scheduling import (
     HoldBack,
     Plan,
     Situation,
+    Steering,
     draw,
     held_back,
     plan,
+    steered,
 )
+from fedstream.journal.progress import mean_after
 from fedstream.runtime.participation import Participation, ParticipationGroup
 from fedstream.runtime.steps import Epochs, FixedSteps, Length, Seconds, Steps, UniformSteps
 
@@ -32,7 +36,7 @@ FIVE = FixedSteps(n=5)
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 CALM = Situation(
     now=NOW, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-    round_ending=False, mean_staleness=0.0, trainers=4, workers=4, model_bytes=1000,
+    round_ending=False, mean_staleness=0.0, trainers=0, workers=4, model_bytes=1000,
     devices=tuple(range(10)), last=NOW, round_since=NOW,
 )  # fmt: skip
 
@@ -96,8 +100,8 @@ def test_n_tasks_stay_in_flight() -> None:
 @pytest.mark.parametrize(("workers", "wanted"), [(0, 1), (1, 1), (4, 4), (50, 10)])
 def test_without_n_it_follows_those_who_work(workers: int, wanted: int) -> None:
     seen = replace(CALM, trainers=1, workers=workers)  # and never more than there are devices
-    assert len(planned(InFlight(), seen).triggers) == wanted
-    assert planned(InFlight(), seen).limit == wanted
+    assert len(planned(InFlight(mean_delay_s=0), seen).triggers) == wanted
+    assert planned(InFlight(mean_delay_s=0), seen).limit == wanted
 
 
 @given(st.integers(1, 12), st.integers(0, 8), st.integers(0, 1000))
@@ -226,6 +230,24 @@ def virtual_time(policy: Policy, seconds: float, seed: int) -> list[float]:
     return [at - NOW for at in times]
 
 
+def test_live_tasks_begin_at_random_times_by_default() -> None:
+    """A few each millisecond, and on the devices that a simulation chooses."""
+    seen = replace(CALM, trainers=4, devices=tuple(range(200)), began=NOW - 5)
+    opened: tuple[Trigger, ...] = ()
+    groups = list[int]()
+    while len(opened) < 200:
+        now = NOW + 0.001 * len(groups)
+        seen = replace(seen, now=now, open=opened, issued=len(opened))
+        what = planned(InFlight(n=200), seen)
+        groups.append(len(what.triggers))
+        opened += what.triggers
+        seen = replace(seen, last=what.last)
+    assert len(set(groups)) > 4
+    assert max(groups) < 40
+    simulated = planned(InFlight(n=200), replace(CALM, devices=seen.devices)).triggers
+    assert [one.device for one in opened] == [one.device for one in simulated]
+
+
 @pytest.mark.parametrize("policy", [Poisson(rate=5.0), InFlight(n=9, mean_delay_s=0.2)])
 def test_random_triggers_form_a_poisson_process(policy: Policy) -> None:
     times = virtual_time(policy, 1000, seed=1)
@@ -283,10 +305,64 @@ def test_growing_queue_holds_back_but_processed_entries_do_not(
     assert held_back(7, FREE, seen)[0] == n
 
 
-def test_staleness_above_its_target_holds_back() -> None:
-    hold = replace(FREE, target_staleness=4.0)
-    assert held_back(7, hold, replace(CALM, mean_staleness=4.0)) == (7, "")
-    assert held_back(7, hold, replace(CALM, mean_staleness=4.1)) == (1, "staleness")
+def closed_loop(
+    target: float, began: int, updates: int, *, batch: int = 1, lost: int = 0
+) -> tuple[list[int], list[float]]:
+    """Tasks in flight and mean staleness after each update, with 64 devices that take turns.
+
+    ``began``: tasks that are open when the scheduler begins to lead. ``batch``: updates in a
+    version. ``lost``: every so many tasks bring no update.
+    """
+    hold = replace(FREE, target_staleness=target)
+    at_work = deque((trigger, 0) for trigger in opened(began))
+    version, used, ended, mean = 0, 0, 0, 0.0
+    steering, in_flight, means = None, list[int](), list[float]()
+    while len(means) < updates:
+        seen = replace(
+            CALM, open=tuple(trigger for trigger, _ in at_work), issued=ended + len(at_work),
+            version=version, mean_staleness=mean, devices=tuple(range(64)), steering=steering,
+        )  # fmt: skip
+        what = planned(InFlight(n=64), seen, hold=hold)
+        steering = what.steering
+        at_work.extend((trigger, version) for trigger in what.triggers)
+        in_flight.append(len(at_work))
+        _, tau = at_work.popleft()
+        ended += 1
+        if lost and not ended % lost:
+            continue
+        mean, used = mean_after(mean, version - tau), used + 1
+        means.append(mean)
+        if used == batch:
+            version, used = version + 1, 0
+    return in_flight, means
+
+
+@pytest.mark.parametrize(
+    ("about", "within"),
+    [
+        ({"target": 8.0, "began": 1}, 40), ({"target": 8.0, "began": 64}, 160),
+        ({"target": 1.0, "began": 64}, 160), ({"target": 2.0, "began": 1, "batch": 4}, 300),
+        ({"target": 8.0, "began": 1, "lost": 2}, 400),
+    ],
+)  # fmt: skip
+def test_tasks_in_flight_are_steered_to_the_staleness_wanted(
+    about: dict[str, Any], within: int
+) -> None:
+    in_flight, means = closed_loop(**about, updates=within + 200)
+    assert means[within:] == pytest.approx([about["target"]] * 200, rel=0.15, abs=0.3)
+    assert max(in_flight[within:]) - min(in_flight[within:]) <= 2, "and stay as they are"
+    assert max(in_flight[about["began"] :]) <= max(in_flight[-1] * 1.3, about["began"])
+
+
+def test_no_more_tasks_than_the_policy_wants_are_steered_to() -> None:
+    """However long there are fewer than the staleness allows: the target may change what counts."""
+    hold, steering = replace(FREE, target_staleness=50.0), None
+    for version in range(0, 1000, 100):
+        seen = replace(CALM, version=version, steering=steering)
+        what = planned(InFlight(n=5), seen, hold=hold)
+        assert (what.limit, what.held) == (5, "")
+        steering = what.steering
+    assert steering == Steering(5.0, 900)
 
 
 @pytest.mark.parametrize(
@@ -304,11 +380,11 @@ def test_empty_models_use_no_memory() -> None:
 
 
 def test_strongest_limit_decides() -> None:
-    hold = HoldBack(max_queue=4, target_staleness=4.0, memory_budget=11_000)
+    hold = HoldBack(max_queue=4, target_staleness=2.0, memory_budget=11_000)
     roomy = replace(CALM, queue=3)  # 11 models, less 3 in the queue, 1 kept and 2 to spare
     assert held_back(7, hold, roomy) == (5, "memory")
     assert held_back(7, hold, replace(roomy, backlog=4)) == (1, "queue")
-    assert held_back(7, hold, replace(roomy, mean_staleness=9.0)) == (1, "staleness")
+    assert held_back(7, hold, roomy, steered(7, hold, roomy)) == (3, "staleness")
 
 
 @given(
@@ -320,7 +396,8 @@ def test_at_least_one_task_and_never_more_than_wanted(
 ) -> None:
     hold = HoldBack(max_queue=1, target_staleness=0.1, memory_budget=budget)
     seen = replace(CALM, queue=queue, backlog=queue, kept=kept, mean_staleness=staleness)
-    limit, _ = held_back(wanted, hold, seen)
+    seen = replace(seen, version=100, steering=Steering(float(wanted), 0))
+    limit, _ = held_back(wanted, hold, seen, steered(wanted, hold, seen))
     assert 1 <= limit <= wanted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,18 @@ def test_other_keys_are_refused_with_the_reason(tmp_path: Path) -> None:
     path.write_text("nonsense")
     with pytest.raises(ConfigError, match="not a private key in PEM"):
         own_key(path)
+
+
+def test_key_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """Not even for the next process of the same number, as in a container."""
+    path, limits = tmp_path / "device.pem", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written: File too large"):
+            own_key(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:

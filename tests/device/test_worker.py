@@ -261,7 +261,7 @@ async def test_passed_deadline_gives_the_task_up(
     gateway: FakeGateway, options: Options, model: Model, said: list[str]
 ) -> None:
     offer = gateway.offer(model, steps=1_000_000)
-    late = offer.task.model_copy(update={"deadline": 1.0})
+    late = offer.task.model_copy(update={"left_s": 0.0})
     gateway.offers[0] = offer.model_copy(update={"task": late})
     life = asyncio.create_task(live(options(), said.append, nothing))
     await wait_until(lambda: gateway.given_up)

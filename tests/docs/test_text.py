@@ -1,8 +1,8 @@
-"""What the pages' text has to keep to: width, and names of files and modules that exist."""
+"""What the text has to keep to: width, and names of files, modules and commands that exist."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -20,12 +20,20 @@ _IGNORED = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitl
 _FOLDERS = tuple(
     f"{entry.name}/" for entry in ROOT.iterdir() if entry.is_dir() and entry.name not in _IGNORED
 )
-_DOTTED = re.compile(r"fedstream(?:\.\w+)+")
+_PACKAGES = sorted(entry.parent.name for entry in ROOT.glob("*/__init__.py"))
+_DOTTED = re.compile(rf"(?:{'|'.join(_PACKAGES)})(?:\.\w+)+")
+_KEYS = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+_COMMANDS = (ROOT / "docs" / "reference" / "cli.md").read_text()
+_TARGETS = (ROOT / "Makefile").read_text()
+TEXTS = [*pages(), "experiments/README.md", "experiments/theory/README.md"]
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT)) for package in _PACKAGES for path in (ROOT / package).rglob("*.py")
+)
 # Written by a reader, or by fedstream for one.
 MADE = {
     "devices.csv",
-    ".../run.toml", "best.toml", "compare.py", "devices.py", "dist/fedstream.cdx.json",
-    "journal-pod.yaml", "lines.py",
+    ".../run.toml", "best.toml", "compare.py", "device.pem", "device.pem.state", "devices.py",
+    "dist/fedstream.cdx.json", "journal-pod.yaml", "journal.index", "lines.py",
     "metrics.csv", "my_attestation.py", "my_partitions.py", "my_policies.py", "my_solvers.py",
     "my_task.py", "poisoned.py", "replay.csv", "results.csv", "run.toml", "runs.jsonl", "sized.py",
     "my_rules.py", "my_staleness.py", "summary.json", "sweep.png", "test_my_rules.py",
@@ -43,7 +51,7 @@ def prose(page: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-@pytest.mark.parametrize("page", [*pages(), "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*TEXTS, "CHANGELOG.md"])
 def test_lines_are_wrapped(page: str) -> None:
     """Except tables, and what cannot be broken: links and code."""
     for number, line in prose(page):
@@ -53,7 +61,24 @@ def test_lines_are_wrapped(page: str) -> None:
             assert len(rest) <= WIDTH, f"{page}:{number} has {len(rest)} characters"
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for command in re.findall(r"(?:^ {4}|`)fedstream ([a-z][\w-]*)", text, re.MULTILINE):
+        assert f"`fedstream {command}" in _COMMANDS, f"{page}: fedstream {command}"
+    for target in re.findall(r"`make ([\w./-]+)", text):
+        assert f"\n{target}:" in _TARGETS, f"{page}: make {target}"
+
+
+def test_modules_that_docstrings_name_exist() -> None:
+    for program in PROGRAMS:
+        for code in re.findall(r"`([^`\n]+)`", (ROOT / program).read_text()):
+            for word in code.split():
+                if _DOTTED.fullmatch(word) and not _FILE.fullmatch(word) and word not in MADE:
+                    assert exists(word), f"{program}: {word}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
 def test_files_and_modules_that_are_named_exist(page: str) -> None:
     for number, line in prose(page):
         for code in _CODE.findall(line):
@@ -82,10 +107,11 @@ def names() -> frozenset[str]:
 
 
 def exists(dotted: str) -> bool:
-    """Whether there is a module, or something in one, of this name."""
-    module, _, name = dotted.rpartition(".")
-    try:
-        importlib.import_module(dotted)
-    except ModuleNotFoundError:
-        return hasattr(importlib.import_module(module), name)
-    return True
+    """Whether there is a module, something in one, or a configuration key of this name."""
+    for name in (dotted, f"fedstream.{dotted}"):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            continue
+        return True
+    return re.search(rf"`(?:\w+\.)*{dotted.rpartition('.')[2]}[`.]", _KEYS) is not None

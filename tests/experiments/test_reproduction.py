@@ -25,10 +25,12 @@ from fedstream.experiments.reproduction import (
     Picture,
     Results,
     Row,
+    Series,
     SweepPanel,
+    above,
     catalogue,
-    judged,
     settings_of,
+    within,
 )
 from fedstream.experiments.running import (
     PlannedRun,
@@ -63,17 +65,16 @@ class Tiny(Task):
 
 
 def claims(results: Results) -> list[JudgedClaim]:
-    fast, slow = results.mean("fast"), results.mean("slow", "last")
+    fast = results.values("fast")
     return [
-        JudgedClaim("Fast is fast.", fast > 0, f"It reached {fast:.4f}."),
-        JudgedClaim("Slow is slow.", slow > 1, f"It reached {slow:.4f}."),
-        JudgedClaim("It lasts.", None, "Too short."),
+        JudgedClaim("Fast is fast.", [fast], f"It reached {fast.mean():.4f}."),
+        JudgedClaim("It lasts.", [], "Too short."),
     ]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    """Two cells, two repeats and three."""
+    """Two cells, two repeats."""
     task = tmp_path_factory.mktemp("task") / "a_tiny_task.py"
     task.write_text(TASK)
     return Experiment(
@@ -93,7 +94,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
         },
         cells=(
             Cell("fast", {"solver.lr": 0.5}, paper=0.9),
-            Cell("slow", {"solver.lr": 0.1}, repeats=3),
+            Cell("slow", {"solver.lr": 0.1}),
         ),
         repeats=2,
         tolerance=0.5,
@@ -140,12 +141,12 @@ def test_scale_divides_versions_and_keeps_the_decays_position(tiny: Experiment) 
     assert keys["solver.lr"] == 0.5
 
 
-def test_repeats_default_to_the_cells_own(tiny: Experiment) -> None:
+def test_every_cell_is_repeated_as_often_as_declared_or_asked(tiny: Experiment) -> None:
     def count(repeats: int | None) -> dict[str, int]:
         jobs = jobs_of(tiny, repeats=repeats, scale=1.0, data_root=None)
         return {c.label: sum(job.cell == c.label for job in jobs) for c in tiny.cells}
 
-    assert count(None) == {"fast": 2, "slow": 3}
+    assert count(None) == {"fast": 2, "slow": 2}
     assert count(1) == {"fast": 1, "slow": 1}
 
 
@@ -185,27 +186,28 @@ def test_run_writes_rows_curves_table_and_pictures(tiny: Experiment, tmp_path: P
     folder, said = tmp_path / "out", list[str]()
     results = run(tiny, folder, command="reproduce tiny", say=said.append)
     show(tiny, results, folder)
-    assert [len(results.of("fast")), len(results.of("slow"))] == [2, 3]
+    assert [len(results.of("fast")), len(results.of("slow"))] == [2, 2]
     row = results.of("fast")[0]
     assert (row.state, row.versions, row.updates) == ("finished", 20, 20)
     assert row.gradients == 20 * 5
     x, mean, deviation = results.curve("fast", "gradients", "accuracy")
     assert x.tolist() == [0, 25, 50, 75, 100]
-    assert results.at("fast", "gradients", 37.5, "accuracy") == pytest.approx(mean[1:3].mean())
+    halfway = results.at("fast", "gradients", 37.5, "accuracy")
+    assert list(halfway) == [0, 1]
+    assert np.mean([*halfway.values()]) == pytest.approx(mean[1:3].mean())
     assert (deviation >= 0).all()
     assert mean[-1] == pytest.approx(results.mean("fast", "last"))
     about = json.loads((folder / "about.json").read_text())
     assert about["calls"][0]["command"] == "reproduce tiny"
-    assert about["runs"] == 5
+    assert about["runs"] == 4
     assert about["cells"]["fast"] == {"paper": 0.9, "solver.lr": 0.5}
-    assert len(said) == 1 + 5
+    assert len(said) == 1 + 4
     text = (folder / TABLE).read_text()
-    assert "full length, 2 or 3 repeats; `reproduce tiny`" in text
+    assert "full length, 2 repeats; `reproduce tiny`" in text
     assert "| fast | 0.9000 | " in text
     assert "Within 0.5 of the paper: 1 of 1 cells." in text
-    assert "**held**: Fast is fast." in text
-    assert "**did not hold**: Slow is slow." in text
-    assert "**not tested at this scale**: It lasts." in text
+    assert "**not tested** (two repeats): Fast is fast. It reached" in text
+    assert "**not tested** (no comparison): It lasts. Too short." in text
     assert {path.name for path in folder.glob("*.png")} == {"curves.png", DIFFERENCES}
 
 
@@ -232,7 +234,7 @@ def test_existing_run_is_not_repeated(
     assert len(first.rows) == 2
     monkeypatch.setattr(running, "run_job", honest)
     resumed = run(tiny, tmp_path / "out")
-    assert len(resumed.rows) == 5
+    assert len(resumed.rows) == 4
     assert resumed.rows[:2] == first.rows
     whole = run(tiny, tmp_path / "whole")
     for row, same in zip(whole.rows, resumed.rows, strict=True):
@@ -257,7 +259,7 @@ def test_only_changed_configurations_are_run_again(tiny: Experiment, tmp_path: P
     cells = (Cell("fast", {"solver.lr": 0.4}), tiny.cells[1])
     said: list[str] = []
     after = run(replace(tiny, cells=cells), tmp_path, say=said.append)
-    assert said[0] == "tiny: 5 runs, 3 of them done already"
+    assert said[0] == "tiny: 4 runs, 2 of them done already"
     assert after.of("slow") == before.of("slow")
     assert after.of("fast") != before.of("fast")
     fewer = run(replace(tiny, cells=cells), tmp_path, repeats=1)
@@ -359,27 +361,49 @@ def test_curves_are_thinned_and_average_losses_in_between() -> None:
     assert curve["training_loss"][1:].tolist() == [2.5, 6.5]
 
 
-def test_verdict_needs_the_whole_run_and_the_end() -> None:
-    def over(cell: str) -> float:
-        return {"a": 0.5, "b": 0.4, "c": 0.3}[cell]
-
-    def end(cell: str) -> float:
-        return {"a": 0.5, "b": 0.6, "c": 0.3}[cell]
-
-    assert judged(lambda of: of("a") > of("c"), over, end) == (True, "")
-    assert judged(lambda of: of("c") > of("a"), over, end) == (False, "")
-    where = "It holds over the run, and not at the end. "
-    assert judged(lambda of: of("a") > of("b"), over, end) == (False, where)
-    where = "It holds at the end, and not over the run. "
-    assert judged(lambda of: of("b") > of("a"), over, end) == (False, where)
+def comparison(errors: float, repeats: int = 5) -> Series:
+    """Margins with a mean of so many standard errors, which are 1."""
+    spread: Series = np.linspace(-1, 1, repeats)
+    margins: Series = errors + spread * float(repeats**0.5 / spread.std(ddof=1))
+    return margins
 
 
-@pytest.mark.parametrize("name", catalogue())
-def test_stored_tables_match_their_results(name: str) -> None:
-    """Verdicts are computed, and the program that computes them is this one."""
-    folder = command.RESULTS / name
-    results = Store(folder).results()
-    assert (folder / TABLE).read_text() == table(catalogue()[name], results)
+@pytest.mark.parametrize(
+    ("comparisons", "verdict"),
+    [
+        ([comparison(2.1)], "**held** (5 repeats)"),
+        ([comparison(-2.1)], "**did not hold** (5 repeats)"),
+        ([comparison(1.9)], "**not tested** (5 repeats, within two standard errors)"),
+        ([comparison(-1.9)], "**not tested** (5 repeats, within two standard errors)"),
+        ([comparison(9.0, 4)], "**not tested** (four repeats)"),
+        ([np.array([0.0039 - 0.0033])], "**not tested** (one repeat)"),
+        ([np.zeros(5)], "**not tested** (5 repeats, within two standard errors)"),
+        ([np.full(5, -0.1)], "**did not hold** (5 repeats)"),
+        ([comparison(9.0), comparison(9.0, 6)], "**held** (5 repeats; 2 comparisons)"),
+        (
+            [comparison(9.0, 4), comparison(-9.0, 6), comparison(0.0)],
+            "**did not hold** (6 repeats; 1 of 3 comparisons fails)",
+        ),
+        (
+            [comparison(9.0), comparison(1.0)],
+            "**not tested** (5 repeats; 1 of 2 comparisons within two standard errors)",
+        ),
+        ([], "**not tested** (no comparison)"),
+    ],
+)
+def test_verdict_needs_five_repeats_and_two_standard_errors(
+    comparisons: list[Series], verdict: str
+) -> None:
+    assert JudgedClaim("", comparisons, "").verdict == verdict
+
+
+def test_figures_are_compared_repeat_by_repeat() -> None:
+    """Cells may have different repeats: those that both have count."""
+    assert above({0: 3.0, 1: 5.0, 7: 1.0}, {1: 2.0, 0: 2.0, 2: 9.0}, 0.5, times=0.5).tolist() == [
+        1.5, 3.5
+    ]  # fmt: skip
+    one, other = within(({0: 0.5}, {0: 0.25}), 0.5)
+    assert (one[0], other[0]) == (0.75, 0.25)
 
 
 @pytest.mark.parametrize("name", catalogue())
@@ -449,8 +473,11 @@ def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     results = run(tiny, tmp_path, repeats=1, scale=10, program="0123456789ab")
     assert {row.commit for row in results.rows} == {"0123456789ab"}
     assert "; commit 0123456789ab; machine" in table(tiny, results)
-    assert json.loads((tmp_path / "about.json").read_text())["calls"][0]["commit"] == "0123456789ab"
-    results = run(tiny, tmp_path, repeats=2, scale=10, cells=["slow"], program="ba9876543210+")
+    results = run(
+        tiny, tmp_path, repeats=2, scale=10, cells=["slow"], program="ba9876543210+", command="2"
+    )
+    calls = json.loads((tmp_path / "about.json").read_text())["calls"]
+    assert [one["machine"]["commit"] for one in calls] == ["0123456789ab", "ba9876543210+"]
     told = "; commit 0123456789ab (2 runs), ba9876543210 with changes (1 run); machine"
     assert told in table(tiny, results)
 

@@ -317,7 +317,7 @@ async def _try(port: int, data: bytes, tally: Tally) -> None:
         return
     status = int(found[1])
     tally.statuses[status] += 1
-    if status >= 500 and status != 503:
+    if status >= 500 and status not in (503, 505):
         tally.wrong.setdefault(f"answered {status}: {said[-200:]!r}", data)
 
 

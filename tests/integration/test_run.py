@@ -93,6 +93,46 @@ def test_run_writes_every_file(digits: Digits) -> None:
         assert json.loads(lines[-1])["event"] == "stopped"
 
 
+TRUNCATED = """
+    devices = 10
+    def device_data(self, device):
+        data = super().device_data(device)
+        return Truncated(data) if device == 3 else data
+
+class Truncated(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+    def __len__(self):
+        return len(self.data)
+    def __getitem__(self, row):
+        raise OSError("image file is truncated")
+
+task = Ten()
+"""
+
+
+def test_rounds_end_without_the_device_whose_data_are_broken(
+    tmp_path: Path, folders: list[Command], quick_programs: Path
+) -> None:
+    own = BLOBS.replace("\ntask = Blobs()\n", f"\nclass Ten(Blobs):{TRUNCATED}")
+    (tmp_path / "own.py").write_text(own)
+    command = Command(
+        tmp_path, "--task", "own.py:task", "--strategy", "fedavg", "--versions", "5",
+        "--set", "strategy.clients_per_round=10", "--set", "trainer.threads=1",
+        programs=quick_programs,
+    )  # fmt: skip
+    folders.append(command)
+    assert command.ended() == 0, command.stdout + command.stderr
+    summary = command.summary
+    assert adds_up(summary)
+    assert summary["updates"] == 5 * 9
+    [(device, about)] = summary["failing"].items()
+    assert (device, about["reason"]) == ("3", "raised OSError")
+    assert summary["given_up"] == {"raised OSError": about["tasks"]}
+    assert about["tasks"] < 6
+    assert "failing and asked less often: device 3 (2 tasks in a row" in command.stdout
+
+
 def test_final_model_is_the_measured_one(digits: Digits) -> None:
     from safetensors.torch import load_file
 

@@ -29,10 +29,18 @@ from fedstream.journal import (
     Segment,
     Taken,
     Tear,
+    segments,
 )
 from fedstream.journal import segment as reading
 from fedstream.journal.replay import Replayer
-from fedstream.strategies import FedAsyncSettings, FedAvgSettings
+from fedstream.journal.updates import update_of
+from fedstream.strategies import (
+    AfaCsSettings,
+    FedAsyncSettings,
+    FedAvgSettings,
+    FedBuffSettings,
+    Strategy,
+)
 from tests.journal.replaying import FEDAVG, LARGE, digests, fedasync, fedavg, values
 from tests.journals import GOLDEN, LAYOUT, Scribe
 from tests.support import layout_of
@@ -218,7 +226,8 @@ def test_update_of_the_wrong_size_is_damage(folder: Path) -> None:
     path, at = scribe.writer.path, scribe.writer.size
     larger = Model(layout_of(5))
     larger.floats[:] = 0.0
-    scribe.writer.append(record, larger)
+    upload = record.upload.model_copy(update={"digest": larger.digest()})
+    scribe.writer.append(record.model_copy(update={"upload": upload}), larger)
     scribe.close()
     said = f"^{path} at byte {at}: a payload of {larger.layout.nbytes} bytes, which does not"
     with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match=said):
@@ -226,20 +235,61 @@ def test_update_of_the_wrong_size_is_damage(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE])
-def test_altered_update_is_found_at_its_version(folder: Path, layout: Any) -> None:
-    scribe = Scribe(folder, layout=layout)
+@pytest.mark.parametrize("options", [{}, {"strategy": FedAsyncSettings(alpha=0.3)}])
+def test_altered_update_is_found_at_its_version(folder: Path, layout: Any, options: Any) -> None:
+    """Although no model shows it: with so little weight, the bit is lost in rounding."""
+    scribe = Scribe(folder, FedAsyncSettings(alpha=1e-5), layout=layout)
     for _ in range(4):
         scribe.update()
     scribe.close()
     path = scribe.writer.path
     with Segment(path) as segment:
         third = list(segment.records())[2]
-    _damage(path, third.payload + third.payload_bytes - 1)
-    with Replayer(folder) as replayer:
+    _damage(path, third.payload)
+    with Replayer(folder, **options) as replayer:
         replay = iter(replayer)
-        assert [next(replay).version, next(replay).version] == [1, 2]
-        with pytest.raises(Diverged, match=r"version 3 does not match its digest"):
+        assert [next(replay).message.version, next(replay).message.version] == [1, 2]
+        said = f"{path} at byte {third.place.offset}: the update does not match its digest"
+        with pytest.raises(JournalDamaged, match=said):
             next(replay)
+        with pytest.raises(JournalDamaged, match=said):
+            replayed_update(folder, 3)
+
+
+def replayed_update(folder: Path, version: int) -> Model:
+    """The update of a version, read by itself."""
+    [segment] = segments(folder)
+    with segment:
+        [record] = [one for one in segment.records() if one.entry.version == version]
+        return update_of(segment, record, Model(segment.layout))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "part", "said"),
+    [
+        (FedAsyncSettings(), 0, "the checkpoint's model"),
+        (FedBuffSettings(buffer_size=3), 1, "the checkpoint's memory"),
+        (AfaCsSettings(devices=10), 2, "the device's vector"),
+    ],
+)
+def test_altered_checkpoint_of_a_later_segment_is_found(
+    folder: Path, strategy: Strategy, part: int, said: str
+) -> None:
+    """A replay goes on without it; a recovery would not."""
+    scribe = Scribe(folder, strategy)
+    scribe.update(1)
+    scribe.segment()
+    scribe.update(2)
+    scribe.close()
+    path = scribe.writer.path
+    with Segment(path) as segment:
+        standing = segment.standing_record
+        places = [standing.payload, standing.payload + segment.layout.nbytes]
+        places += [record.payload for record, _ in segment.vectors()]
+    _damage(path, places[part])
+    said = f"{said} does not match its digest"
+    with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match=said):
+        list(replayer)
 
 
 def test_a_damaged_record_is_named(folder: Path) -> None:

@@ -172,8 +172,10 @@ HEALTHY = {
         for pod in ("c-0", "c-1")  # both say the same
         for name, labels, values in (
             ("fedstream_run_running", "", "1x45"),
-            ("fedstream_run_looked_timestamp_seconds", "", "0+60x45"),
-            ("fedstream_run_published_timestamp_seconds", "", "0+60x45"),
+            # Two hours ahead of Prometheus's clock.
+            ("fedstream_run_clock_timestamp_seconds", "", "7200+60x45"),
+            ("fedstream_run_looked_timestamp_seconds", "", "7200+60x45"),
+            ("fedstream_run_published_timestamp_seconds", "", "7200+60x45"),
             ("fedstream_run_open", ', state="waiting"', "2x45"),
             ("fedstream_run_open", ', state="training"', "2x45"),
             ("fedstream_run_open", ', state="answered"', "1x45"),
@@ -187,6 +189,7 @@ HEALTHY = {
             ("fedstream_redis_memory_max_bytes", "", "100x45"),
         )
     },
+    'fedstream_metric_relapses{namespace="fl", pod="e-0", metric="accuracy"}': "1x45",
     'fedstream_leading{namespace="fl", pod="s-0", role="scheduler"}': "1x45",
     'fedstream_leading{namespace="fl", pod="s-1", role="scheduler"}': "0x45",  # stands by
     'fedstream_leading{namespace="fl", pod="u-0", role="updater"}': "1x45",
@@ -220,19 +223,19 @@ FINISHED = {"fedstream_run_running": "1x9 0x35"}
 STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     "all is well": ({}, set()),
     "no version is made any more": (
-        {"run_published": "0+60x15 900x30"}, {"FedstreamStalled"},
+        {"run_published": "7200+60x15 8100x30"}, {"FedstreamStalled"},
     ),
     "the newest model was lost": ({"models_repaired": "0x30 1x15"}, {"FedstreamModelRepaired"}),
     "it was lost an hour ago": ({"models_repaired": "0x5 1x40"}, set()),
     "that is so because the run is finished": (
-        FINISHED | {"run_published": "0+60x9 600x35"}, set(),
+        FINISHED | {"run_published": "7200+60x9 7800x35"}, set(),
     ),
     "Redis is gone": (
-        {"run_published": "0+60x15 900x30", "run_looked": "0+60x15 900x30"},
+        {"run_published": "7200+60x15 8100x30", "run_looked": "7200+60x15 8100x30"},
         {"FedstreamStalled", "FedstreamRedisAway"},
     ),
     "one coordinator alone has lost Redis": (
-        {'run_looked_timestamp_seconds{namespace="fl", pod="c-1"': "0+60x15 900x30"}, set(),
+        {'run_looked_timestamp_seconds{namespace="fl", pod="c-1"': "7200+60x15 8100x30"}, set(),
     ),
     "Redis never answered": (
         {"run_running": "_x45", "run_looked": "0x45", "run_published": "_x45"},
@@ -260,6 +263,8 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "refusals rise": ({'outcome="refused"': "0x15 0+10x30"}, {"FedstreamRefusals"}),
     "the task raises": ({'outcome="given_up"': "0x15 0+10x30"}, {"FedstreamTaskRaises"}),
+    "the accuracy swings": ({"metric_relapses": "1x15 2x30"}, {"FedstreamMetricSwings"}),
+    "it swung before the run was over": (FINISHED | {"metric_relapses": "2x45"}, set()),
     "the disk does not sync": (
         {"journal_unsynced": "0x15 134217728x30"}, {"FedstreamJournalBehind"},
     ),

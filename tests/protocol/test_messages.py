@@ -29,7 +29,7 @@ DIGEST = "ab" * 32
 OFFER: dict[str, Any] = {
     "task": {
         "id": task_id(1_763_884_800_000), "device": 17, "seed": (1 << 63) - 1, "steps": 10,
-        "epochs": None, "seconds": None, "deadline": None,
+        "epochs": None, "seconds": None, "left_s": None,
     },
     "attempt": "0123456789ab",
     "model": {

@@ -117,7 +117,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], Any
 
 
 def get(path: str, *more: str) -> bytes:
-    lines = (f"GET {path} HTTP/1.1", "Host: here", *more)
+    lines = (f"GET {path} HTTP/1.1", "Host: localhost", *more)
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
 
@@ -527,6 +527,18 @@ async def test_malformed_request_is_logged_and_answered_in_json(request_: bytes)
         assert (line["event"], line["log_level"]) == ("bad request", "warning")
         assert "exc_info" not in line
         assert "\n" not in line["reason"]
+
+
+@pytest.mark.parametrize("port", ["port", "health_port"])
+@pytest.mark.parametrize("path", ["/short", "/livez", "/v2/nothing"])
+async def test_http_before_1_1_is_refused_on_every_port(port: str, path: str) -> None:
+    async with site() as http:
+        reader, writer = await http.connected(port)
+        writer.write(get(path, "Connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0") * 2)
+        status, _, body = await answer(reader)
+        assert (status, body["reason"]) == (505, "malformed")
+        assert await is_closed(reader)
+        writer.close()
 
 
 async def test_failing_handler_is_logged_and_answered_in_json() -> None:

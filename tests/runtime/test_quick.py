@@ -22,9 +22,9 @@ from fedstream.runtime.plain import PlainRequest, response
 from fedstream.runtime.quick import Exchange, Idle, IncomingBody, QuickRoute
 from tests.support import wait_until
 
-QUICK = b"GET /ask HTTP/1.1\r\nHost: here\r\n\r\n"
-SLOW = b"GET /ask HTTP/1.1\r\nHost: here\r\nSlow: yes\r\n\r\n"
-LONG = b"POST /ask HTTP/1.1\r\nHost: here\r\nContent-Length: 3\r\n\r\n"
+QUICK = b"GET /ask HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SLOW = b"GET /ask HTTP/1.1\r\nHost: localhost\r\nSlow: yes\r\n\r\n"
+LONG = b"POST /ask HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\n"
 
 
 @dataclass
@@ -336,11 +336,12 @@ async def library(page: bytes = b"page") -> AsyncIterator[Library]:
 
 
 def posting(length: int) -> bytes:
-    return f"POST /pages/7/text HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n\r\n".encode()
+    start = "POST /pages/7/text HTTP/1.1\r\nHost: localhost\r\n"
+    return f"{start}Content-Length: {length}\r\n\r\n".encode()
 
 
 def getting(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
 
 async def amid_a_body(

@@ -210,6 +210,11 @@ async def has_a_bug(_context: Context) -> None:
     raise ZeroDivisionError("a bug")
 
 
+async def has_a_bug_in_a_loop(_context: Context) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(has_a_bug(_context))
+
+
 async def cancels_itself(_context: Context) -> None:
     raise asyncio.CancelledError
 
@@ -258,6 +263,7 @@ def test_fedstream_error_is_one_line(
     ("run", "last"),
     [
         (has_a_bug, "ZeroDivisionError: a bug"),
+        (has_a_bug_in_a_loop, "ZeroDivisionError: a bug"),
         (cancels_itself, "asyncio.exceptions.CancelledError"),
     ],
 )

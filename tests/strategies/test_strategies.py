@@ -303,6 +303,24 @@ def test_scaffold_is_published_with_its_control_variate() -> None:
     assert [now.memory.devices[n][0] for n in range(4)] == [10.0, -2.0, 0.0, 0.0]
 
 
+def test_dropped_batch_of_scaffold_leaves_c_the_mean_of_c_i() -> None:
+    """The devices have added it to their c_i; x never gets it."""
+    rule = ScaffoldSettings(buffer_size=2, server_lr=1.0).build(4)
+    now = State(0, model_of(layout_of(1).with_controls(), 1.0, 0.0))
+
+    def sent(device: int, delta: float, change: float) -> Update:
+        return update(model_of(now.model.layout, delta, change), device=device)
+
+    assert rule.drop_round(now) == now
+    now, *_ = receive(rule, now, sent(0, 100.0, 8.0))
+    now = rule.drop_round(now)
+    assert (now.version, now.memory.arrivals) == (0, 0)
+    for device, delta, change in ((1, 2.0, -4.0), (2, 4.0, 12.0)):
+        now, *_ = receive(rule, now, sent(device, delta, change))
+    assert now.version == 1
+    assert now.model.floats == pytest.approx([1.0 + 3.0, (8.0 - 4.0 + 12.0) / 4])
+
+
 def test_large_vectors_are_kept_in_a_file() -> None:
     small, large = DeviceVectors(3, 4), DeviceVectors(3, 4, in_memory=47)
     for vectors in (small, large):

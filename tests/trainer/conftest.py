@@ -69,7 +69,7 @@ def make(hand: Hand, redis: RedisSettings, task: Task) -> Make:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In place of the clock by which tasks are late."""
-    return Clock(monkeypatch, "fedstream.trainer.attempt")
+    return Clock(monkeypatch)
 
 
 @pytest.fixture

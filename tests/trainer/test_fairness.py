@@ -42,7 +42,7 @@ class Half(Task):
 
 def test_worst_tenth_is_the_mean_of_the_worst_served_devices() -> None:
     found = {device: {"accuracy": device / 100, "loss": device / 10} for device in range(20)}
-    assert spread(found) == {
+    assert spread(found, {}) == {
         "device_mean_accuracy": pytest.approx(0.095),
         "device_worst_tenth_accuracy": pytest.approx(0.005),  # of devices 0 and 1
         "device_deviation_accuracy": pytest.approx(math.sqrt((20**2 - 1) / 12) / 100),
@@ -53,12 +53,20 @@ def test_worst_tenth_is_the_mean_of_the_worst_served_devices() -> None:
 
 
 def test_few_devices_have_a_worst_one_and_none_has_no_spread() -> None:
-    assert spread({4: {"f1": 0.25}, 7: {"f1": 0.75}})["device_worst_tenth_f1"] == 0.25
-    assert spread({}) == {}
+    assert spread({4: {"f1": 0.25}, 7: {"f1": 0.75}}, {})["device_worst_tenth_f1"] == 0.25
+    assert spread({}, {}) == {}
+
+
+def test_the_worst_tenth_is_on_the_side_that_the_goal_says_or_left_out() -> None:
+    found = {n: {"rmse": float(n), "score": float(n)} for n in range(10)}
+    assert spread(found, {})["device_worst_tenth_rmse"] == 9.0
+    assert "device_worst_tenth_score" not in spread(found, {})
+    assert spread(found, {})["device_mean_score"] == 4.5
+    assert spread(found, {"score": "min"})["device_worst_tenth_score"] == 9.0
 
 
 def test_a_device_whose_metric_is_undefined_is_served_worst() -> None:
-    found = spread({n: {"loss": math.nan if n == 3 else 1.0} for n in range(10)})
+    found = spread({n: {"loss": math.nan if n == 3 else 1.0} for n in range(10)}, {})
     assert math.isnan(found["device_worst_tenth_loss"])
     assert math.isnan(found["device_mean_loss"])
 

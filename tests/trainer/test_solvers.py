@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Model
 from fedstream.trainer.data import gather
-from fedstream.trainer.descent import solve
+from fedstream.trainer.descent import Minibatches, solve
 from fedstream.trainer.solvers import (
     Cancelled,
     DriftCorrected,
@@ -279,6 +279,23 @@ def test_an_epoch_of_fresh_minibatches_is_as_long_as_a_pass() -> None:
     solver = Sgd(batch_size=3, sampling="fresh")
     assert solve(task, Point([0.0]), samples(7), work(solver, None, epochs=2)).steps == 6
     assert task.batches == [3] * 6
+
+
+@pytest.mark.parametrize("sampling", ["passes", "fresh"])
+def test_rows_too_many_to_shuffle_are_drawn(
+    sampling: Literal["passes", "fresh"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch, "randperm")  # it would take 8 GB
+    solver = Sgd(batch_size=50, sampling=sampling)
+    drawn = Minibatches(10**9, solver, 3)
+    assert drawn.epoch == 20_000_000
+    begun = [drawn.next() for _ in range(4)]
+    assert all(0 <= int(rows.min()) < int(rows.max()) < 10**9 for rows in begun)
+    assert len({int(row) for rows in begun for row in rows}) == 200
+    place = drawn.place
+    again = Minibatches(10**9, solver, 4)
+    again.skip_to(*place)
+    assert torch.equal(again.next(), drawn.next())
 
 
 class Clock(Quadratic):

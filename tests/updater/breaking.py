@@ -5,8 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fedstream.broker.layout import PAGE
 from fedstream.broker.messages import Upload
@@ -34,6 +39,66 @@ class Disk:
             return self._real(file, parts, at)
         self.refused += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Ext4:
+    """An ext4 that believes it has room while its disk has none: writing data back fails."""
+
+    _IMAGE_BYTES = 64 << 20  # what ext4 believes to have
+    _DISK_BYTES = 16 << 20
+
+    def __init__(self, at: Path, disk: Path) -> None:
+        self._at = at
+        self._disk = disk
+        self._image, self._filler = disk / "image", disk / "filler"
+        self._image.touch()
+        os.truncate(self._image, self._IMAGE_BYTES)
+        # Metadata is on the disk from the beginning, and there is no log that could be aborted.
+        options = ["-b", "4096", "-O", "^has_journal", "-E", "nodiscard,lazy_itable_init=0"]
+        _called("mkfs.ext4", "-q", *options, str(self._image))
+        _called("mount", "-o", "loop", str(self._image), str(at))
+
+    def fill(self) -> None:
+        """From now on the disk has no room: data that is new to it cannot be written back."""
+        os.sync()
+        with self._filler.open("wb", buffering=0) as file, suppress(OSError):  # no more room
+            while True:
+                file.write(bytes(1 << 12))
+
+    def make_room(self) -> None:
+        """The disk has room again."""
+        self._filler.unlink()
+
+    def forget_the_cache(self) -> None:
+        """Unmount and mount again: from now on its files are what is on the disk."""
+        _called("umount", str(self._at))
+        _called("mount", "-o", "loop", str(self._image), str(self._at))
+
+
+@contextmanager
+def ext4(at: Path, disk: Path) -> Iterator[Ext4]:
+    """Mount an ext4 at a folder, on a small disk; skips where that is not possible."""
+    at.mkdir()
+    disk.mkdir()
+    try:
+        _called("mount", "-t", "tmpfs", "-o", f"size={Ext4._DISK_BYTES}", "tmpfs", str(disk))
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("nothing can be mounted")
+    try:
+        try:
+            file_system = Ext4(at, disk)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no ext4 can be mounted")
+        try:
+            yield file_system
+        finally:
+            _called("umount", "--lazy", str(at))
+    finally:
+        _called("umount", "--lazy", str(disk))
+
+
+def _called(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
 
 
 class End:

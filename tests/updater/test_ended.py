@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sqlite3
 import stat
 from collections import Counter
@@ -221,29 +222,37 @@ def test_ends_missing_from_the_journal_are_reported(tmp_path: Path) -> None:
     index.close()
 
 
-def test_full_disk_is_waited_out_and_a_broken_file_named(
-    index: Ended, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index.add(end(1))
+def _many() -> list[End]:
+    return [end(n) for n in range(1000)]  # more than a page
 
-    class Broken:
-        def __init__(self, text: str) -> None:
-            self.text = text
 
-        def __enter__(self) -> None:
-            raise sqlite3.OperationalError(self.text)
-
-        def __exit__(self, *_: object) -> None:
-            return
-
-    real = index._database
-    for text, error in (("database or disk is full", JournalFull), ("disk I/O", JournalError)):
-        monkeypatch.setattr(index, "_database", Broken(text))
-        with pytest.raises(error, match=r"ended\.sqlite"):
-            index.write("line-1", "00000001-000001.journal", 0)
-    monkeypatch.setattr(index, "_database", real)
+def test_full_disk_is_waited_out(index: Ended) -> None:
+    database = index._database
+    assert database
+    [pages] = database.execute("PRAGMA page_count").fetchone()
+    database.execute(f"PRAGMA max_page_count = {pages}")
+    for one in _many():
+        index.add(one)
+    with pytest.raises(JournalFull, match=r"ended\.sqlite: database or disk is full"):
+        index.write("line-1", "00000001-000001.journal", 0)
     assert index.get("task-0001") == end(1)  # it still waits
+    database.execute("PRAGMA max_page_count = 1000000")
     index.write("line-1", "00000001-000001.journal", 0)
+    assert [index.get(one.task) for one in _many()] == _many()
+
+
+def test_index_that_could_not_be_written_is_rebuilt_on_the_next_start(index: Ended) -> None:
+    """Nobody knows what of it is on disk: the cache may have pages that the disk never got."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for one in _many():
+        index.add(one)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (index.path.stat().st_size, limits[1]))
+    try:
+        with pytest.raises(JournalError, match=r"ended\.sqlite: disk I/O.*next start rebuilds it"):
+            index.write("line-1", "00000001-000001.journal", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not index.path.exists()
 
 
 # in the updater

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,18 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import CloseRound, RoundEnd
-from fedstream.strategies import FedAvgSettings, State, Update
+from fedstream.journal import RoundClosed, segments
+from fedstream.journal.replay import Replayer
+from fedstream.strategies import (
+    AfaCsSettings,
+    FedAvgSettings,
+    FedBuffSettings,
+    State,
+    Strategy,
+    Update,
+)
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
-from tests.updater.journalled import held
+from tests.updater.journalled import held, records
 
 
 async def test_journal_keeps_buffered_updates_until_their_version(
@@ -93,3 +103,60 @@ async def test_round_without_arrivals_makes_no_version(
         for value in (1.0, 3.0):
             await hand.admitted(value)
         await hand.reaches(1)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FedAvgSettings(clients_per_round=9),
+        AfaCsSettings(buffer_size=9, devices=10, max_staleness=0),
+    ],
+    ids=lambda rule: rule.name,
+)
+async def test_dropped_round_is_in_no_version(
+    make: Any, hand: Hand, folder: Path, rule: Strategy
+) -> None:
+    """What comes next is that round's own, also after a restart, and out of the journal."""
+
+    async def held_by(*devices: int) -> bool:
+        head = await hand.ledger.head()
+        return head is not None and head.held == devices
+
+    async def ends(*drops: int) -> None:
+        await hand.ledger.ask(CloseRound(version=0, tasks=(), why="round over", drops=drops))
+        assert (await hand.dispatch())[-1] == "closed"
+        await wait_until(hand.queue_is_empty)
+
+    async with running(make(rule, name="updater-0"), context()):
+        await hand.join()
+        one, two = [(await hand.admitted(value, sends=rule.sends)).device for value in (50.0, 90.0)]
+        await wait_until(lambda: held_by(one, two))
+        await ends(one, two)
+        await wait_until(held_by)
+        assert (await hand.version(), segments(folder)[-1].head.needs[0]) == (0, "dropped rounds")
+        three = (await hand.admitted(2.0, sends=rule.sends)).device
+        await wait_until(lambda: held_by(three))
+        await ends(one, two)  # told again: this is another round
+        assert await held_by(three)
+    async with running(make(rule, name="updater-1"), context()):
+        await hand.admitted(4.0, sends=rule.sends)
+        await ends()
+        await hand.reaches(1)
+    rounds = [one for one in records(folder) if isinstance(one, RoundClosed)]
+    assert [(one.dropped, one.late, one.version) for one in rounds] == [
+        (2, False, 0), (0, True, 0), (0, False, 1),
+    ]  # fmt: skip
+    _, version = await hand.published()
+    assert [update.device for update in version.updates] == [three, three + 1]
+    if isinstance(rule, FedAvgSettings):
+        assert (await hand.model(version)).floats.tolist() == [3.0] * 4
+    with Replayer(folder) as again:
+        assert [moment.model.digest() for moment in again][-1] == version.digest
+    with Replayer(folder, strategy=FedBuffSettings(buffer_size=9)) as under_another:
+        made = [one.step.made for one in under_another if one.step.made]
+    assert [[update.device for update in each] for each in made] == [[three, three + 1]]
+    with Replayer(folder, without=frozenset({one})) as without:
+        assert without.influenced is None
+    view = await hand.ledger.look()
+    assert (view.outcomes["buffered"], view.outcomes["applied"]) == (4, 0)
+    await hand.balanced()

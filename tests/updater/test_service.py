@@ -45,10 +45,15 @@ async def test_updater_creates_the_run_and_version_0(make: Any, hand: Hand) -> N
         assert (await hand.model(version)).floats.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("wrong_s", [3600.0, -3600.0])
 async def test_every_update_makes_a_version_that_lists_it(
-    make: Any, hand: Hand, client: Client, keys: Keys
-) -> None:
-    began = time.time()
+    make: Any, hand: Hand, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch,
+    wrong_s: float,
+) -> None:  # fmt: skip
+    """Its time is Redis's, whatever the updater's clock shows."""
+    now = time.time
+    began = now()
+    monkeypatch.setattr(time, "time", lambda: now() + wrong_s)
     async with running(make(FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=1))), context()):
         await hand.join()
         [stale_task] = await hand.open()
@@ -65,7 +70,8 @@ async def test_every_update_makes_a_version_that_lists_it(
     assert [(u.task, u.staleness, u.weight, u.tau) for u in two.updates] == [
         (stale.task, 1, 0.25, 0)
     ]
-    assert began <= zero.time <= one.time <= two.time <= time.time()
+    created = (await hand.ledger.run()).created
+    assert began <= created <= zero.time <= one.time <= two.time <= now()
     assert (await hand.model(one)).floats.tolist() == [2, 2, 2, 2]
     assert (await hand.model(two)).floats.tolist() == [3.5, 3.5, 3.5, 3.5]
     assert [(e.outcome, e.version, e.staleness, e.weight) for e in await hand.events()] == [

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,22 +283,43 @@ def test_newest_claim_wins(tmp_path: Path) -> None:
     assert newest_epoch(tmp_path / "elsewhere") == -1
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 2.0, 3600.0])
 def test_claim_check_survives_coarse_timestamps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
-    """A file system's clock has steps: two changes may have the same time."""
+    """Two changes may have the same time, and the file system's clock may be behind ours."""
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + int(ahead_s * 1e9))
     mine = Claim(tmp_path, 3)
     mine.check()
     about = tmp_path.stat()
     Claim(tmp_path, 4)
-    real = Path.stat
-
-    def stat(path: Path, **named: Any) -> Any:
-        return about if path == tmp_path else real(path, **named)
-
-    monkeypatch.setattr(Path, "stat", stat)
+    os.utime(tmp_path, ns=(about.st_atime_ns, about.st_mtime_ns))
     with pytest.raises(Fenced):
         mine.check()
+
+
+def test_unchanged_folder_is_not_listed_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many segments, a listing takes as long as a record; so does one amid many changes."""
+    now, listings = 1000.0, 0
+    real = os.listdir
+
+    def listdir(folder: Path) -> list[str]:
+        nonlocal listings
+        listings += 1
+        return real(folder)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(os, "listdir", listdir)
+    mine = Claim(tmp_path, 3)
+    checked = []
+    for now in (1000.0, 1002.4, 1002.6, 2000.0):  # noqa: B007  (time.monotonic gives it)
+        listings = 0
+        mine.check()
+        checked.append(listings)
+    assert checked == [1, 1, 1, 0]
 
 
 def test_claim_is_on_disk_before_anything_else(

@@ -1,4 +1,5 @@
-"""Staleness counts from what was handed out where a device's word does not count."""
+"""Where a device's word does not count: staleness counts from what was handed out, and samples as
+far as is usual."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from typing import Any
 import pytest
 
 from fedstream.broker.messages import Upload
+from fedstream.journal import Taken
+from fedstream.journal.norms import Norms
 from fedstream.journal.replay import Replayer
-from fedstream.strategies import FedAsyncSettings, FedBuffSettings, State
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State
 from fedstream.strategies.staleness import Constant, Polynomial
 from fedstream.updater.refusals import by_word
 from tests.journals import Scribe
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
+from tests.updater.journalled import records
 
 FADING = FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=1.0))
 
@@ -77,6 +81,74 @@ async def test_update_may_be_too_stale_despite_claiming_freshness(make: Any, han
         assert event.staleness == 2
 
 
+MANY = 2**53 - 1
+
+
+def claiming(samples: int, **changes: Any) -> Upload:
+    about: dict[str, Any] = {
+        "task": "t", "attempt": "a", "device": 1, "trainer": "t", "tau": 0, "base": "b",
+        "digest": "d", "layout": "l", "size": 16, "steps": 1, "lr": 0.1, "handed": 0,
+    }  # fmt: skip
+    return Upload(samples=samples, **about | changes)
+
+
+@pytest.mark.parametrize(
+    ("known", "most", "counted"),
+    [
+        ((), None, 1),  # nobody outweighs those who come first,
+        ((0,), None, 1),  # nor takes the others' weight by claiming nothing
+        ((MANY, 70, 600), None, 70),
+        ((*[600] * 10, *[MANY] * 9), None, 600),
+        ((*[600] * 11, *[MANY] * 9), None, 6000),
+        ((), 50, 50),  # the operator's limit, instead
+        ((600,) * 30, 50_000, 50_000),
+    ],
+)
+def test_claimed_samples_count_as_far_as_is_usual(
+    known: tuple[int, ...], most: int | None, counted: int
+) -> None:
+    norms = Norms(claims=known)
+    upload = norms.weighable(claiming(MANY), most)
+    assert (upload.samples, upload.claimed) == (counted, MANY)
+    assert norms.with_claim(upload).claims == (*known, MANY)
+    for fine in (claiming(MANY, handed=None), claiming(counted)):
+        assert norms.weighable(fine, most) == fine
+
+
+async def test_device_that_claims_all_samples_there_are_is_not_the_average(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    """Live, by a successor that begins where the claims are in a checkpoint, and replayed."""
+    rule = FedAvgSettings(clients_per_round=3, weighting="samples")
+    for successor in range(2):
+        updater = make(rule, name=f"updater-{successor}", norm_factor=0)
+        async with running(updater, context()):
+            await hand.join()
+            for n in range(30):
+                liar = n % 3 == 1
+                handed = n // 3 + 10 * successor
+                said: dict[str, Any] = {"site": "north", "handed": handed} if liar else {}
+                [trigger] = await hand.open()
+                samples = MANY if liar else 600
+                value = 100.0 if liar else 1.0
+                upload = await hand.trained(trigger, value, samples=samples, **said)
+                await hand.slip_in(upload)
+                if n % 3 == 2:
+                    await hand.reaches(10 * successor + n // 3 + 1)
+    made = [version for version in await hand.published() if version.updates]
+    weights = [[one.weight for one in version.updates] for version in made]
+    # Two of three are honest: theirs is the median as soon as there is one.
+    assert weights == [[600.0] * 3] * 7 + [[600.0, 6000.0, 600.0]] * 13
+    taken = [record for record in records(folder) if isinstance(record, Taken)]
+    assert {one.upload.claimed for one in taken} == {None, MANY}
+    with Replayer(folder) as again:
+        assert [m.model.digest() for m in again if m.step.made][-1] == made[-1].digest
+    by_samples = FedAvgSettings(clients_per_round=6, weighting="samples")
+    with Replayer(folder, strategy=by_samples) as under_another:
+        weighed = [m.step.decision.weight for m in under_another if m.step.decision]
+    assert weighed == [weight for each in weights for weight in each]
+
+
 @pytest.mark.parametrize(
     ("tau", "handed", "since", "why"),
     [
@@ -88,10 +160,7 @@ def test_staleness_counts_from_the_older_version(
     tau: int, handed: int | None, since: int, why: str
 ) -> None:
     model = model_of(layout_of())
-    upload = Upload(
-        task="t", attempt="a", device=1, trainer="t", tau=tau, base="b", digest="d",
-        layout=model.layout.signature, size=16, samples=1, steps=1, lr=0.1, handed=handed,
-    )  # fmt: skip
+    upload = claiming(1, tau=tau, layout=model.layout.signature, handed=handed)
     rule = FedAsyncSettings(max_staleness=1).build()
     assert upload.since == since
     assert by_word(upload, rule, State(5, model)) == why

@@ -135,6 +135,9 @@ UNEQUAL = (
 """Two of ten devices have ten times the others' learning rate."""
 
 
+ALIKE = ("run.versions=5", "solver.lr=1.0")
+
+
 @pytest.mark.parametrize(
     ("devices", "rule"),
     [
@@ -142,8 +145,12 @@ UNEQUAL = (
         (RARE, ("strategy.name=fedbuff", "strategy.buffer_size=1")),
         (RARE, ("strategy.name=scaffold", "solver.kind=scaffold", "strategy.buffer_size=1")),
         (UNEQUAL, ("strategy.name=fedbuff",)),
+        (ALIKE, ("strategy.name=fedasync",)),
+        (ALIKE, ("strategy.name=fedavg",)),
+        (ALIKE, ("strategy.name=afa-cd",)),
+        (ALIKE, ("strategy.name=afa-cs",)),
     ],
-    ids=("fedasync", "fedbuff", "scaffold", "unequal"),
+    ids=("fedasync", "fedbuff", "scaffold", "unequal", "first", "round", "deltas", "means"),
 )
 def test_honest_devices_are_not_refused(devices: tuple[str, ...], rule: tuple[str, ...]) -> None:
     given = ("task.name=digits", "simulation.threads=1", "simulation.evaluate_every=0")
@@ -153,11 +160,35 @@ def test_honest_devices_are_not_refused(devices: tuple[str, ...], rule: tuple[st
     assert outcome.refused == {}
 
 
-def test_first_updates_have_a_wide_limit() -> None:
-    assert judged(usual_of(), 1999.0) == (True, 1999.0)
-    assert judged(usual_of(), 9e36) == (False, 2000.0)
-    assert judged(usual_of(*[1.0] * 19), 1999.0) == (True, 1999.0)
-    assert judged(usual_of(*[1.0] * 20), 1999.0) == (False, 30.0)
+@pytest.mark.parametrize(
+    ("own", "seen", "largest"),
+    [
+        (100.0, [], 2000.0),  # ten times its norm, which is 200
+        (1.0, [], 31.62),  # as a vector of 1000 ones
+        (0.0, [], 316.2),  # ten times that
+        (1.0, [10.0] * 4, 31.62),
+        (1.0, [10.0] * 5, 300.0),  # five give a median
+        (1.0, [0.1] * 19, 31.62),
+        (1.0, [0.1] * 20, 20.0),
+    ],
+)
+def test_first_updates_are_bounded_by_the_model(
+    own: float, seen: list[float], largest: float
+) -> None:
+    assert judged(usual_of(*seen), largest, own)[0]
+    usual, counted = judged(usual_of(*seen), 1.01 * largest, own)
+    assert not usual
+    assert counted == pytest.approx(largest, rel=1e-3)
+
+
+def test_large_updates_that_most_devices_share_are_soon_usual() -> None:
+    """Such as a regression's on inputs that nobody scaled, whose model begins small."""
+    norms, verdicts = usual_of(), []
+    for _ in range(7):
+        usual, counted = norms.judged((900.0, 0.0, 0.0), 30.0, model_of(LAYOUT, 0.1))
+        norms = norms.grown(counted)
+        verdicts.append(usual)
+    assert verdicts == [False] * 5 + [True] * 2
 
 
 def test_zero_updates_do_not_block_a_moving_one() -> None:
@@ -200,7 +231,7 @@ def test_each_part_has_its_own_limit() -> None:
 async def test_huge_first_update_is_refused_by_default(make: Any, hand: Hand) -> None:
     async with running(make(), context()):
         await hand.join()
-        await hand.admitted(9e36)
+        await hand.admitted(400.0)
         await refused(hand, "norm too large")
         await hand.admitted(4.0)
         await hand.reaches(1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
 from fedstream.coordinator.gateway.fleet.objects import CHUNK, packed
 from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
+from fedstream.coordinator.gateway.uploads import PLACE
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
 from fedstream.wire.newest import read_newest
@@ -47,9 +50,12 @@ _APART_S = 60.0  # between two misses: it found the replica meanwhile, and looks
 _VERSION = "flwr-package-version"  # header with the supernode's release of Flower
 _SMALL = 64 << 10
 _TREE = 4 << 20  # bytes of a message's tree of objects
+_AT_ONCE = 16  # requests of a device with long bodies, of which one is read; Flower sends 8
 # What a supernode understands: 401 stops it, after 403 it asks for something else, and after 503
 # the same again. Anything else ends it, with what it works on.
 _UNDERSTOOD = (200, 400, 401, 403, 503)
+
+_OF_OBJECTS = ("PullObjectRequest", "PushObjectRequest")
 
 FleetCall = Callable[[int, Any], Awaitable[Any]]
 
@@ -79,14 +85,20 @@ class FleetRoutes:
         self._works = NodeWorks(settings.model_bytes)
         self._reading = asyncio.Lock()
         self._missed: dict[int, tuple[float, float]] = {}  # by device: first and last miss
+        self._sending = Counter[int]()  # by device: requests with long bodies
+        self._turns: dict[int, asyncio.Lock] = {}  # by device, while there are any
         self._opened: Opened | None = None
 
     def open(self, opened: Opened) -> None:
         """Begin to serve supernodes."""
         self._opened = opened
 
-    def routes(self, answering: Callable[[Handler], Handler]) -> Sequence[web.RouteDef]:
-        """All routes; ``answering``: turns errors into answers."""
+    def routes(
+        self, answering: Callable[[Handler], Handler], charge: Callable[[int], None]
+    ) -> Sequence[web.RouteDef]:
+        """All routes; ``answering``: turns errors into answers. ``charge``: counts a device's
+        request, and raises Refusal if there are too many.
+        """
         calls: tuple[tuple[str, str, FleetCall, int], ...] = (
             ("register-node", "RegisterNodeRequest", self._activate, _SMALL),
             ("activate-node", "ActivateNodeRequest", self._activate, _SMALL),
@@ -104,7 +116,7 @@ class FleetRoutes:
         return [
             web.post(
                 _PATH + path,
-                self._understood(answering(partial(self._answer, kind, answer, most))),
+                self._understood(answering(partial(self._answer, kind, answer, most, charge))),
             )
             for path, kind, answer, most in calls
         ]
@@ -130,16 +142,34 @@ class FleetRoutes:
         return answer
 
     async def _answer(
-        self, kind: str, answer: FleetCall, most: int, request: web.Request
+        self,
+        kind: str,
+        answer: FleetCall,
+        most: int,
+        charge: Callable[[int], None],
+        request: web.Request,
     ) -> web.StreamResponse:
         if self._opened is None or self._opened.context.stop.is_set():
             raise self._later("the gateway is starting or stopping")
-        device, pem = self._roster.device_of(request.headers, time.time())
+        device, pem = self._roster.device_of(request.headers, self._ledger.now())
         _, is_revoked = await self._ledger.registration(device)
         if is_revoked:
             raise Refusal(401, "revoked", f"device {device} is revoked")
-        within_s = self._settings.chunk_s if most > _TREE else self._settings.body_s
-        said = protobuf.parsed(kind, await body_of(request, within_s=within_s, most=most))
+        work = self._works.get(device)
+        if kind in _OF_OBJECTS and work is not None and work.expected > 0:
+            work.expected -= 1  # what was offered or announced may come as fast as it can
+        else:
+            charge(device)
+        if most <= _SMALL:
+            body = await body_of(request, within_s=self._settings.body_s, most=most)
+        else:
+            async with self._turn(device):
+                if (unread := self._unexpected(kind, device)) is not None:
+                    response = _response(unread)
+                    response.force_close()
+                    return response
+                body = await self._long_body(request, most)
+        said = protobuf.parsed(kind, body)
         node = device + _FIRST_NODE
         match kind:
             case "RegisterNodeRequest" | "ActivateNodeRequest":
@@ -152,8 +182,40 @@ class FleetRoutes:
         if not is_own:
             raise Refusal(401, "key", f"the key is device {device}'s, the request another's")
         self._desk.heard(device, time.monotonic())
-        reply = await answer(device, said)
-        return web.Response(body=reply.SerializeToString(), content_type=protobuf.CONTENT_TYPE)
+        return _response(await answer(device, said))
+
+    # long bodies: only of a reply that is expected, one a device, within what uploads may take
+
+    @asynccontextmanager
+    async def _turn(self, device: int) -> AsyncIterator[None]:
+        """Let a device's requests with long bodies have their turns. Raises Refusal."""
+        if self._sending[device] >= _AT_ONCE:
+            raise self._later(f"device {device} sends too much at once")
+        self._sending[device] += 1
+        try:
+            async with self._turns.setdefault(device, asyncio.Lock()):
+                yield
+        finally:
+            self._sending[device] -= 1
+            if not self._sending[device]:
+                del self._sending[device], self._turns[device]
+
+    def _unexpected(self, kind: str, device: int) -> Any:
+        """The answer to a reply, or a part of one, that nobody waits for; None if it is awaited."""
+        work = self._works.get(device)
+        if kind == "PushMessagesRequest" and work is None:
+            self._miss(device)
+            return protobuf.message("PushMessagesResponse")
+        if kind == "PushObjectRequest" and (work is None or work.reply is None):
+            self._miss(device)
+            return protobuf.message("PushObjectResponse", stored=False)
+        return None
+
+    async def _long_body(self, request: web.Request, most: int) -> bytes:
+        """Read a body that takes places of uploads, as many as it is long. Raises Refusal."""
+        length = most if request.content_length is None else min(most, request.content_length)
+        with self._running.uploads.place(1 + length // PLACE):
+            return await body_of(request, within_s=self._settings.chunk_s, most=most)
 
     # coming and going
 
@@ -234,7 +296,7 @@ class FleetRoutes:
         about = {
             "run_id": self._run_id(), "src_node_id": _SERVER, "dst_node_id": device + _FIRST_NODE,
             "reply_to_message_id": "", "group_id": str(head.version), "ttl": _TTL_S,
-            "message_type": "train", "created_at": time.time(), "message_id": "",
+            "message_type": "train", "created_at": self._ledger.now(), "message_id": "",
         }  # fmt: skip
         message = protobuf.message("Message", metadata=about)
         whole = packed("Message", message.SerializeToString(), [content])
@@ -437,6 +499,10 @@ class FleetRoutes:
 
     def _later(self, why: str) -> Refusal:
         return Refusal(503, "unavailable", f"{why}: try again later", retry_after_s=RETRY_S)
+
+
+def _response(reply: Any) -> web.Response:
+    return web.Response(body=reply.SerializeToString(), content_type=protobuf.CONTENT_TYPE)
 
 
 def _tree(whole: Any) -> Any:

@@ -81,6 +81,10 @@ class NodeWork:
     lr: float
     objects: dict[str, FlowerObject]  # until it has them
     reply: Incoming | None = None
+    expected: int = 0  # requests for its objects and with those of its reply, each once
+
+    def __post_init__(self) -> None:
+        self.expected = len(self.objects)
 
 
 class NodeWorks:
@@ -116,6 +120,7 @@ class NodeWorks:
         if others and self._used(others) + reply.most > self._budget:
             raise _no_room()
         work.reply = reply
+        work.expected += len(reply.wanted)
 
     def _replies(self) -> list[Incoming]:
         """The replies that are coming in."""

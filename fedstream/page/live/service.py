@@ -21,7 +21,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
 from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.page.files import no_icon, send_static
-from fedstream.page.guard import HEADERS, Answering, Asker, form_of, is_ours, names_of, refusal
+from fedstream.page.guard import HEADERS, Answering, Asker, form_of, is_ours
 from fedstream.page.live.acting import Acting
 from fedstream.page.live.broadcast import Broadcast, DrawnGlance
 from fedstream.page.live.collector import Collector, Glance
@@ -69,10 +69,9 @@ class LiveService:
     def __init__(self, settings: Settings, client: Client) -> None:
         self._settings = settings
         self._run = settings.run.name
-        page, http, keys = settings.page, settings.http, Keys(settings.run.name)
-        self._sessions = Sessions(self._run, http.token, page.operator_token)
-        # With a token, a name that somebody else gave our address has no cookie for us.
-        self._names = names_of(http.host, *page.hosts) if http.token is None or page.hosts else None
+        keys = Keys(settings.run.name)
+        self._sessions = Sessions(self._run, settings.http.token, settings.page.operator_token)
+        self._now = client.clock.now  # on which replicas agree
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
         self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
@@ -121,11 +120,9 @@ class LiveService:
     # who may
 
     def _open(self, handler: Answering) -> Answering:
-        """Answer anybody who asks for us by name; what changes something, only our own pages."""
+        """Answer anybody; what changes something, only our own pages."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            if self._names is not None and (refused := refusal(request, self._names)):
-                return refused
             if request.method == "POST" and not is_ours(request):
                 response: web.StreamResponse = await self._failed(
                     403, "Not from here", "this was not sent by a page of this coordinator"
@@ -188,7 +185,7 @@ class LiveService:
         return self._sessions.is_open or now is not None or self._sessions.is_bearer(header)
 
     def _who(self, request: web.Request) -> Who | None:
-        return self._sessions.who(self._cookie(request), time.time())
+        return self._sessions.who(self._cookie(request), self._now())
 
     def _cookie(self, request: web.Request) -> str:
         return request.cookies.get(self._sessions.cookie, "")
@@ -353,7 +350,7 @@ class LiveService:
         guesser = network_of(request.remote or "")
         if (wait_s := self._guesses.wait_s(guesser, time.monotonic())) > 0:
             return await self._too_often(to, who, wait_s)
-        begun = self._sessions.begun(said.get("token", ""), time.time())
+        begun = self._sessions.begun(said.get("token", ""), self._now())
         if begun is None or (who == "operator" and begun[0] != "operator"):
             self._guesses.charge(guesser, time.monotonic())
             self._say("login refused", request, to=to[:80])

@@ -32,6 +32,7 @@ SMUGGLED = {
     "chunks and another coding": body(f"{CHUNKED}, identity", said=b"0\r\n\r\n"),
     "chunks twice": body(CHUNKED, CHUNKED, said=b"0\r\n\r\n"),
     "chunks in HTTP/1.0": body(CHUNKED, said=b"0\r\n\r\n").replace(b"HTTP/1.1", b"HTTP/1.0", 1),
+    "HTTP/1.0": HIDDEN.replace(b"HTTP/1.1", b"HTTP/1.0") + HIDDEN,
     "a chunk's size with a prefix": body(CHUNKED, said=b"0x2\r\n{}\r\n0\r\n\r\n"),
     "a chunk beyond all integers": body(CHUNKED, said=b"F" * 17 + b"\r\n{}\r\n0\r\n\r\n"),
     "a chunk longer than its size": body(CHUNKED, said=b"2\r\n{}XX0\r\n\r\n"),
@@ -54,6 +55,11 @@ SMUGGLED = {
     "a host that is none": b"GET http://[::1/ HTTP/1.1\r\nHost: gateway\r\n\r\n",
     "a port that is none": b"GET http://x:99999999/ HTTP/1.1\r\nHost: gateway\r\n\r\n",
 }  # fmt: skip
+
+SMUGGLED |= {
+    f"{what}, kept alive": attack.replace(b"\r\n", b"\r\nConnection: keep-alive\r\n", 1)
+    for what, attack in SMUGGLED.items()
+}
 
 ZEROS = "0" * 64
 # Target -> status and reason.

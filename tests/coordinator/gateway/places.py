@@ -134,7 +134,7 @@ async def serving(
     its = context()
     tls = one.tls()
     its.tls = None if tls is None else CurrentTls(tls)
-    http = HttpSettings(connections=one.connections, idle_s=idle_s)
+    http = HttpSettings(connections=one.connections, idle_s=idle_s, hosts=None)
     app = application(gateway.routes(), its.stop.is_set, its.refused)
     async with AsyncExitStack() as stack:
         log = structlog.get_logger()

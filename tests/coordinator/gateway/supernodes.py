@@ -175,7 +175,7 @@ async def fleet(
 ) -> AsyncIterator[Node]:
     """A gateway for supernodes, and the one of a device; ``gateways``: its own way to Redis."""
     key = ec.generate_private_key(ec.SECP384R1())
-    about: dict[str, Any] = {**files(folder, key), **settings}
+    about: dict[str, Any] = {**files(folder, key), "device_rate": 1000.0, **settings}
     async with (
         coordinating(hand, redis),
         serving(hand, gateways or redis, poll_s=0.0, **about) as place,

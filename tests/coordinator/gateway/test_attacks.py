@@ -41,7 +41,9 @@ async def test_no_request_is_smuggled_behind_another(redis: RedisSettings, hand:
     async with serving(hand, redis) as place:
         for number, (what, attack) in enumerate(SMUGGLED.items(), 1):
             said = await said_to(port_of(place), attack)
-            assert (said.statuses, said.reasons) == ([400], ["malformed"]), what
+            # Else the parser itself objects that more comes on a connection that is to end.
+            status = 505 if "HTTP/1.0, kept alive" in what else 400
+            assert (said.statuses, said.reasons) == ([status], ["malformed"]), what
             assert said.is_closed, what
             assert refused(place, "malformed") == number, what
         assert (await place.check_in(3)).status == 204

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
 import tracemalloc
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,13 @@ from tests.coordinator.gateway.supernodes import (
 from tests.support import Hand, Proxy, counted, full, wait_until
 
 
+@pytest.mark.parametrize("limit", ["address_rate", "device_rate"])
 async def test_nothing_is_answered_that_ends_a_supernode(
-    redis: RedisSettings, hand: Hand, tmp_path: Path
+    redis: RedisSettings, hand: Hand, tmp_path: Path, limit: str
 ) -> None:
     await hand.create()
-    async with fleet(hand, redis, tmp_path, address_rate=0.01) as node:
+    limits: dict[str, Any] = {limit: 0.01}
+    async with fleet(hand, redis, tmp_path, **limits) as node:
         beat = "/v1/fleet/send-node-heartbeat", "HeartbeatRequest"
         said = [await node.status(*beat, node={"node_id": node.id}) for _ in range(4)]
         assert said == [200, 200, 503, 503], "too many requests: 429 to others"
@@ -92,6 +96,16 @@ async def statuses(node: Node, body: Callable[[str], bytes]) -> dict[str, int]:
     }  # fmt: skip
 
 
+async def announced(hand: Hand, node: Node) -> str:
+    """Has the supernode announce a reply to a task; returns the session of its objects."""
+    message, _ = await asked(hand, node)
+    said = await node.ask(
+        "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+        **pushed(message, content(changed(hand, 1.0), {"num-examples": 1})),
+    )  # fmt: skip
+    return str(said.session_id)
+
+
 async def test_no_route_answers_what_ends_a_supernode_while_redis_is_away_or_full(
     redis: RedisSettings, hand: Hand, tmp_path: Path
 ) -> None:
@@ -100,7 +114,7 @@ async def test_no_route_answers_what_ends_a_supernode_while_redis_is_away_or_ful
         way = proxy.settings.model_copy(update={"timeout_s": 0.2})
         async with fleet(hand, redis, tmp_path, gateways=way) as node:
             served = await statuses(node, lambda kind: own(node, kind).SerializeToString())
-            assert served == dict.fromkeys(ROUTES, 200) | {"push-messages": 400}, "no message"
+            assert served == dict.fromkeys(ROUTES, 200), "nothing is expected"
             proxy.refuse = lambda _said: True
             proxy.cut()
             said = await statuses(node, lambda kind: own(node, kind).SerializeToString())
@@ -122,6 +136,7 @@ async def test_what_is_no_request_of_a_supernode_is_no_fault_of_ours(
 ) -> None:
     await hand.create()
     async with fleet(hand, redis, tmp_path) as node:
+        await announced(hand, node)  # or the body of a reply would not be read
         for body in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 300, b"\x0a\x02\x08"):
             said = await statuses(node, {}.fromkeys(ROUTES.values(), body).__getitem__)
             assert said == dict.fromkeys(ROUTES, 400), body
@@ -132,6 +147,57 @@ async def test_what_is_no_request_of_a_supernode_is_no_fault_of_ours(
         assert (
             counted(node.place.context, "fedstream_gateway_refused_total", reason="internal") == 0
         )
+
+
+async def test_a_device_has_one_long_body_read_of_a_reply_that_is_expected(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    """Without a session none is read; with one, those beyond the first wait, and few may wait."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node, AsyncExitStack() as stack:
+        port = int(node.place.url.rpartition(":")[2])
+
+        async def begun(path: str) -> asyncio.StreamReader:
+            """A request whose body does not end."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            lines = [f"POST /v1/fleet/{path} HTTP/1.1", "Host: here", "Content-Length: 3000000"]
+            lines += [f"{name}: {value}" for name, value in node.headers().items()]
+            writer.write("\r\n".join([*lines, "", "begun"]).encode())
+            return reader
+
+        async def status(reader: asyncio.StreamReader) -> int:
+            return int((await asyncio.wait_for(reader.readuntil(b"\r\n"), 30)).split()[1])
+
+        for path in ("push-messages", "push-object"):
+            assert await status(await begun(path)) == 200, path
+        session = await announced(hand, node)
+        fleet_ = node.place.gateway._fleet
+        assert fleet_ is not None
+        uploads = fleet_._running.uploads
+        waiting = [await begun("push-object") for _ in range(16)]
+        await wait_until(lambda: fleet_._sending[DEVICE] == 16)
+        await wait_until(lambda: uploads._receiving == 2)  # places, for one of them
+        assert await status(await begun("push-object")) == 503
+        assert not any(reader._buffer for reader in waiting)  # type: ignore[attr-defined]
+        await stack.aclose()
+        await wait_until(lambda: not uploads._receiving and not fleet_._turns)
+        assert not await node.push(session, b"x")  # of none of its objects: it was read
+
+
+async def test_only_objects_that_are_expected_are_not_charged_to_the_device(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    """Three requests at once: two for messages, one that announces the reply."""
+    await hand.create()
+    async with fleet(hand, redis, tmp_path, device_rate=1.5) as node:
+        message, received = await asked(hand, node)
+        reply = content(changed(hand, 1.0), {"num-examples": 1})
+        assert all(await node.reply(message, reply))
+        some = next(iter(received.contents))
+        pull = "/v1/fleet/pull-object", "PullObjectRequest"
+        own_: dict[str, Any] = {"node": {"node_id": node.id}, "object_id": some}
+        assert 503 in [await node.status(*pull, **own_) for _ in range(60)]
 
 
 async def test_supernode_finds_the_replica_that_has_its_work(

@@ -19,7 +19,7 @@ from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
 from fedstream.wire import format_of
 from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
-from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
+from tests.support import Clock, Hand, Proxy, context, counted, layout_of, running, wait_until
 
 
 async def test_device_that_waits_gets_its_task(redis: RedisSettings, hand: Hand) -> None:
@@ -30,7 +30,7 @@ async def test_device_that_waits_gets_its_task(redis: RedisSettings, hand: Hand)
         [trigger] = await hand.open(device=3, epochs=None, steps=7)
         offer = (await waiting).offer
         assert (offer.task.id, offer.task.device, offer.task.steps) == (trigger.task, 3, 7)
-        assert offer.task.epochs is offer.task.seconds is offer.task.deadline is None
+        assert offer.task.epochs is offer.task.seconds is offer.task.left_s is None
         assert offer.model.digest == version.digest
         assert (offer.model.version, offer.model.size) == (0, hand.layout.nbytes)
         assert offer.update.layout == hand.layout.signature
@@ -254,10 +254,11 @@ async def test_task_of_a_round_that_ended_is_not_offered(redis: RedisSettings, h
     async with coordinating(hand, redis), serving(hand, redis) as place:
         await place.check_in(3)
         await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3, version=0, deadline=time.time() + 600)
+        await hand.open(device=3, version=0, deadline=await hand.client.time() + 600)
         await wait_until(lambda: len(place.gateway._desk))
         offer = (await place.check_in(3)).offer
-        assert offer.task.deadline is not None
+        assert offer.task.left_s is not None
+        assert 590 < offer.task.left_s <= 600
         await hand.commit(1)
         assert (await place.check_in(3)).status == 204
         await ends(hand, "given_up", reasons.ROUND_OVER)
@@ -286,16 +287,16 @@ async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
 
 
 async def test_heartbeat_ends_a_task_whose_deadline_has_passed(
-    redis: RedisSettings, hand: Hand
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Clock(monkeypatch)
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
         await place.check_in(3)
         await owned_by(hand, 3, "gw-0")
-        deadline = time.time() + 1.0
-        await hand.open(device=3, version=0, deadline=deadline)
+        await hand.open(device=3, version=0, deadline=clock.time() + 600)
         offer = (await place.check_in(3, wait_s=50)).offer
-        await wait_until(lambda: time.time() > deadline)
+        clock.ahead_s = 601
         assert (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
         await ends(hand, "given_up", reasons.DEADLINE_PASSED)
 

@@ -76,7 +76,7 @@ async def test_rest_of_an_update_whose_deadline_passes_is_not_taken(
     make: Any, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand = await make(SEVERAL)
-    clock = Clock(monkeypatch, "fedstream.coordinator.gateway.tasks")
+    clock = Clock(monkeypatch)
     async with coordinating(hand, scene.redis), scene.replica() as at:
         phone = await _in_time(scene, at)
         sending = await scene.sending(at, phone, CHUNK)
@@ -95,7 +95,7 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
 ) -> None:
     """The task has ended in another way, which this replica has not noticed yet."""
     hand = await make(SEVERAL)
-    clock = Clock(monkeypatch, "fedstream.coordinator.gateway.tasks")
+    clock = Clock(monkeypatch)
     async with scene.replica(task_lease_s=3600.0) as at:
         async with coordinating(hand, scene.redis):
             phone = await _in_time(scene, at)

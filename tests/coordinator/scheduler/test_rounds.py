@@ -11,8 +11,16 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.messages import CloseRound, RoundEnd
 from fedstream.broker.records import Commit, End
+from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.rounds import Rounds
-from tests.coordinator.scheduler.steps import are_open, asked, give_up, has_issued, of_version
+from tests.coordinator.scheduler.steps import (
+    are_open,
+    asked,
+    give_up,
+    has_issued,
+    of_version,
+    raised,
+)
 from tests.support import Clock, Hand, awaits_news, context, counted, running, wait_until
 
 
@@ -41,6 +49,43 @@ async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> N
         await has_issued(run, 4)
         now = await are_open(run, 3)
         assert {trigger.version for trigger in now} == {0}
+
+
+async def test_round_ends_without_the_device_that_fails_repeatedly(make: Any, run: Hand) -> None:
+    """There are ten devices; nine answer, and the other one's task raises whenever it is asked."""
+    async with running(make(Rounds(k=10)), context()):
+        *working, bad = await are_open(run, 10)
+        await run.admit(raised(bad))
+        await has_issued(run, 11)  # it is the only one left to ask
+        again = next(t for t in (await run.ledger.look()).open if t.device == bad.device)
+        await run.admit(raised(again))
+        uploads = [await run.trained(task) for task in working]
+        assert await run.admit(*uploads) == [("admitted", "")] * 9
+        ends = [
+            End(task=one.task, attempt=one.attempt, device=one.device, outcome="buffered")
+            for one in uploads
+        ]
+        commit = Commit(
+            held=[one.device for one in uploads], retained=9, mean_staleness=0.0, ends=ends
+        )
+        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        assert (await run.ledger.look()).issued == 11
+        await run.balanced()
+
+
+async def test_device_that_fails_is_asked_again_after_its_rest(make: Any, run: Hand) -> None:
+    live = context()
+    async with running(make(InFlight(n=1)), live):
+        await run.client.call("HSET", run.keys.run, "devices", 1)
+        for n in (1, 2):
+            [task] = await are_open(run, 1)
+            await has_issued(run, n)
+            failed_at = time.monotonic()
+            await run.admit(raised(task))
+        await has_issued(run, 3)
+        assert time.monotonic() - failed_at >= 1.9
 
 
 @pytest.mark.usefixtures("patient")
@@ -116,6 +161,41 @@ async def test_round_with_too_few_answers_keeps_them_and_asks_others(
         assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
         assert await run.queue() == [], "no end of the round"
         await wait_until(lambda: counted(watched, "fedstream_rounds_again_total") == 1)
+        await run.balanced()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_round_with_too_few_answers_may_be_dropped(
+    make: Any, run: Hand, clock: Clock
+) -> None:
+    """And another one begins from the same version; each as often as it takes."""
+    watched = context()
+    policy = Rounds(k=3, min_answers=2, timeout_s=600.0, too_few="drop")
+    async with running(make(policy), watched):
+        for n in range(1, 3):
+            first, *_ = await wait_until(lambda: of_version(run, 0, 3))
+            upload = await run.trained(first)
+            assert await run.admit(upload) == [("admitted", "")]
+            held = Commit(
+                held=[upload.device], mean_staleness=0.0,
+                ends=[End(task=upload.task, attempt=upload.attempt, outcome="buffered")],
+                entries=[entry for entry, _ in await run.queue()], updates=[upload.blob],
+            )  # fmt: skip
+            assert (await run.ledger.commit(run.updater.token, held)).what == "done"
+            clock.ahead_s += 601.0
+            await run.announce(f"bob-{n}")  # an event, which it looks at
+            await wait_until(lambda: asked_to_close(run, 1))
+            assert {"closed"} <= {*await run.dispatch()} <= {"closed", "withdrawn"}
+            [(entry, end)] = await run.queue()
+            assert end == RoundEnd(version=0, why="round over", drops=(upload.device,))
+            assert counted(watched, "fedstream_rounds_dropped_total") == n
+            done = Commit(held=[], mean_staleness=0.0, entries=[entry])
+            assert (await run.ledger.commit(run.updater.token, done)).what == "done"
+            await run.announce(f"ann-{n}")
+            await has_issued(run, 3 * n + 3)
+        assert all(
+            task.deadline and task.deadline > clock.time() for task in await are_open(run, 3)
+        )
         await run.balanced()
 
 

@@ -151,7 +151,7 @@ async def test_clock_set_back_does_not_delay_the_next_task(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch, policy: Policy | Rounds
 ) -> None:
     """A delay begins when the clock is set back, and not anew with every look."""
-    clock = Clock(monkeypatch, "fedstream.coordinator.scheduler")
+    clock = Clock(monkeypatch)
     clock.ahead_s = 3600.0
 
     async def open_now() -> int:

@@ -44,8 +44,8 @@ class Blobs(fedstream.Task):
         if self.trained == 4:
             for _ in range(self.signals):
                 signal.raise_signal(signal.SIGINT)
-            if self.failing:
-                raise RuntimeError("no more")
+        if self.failing and self.trained >= 4:
+            raise RuntimeError("no more")
         return super().train(model, data, work)
 
 
@@ -122,8 +122,13 @@ def test_another_thread_keeps_its_hands_off_signals() -> None:
 
 
 def test_an_error_in_the_task_names_the_device() -> None:
-    with pytest.raises(fedstream.DataError, match=r"device .*: RuntimeError: no more"):
+    said = r"^device \d at version \d: RuntimeError: no more"
+    with pytest.raises(fedstream.DataError, match=said) as caught:
         fedstream.simulate(Blobs(failing=True), versions=50, progress=False)
+    first, frame, *_, last = caught.value.trace.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert "test_simulate.py" in frame, "the user's first frame"
+    assert last == "RuntimeError: no more"
 
 
 def test_a_folder_with_a_run_is_not_used_again() -> None:

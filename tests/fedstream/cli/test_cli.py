@@ -45,6 +45,10 @@ def fedstream(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
+        (["run", "--nope"], 2, "No such option: --nope"),
+        (["run", "--versions", "abc"], 2, "Invalid value for '--versions': Input should be"),
+        (["journal", "shw"], 2, "Did you mean 'show'? (see fedstream journal -h)"),
+        (["journal", "show"], 2, "Missing argument 'DIR' (see fedstream journal show -h)"),
         (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),
         (["run", "--versions", "0"], 2, "run.versions = 0 (from --versions): must be greater"),
         (["run", "--versions", str(2**64)], 2, "(from --versions): must be less"),
@@ -102,6 +106,22 @@ def test_error_is_one_line_with_its_exit_code(
     assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [["plugins"], ["run", "-h"]])
+def test_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> None:
+    """As `head` does once it has read enough."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedstream", *arguments],
+            stdout=write, stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("command", ["run", "simulate"])

@@ -140,15 +140,6 @@ def test_connections_need_open_files(files: int | None, level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("skew_s", "words"), [(29.0, ""), (-29.0, ""), (31.0, "31 s ahead"), (-90.0, "90 s behind")]
-)
-def test_clock_that_refuses_honest_devices(skew_s: float, words: str) -> None:
-    said = [str(one) for one in gateway.clock(skew_s)]
-    assert len(said) == bool(words)
-    assert all(words in one for one in said)
-
-
-@pytest.mark.parametrize(
     ("sets", "user", "expected"),
     [
         ([], "default", False),
@@ -214,6 +205,4 @@ async def test_doctor_examines_a_configured_gateway_and_touches_nothing(
         "gateway open files": "ok",
     }  # fmt: skip
     assert "for 127.0.0.1; ends in" in healthy["gateway certificate"].text
-    fast = await found(*more, now=lambda: time.time() + 120)
-    assert "120 s ahead of Redis's" in fast["gateway clock"].text
     assert await snapshot(client, keys) == {}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedstream.broker.messages import Event
+from fedstream.broker.records import Failing
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.observe.history import History
 from tests.fedstream.views import event, view
 
 FINISHED = view(run=replace(view().run, state="finished", why="version 3 reached"))
+DEVICES = view().run.devices
+NONE_WORKS = f"no device works: {DEVICES} tasks in a row failed, on {DEVICES} of {DEVICES} devices"
 RAISED = "Traceback:\n  somewhere\nZeroDivisionError: division by zero\n"
 
 
@@ -68,11 +71,17 @@ def test_run_fails_if_its_last_version_cannot_be_measured() -> None:
 
 
 def tasks_that_raise(site: str) -> list[Event]:
-    return [event("error", reason="ValueError", device=0, site=site, text="at\nno")] * 10
+    return [
+        event("error", reason="ValueError", device=device, site=site, text="at\nno")
+        for device in range(DEVICES)
+    ]
 
 
 def tasks_that_kill(site: str) -> list[Event]:
-    return [event("outcome", outcome="dead", reason="crashed its trainers", site=site)] * 10
+    return [
+        event("outcome", outcome="dead", reason="crashed its trainers", device=device, site=site)
+        for device in range(DEVICES)
+    ]
 
 
 def refusals(site: str) -> list[Event]:
@@ -82,11 +91,8 @@ def refusals(site: str) -> list[Event]:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (tasks_that_raise, "10 tasks in a row failed without an update in between: no"),
-        (
-            tasks_that_kill,
-            "10 tasks in a row failed without an update in between: they killed their trainers",
-        ),
+        (tasks_that_raise, f"{NONE_WORKS}: no"),
+        (tasks_that_kill, f"{NONE_WORKS}: they killed their trainers"),
         (
             refusals,
             "100 updates in a row were refused (digest): the model can't make progress",
@@ -103,10 +109,47 @@ def test_only_failures_of_the_pool_end_the_run(
     assert ending(history, seen, tested=True, finished_s=0.0) == Ending("failed", why)
 
 
+@pytest.mark.parametrize(
+    ("devices", "failed", "fails"),
+    [
+        (10, [0] * 1000, False),
+        (10, [*range(9)] * 9, False),
+        (10, range(10), True),
+        (1, [0] * 4, False),
+        (1, [0] * 5, True),
+        (100_000, range(29), False),
+        (100_000, range(30), True),
+    ],
+)
+def test_run_fails_only_if_no_device_works(
+    devices: int, failed: Iterable[int], fails: bool
+) -> None:
+    seen = view(run=replace(view().run, devices=devices))
+    history = of(*(event("error", reason="ValueError", device=d, text="no") for d in failed))
+    assert (ending(history, seen, tested=True, finished_s=0.0) is not None) == fails
+    history.tell(event("outcome", outcome="buffered", device=0))
+    assert ending(history, seen, tested=True, finished_s=0.0) is None
+
+
+def test_failing_devices_are_told_once_and_again_when_twice_as_many_fail() -> None:
+    def told(*devices: int) -> dict[str, str]:
+        failing = {device: Failing(2, 1.0, "raised OSError") for device in devices}
+        return dict(notices(History(), view(failing=failing), Path("out")))
+
+    said = "failing and asked less often: "
+    named = [f"device {device} (2 tasks in a row, raised OSError)" for device in range(9)]
+    assert list(told(3).values()) == [said + named[3]]
+    assert told(3).keys() == told(4).keys() != told(3, 4).keys() == told(2, 3, 4).keys()
+    assert [*told(*range(9)).values()] == [f"{said}{', '.join(named[:5])} and 4 more"]
+    assert told() == {}
+
+
 def test_full_disk_is_reported() -> None:
+    history = History()
+    assert list(notices(history, view(), Path("out"))) == []
+    history.disk_full = True
     full = [("full", "out: the disk is full: the updater is waiting for space")]
-    for free, said in ((16, []), (15, full), (None, [])):  # a model takes 16 bytes
-        assert list(notices(History(), view(), Path("out"), free)) == said
+    assert list(notices(history, view(), Path("out"))) == full
 
 
 def test_problems_are_reported_by_kind() -> None:
@@ -116,7 +159,7 @@ def test_problems_are_reported_by_kind() -> None:
         event("error", version=2, device=2, reason="ValueError at x.py:1", text="again\n"),
     )
     counts = {"refused": 2, "refused:digest": 2, "dead": 1, "dead:crashed its trainers": 1}
-    told = dict(notices(history, view(counts), Path("out"), None))
+    told = dict(notices(history, view(counts), Path("out")))
     assert len(told) == 4
     assert list(told.values()) == [
         f"the task raised on the test data at version 3 (updater):\n{RAISED.rstrip()}",
@@ -124,4 +167,4 @@ def test_problems_are_reported_by_kind() -> None:
         "updates are being refused: digest (for counts, see fedstream status)",
         "a task is dead: it crashed its trainers (for counts, see fedstream status)",
     ]
-    assert list(dict(notices(history, None, Path("out"), None))) == list(told)[:2]
+    assert list(dict(notices(history, None, Path("out")))) == list(told)[:2]

@@ -100,7 +100,7 @@ def task_file(folder: Path, name: str, *methods: str) -> Settings:
 
 def test_task_is_tried_before_anything_starts(tmp_path: Path) -> None:
     model = "def model(self): return torch.nn.Linear(2, 2)"
-    data = "def device_data(self, device): return [device]"
+    data = "def device_data(self, device): return [(torch.zeros(2), 0)]"
     fine = preflight.examine(task_file(tmp_path, "fs_fine", model, data))
     assert (fine.devices, fine.tested) == (10, False)
     broken = task_file(tmp_path, "fs_broken", "def model(self): return 1 / 0", data)

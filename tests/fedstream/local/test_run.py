@@ -17,15 +17,14 @@ from torch.utils.data import Dataset
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.coordinator.page import PageSettings
-from fedstream.local import run
 from fedstream.local.ending import Ending
 from fedstream.local.lives import Interpreters
 from fedstream.local.picture import Drawn
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.local.run import LocalRun
-from fedstream.observe import report
-from fedstream.observe.display import Quiet
+from fedstream.observe import observer, report
+from fedstream.observe.display import Quiet, doing
 from fedstream.observe.history import SeenVersion
 from fedstream.runtime.config import Option
 from fedstream.runtime.signals import Stop
@@ -65,11 +64,16 @@ class Running(LocalRun):
 async def test_notices_are_shown_once(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    running, room = Running(asked), [16]  # bytes: a model of them is 16
-    monkeypatch.setattr(run, "disk_usage", lambda _: SimpleNamespace(free=room[0]))
-    for room[0], queue in ((16, 3), (15, 0), (15, 3), (15, 4)):
+    running, needed = Running(asked), 16 + 2 * 4096  # bytes: of a model, and of a record's pages
+    room, full = [needed], []
+    monkeypatch.setattr(observer, "disk_usage", lambda _: SimpleNamespace(free=room[0]))
+    steps = ((needed, 3), (needed - 1, 0), (needed - 1, 3), (needed - 1, 4), (needed, 4))
+    for room[0], queue in steps:
         running._observer.view = view(queue=queue)
         running._judge()
+        shown = doing(running._observer.view, running._observer.history, stopping=False)
+        full.append(shown == "waiting for space: the disk is full")
+    assert full == [False, False, True, True, False], "as long as it lasts"
     assert (
         capsys.readouterr().err
         == f"{asked.out}: the disk is full: the updater is waiting for space\n"

@@ -6,6 +6,8 @@ import asyncio
 import io
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,9 @@ from rich.text import Text
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import Head
+from fedstream.broker.records import Failing, Head
 from fedstream.coordinator.app import status
-from fedstream.observe import display, top
+from fedstream.observe import display, observer, top
 from fedstream.observe import status as page
 from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
@@ -120,11 +122,12 @@ def test_row_that_was_not_known_at_first_stands_below_the_others(
 
 def test_accuracy_names_its_version() -> None:
     numbers: dict[str, Any] = {
-        "state": "finished", "why": "version 9 reached", "accuracy": 0.5, "measured_version": 9,
-        "best_accuracy": 0.6, "best_accuracy_version": 4, "versions": 9, "versions_before": 0,
+        "state": "finished", "why": "version 9 reached", "measured_version": 9,
+        "best": {"accuracy": {"version": 4, "value": 0.6}}, "versions": 9, "versions_before": 0,
         "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
         "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
-        "strays": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
+        "strays": {}, "failing": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
+        "never_finite": [],
     }  # fmt: skip
     rows = dict(display.result_rows(numbers))
     assert "devices" not in rows
@@ -138,8 +141,16 @@ def test_accuracy_names_its_version() -> None:
     assert dict(display.result_rows(numbers | {"metrics": served}))["devices"] == (
         "accuracy mean 0.4000, worst tenth 0.1000, deviation 0.2500"
     )
-    never = {"accuracy": float("nan"), "best_accuracy": None, "best_accuracy_version": None}
-    assert dict(display.result_rows(numbers | never))["accuracy"] == "nan"
+    unknown = {"device_mean_score": 2.0, "device_deviation_score": 1.0}
+    assert dict(display.result_rows(numbers | {"metrics": unknown}))["devices"] == (
+        "score mean 2.0000, deviation 1.0000; whether a low or a high score is good is unknown: "
+        'set Task.goal = {"score": "min"} or "max"'
+    )
+    for value in (float("nan"), None):  # as it goes on, and from summary.json
+        never = {"metrics": {"mse": value}, "best": {}, "never_finite": ["mse"]}
+        rows = dict(display.result_rows(numbers | never))
+        assert rows["mse"] == "not a finite number"
+        assert rows["warning"] == "never a finite number: mse; see the task's metrics()"
 
 
 def test_histogram_is_a_row_of_blocks() -> None:
@@ -160,6 +171,23 @@ def test_top_shows_the_run_and_its_trainers(history: History) -> None:
     ):  # fmt: skip
         assert part in shown
     assert "none alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))
+
+
+def test_top_and_status_name_devices_and_trainers_that_fail() -> None:
+    trainers = {
+        "trainer-1": {"owns": [], "failing": 0}, "trainer-2": {"owns": [], "failing": 4},
+    }  # fmt: skip
+    seen = view(failing={d: Failing(6, CREATED, "raised OSError") for d in range(3, 9)})
+    about = status("demo", seen) | {"register": trainers}
+    for shown in (
+        text_of(top.frame(seen, History(), trainers, {}, CREATED)), text_of(page.page(about)),
+    ):  # fmt: skip
+        assert "device 3 (6 tasks in a row, raised OSError), device 4" in " ".join(shown.split())
+        assert "device 7 (6 tasks in a row, raised OSError) and 1 more" in " ".join(shown.split())
+        assert "trainer trainer-2 (its last 4 tasks, of several devices)" in shown
+        assert "trainer trainer-1" not in shown
+    older = {name: value for name, value in about.items() if name != "failing"}
+    assert "failing" not in text_of(page.page(older | {"register": {}}))
 
 
 def test_top_shows_a_nan_accuracy(history: History) -> None:
@@ -185,6 +213,22 @@ async def test_top_uses_bounded_memory(
         await hand.ledger.tell(event("evaluation", version=number, metrics={"accuracy": 0.5}))
     await top.watch(client, hand.keys, once=True)
     assert list(observers[0].history.evaluations) == [2, 3]
+
+
+async def test_top_says_for_how_long_the_disk_is_full(
+    client: Client,
+    hand: Hand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    room = [0]
+    monkeypatch.setattr(observer, "disk_usage", lambda _: SimpleNamespace(free=room[0]))
+    await hand.create()
+    await hand.admitted(1.0)
+    for room[0], full in ((0, True), (1 << 20, False)):
+        await top.watch(client, hand.keys, tmp_path, once=True)
+        assert ("waiting for space: the disk is full" in capsys.readouterr().out) is full
 
 
 async def test_top_ends_with_a_finished_run_whose_redis_is_gone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from fedstream.observe.history import History
@@ -18,12 +20,45 @@ def test_republished_version_keeps_its_data() -> None:
 
 
 def test_metrics_and_best_values() -> None:
-    assert (History().measured, History().best_accuracy) == (None, None)
+    assert (History().measured, History().best) == (None, {})
     history = History()
     for number, accuracy in ((0, 0.1), (5, 0.9), (10, 0.9), (15, 0.8)):
         history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
     assert history.measured == (15, {"accuracy": 0.8})
-    assert history.best_accuracy == (5, 0.9)
+    assert history.best["accuracy"] == (5, 0.9)
+
+
+def test_the_best_value_is_on_the_side_that_the_goal_says() -> None:
+    history = History()
+    history.goal["score"] = "min"
+    for number in range(3):
+        metrics = {"rmse": 2.0 + number, "score": 2.0 + number, "unheard": 2.0}
+        history.tell(event("evaluation", version=number, metrics=metrics))
+    assert history.best == {"rmse": (0, 2.0), "score": (0, 2.0)}
+    assert history.main == "rmse"
+
+
+def test_a_metric_that_is_no_number_is_told_at_once_and_at_the_end() -> None:
+    history = History()
+    for number, loss in enumerate((math.nan, 1.0, math.nan)):
+        metrics = {"mse": math.nan, "loss": loss, "device_mean_mse": math.nan}
+        history.tell(event("evaluation", version=number, metrics=metrics))
+        told = dict(history.notices())
+        assert told["nan mse"] == f"mse is not a number at version {number}: see metrics()"
+        assert "nan device_mean_mse" not in told
+        assert ("nan loss" in told) is (number != 1)
+    assert history.never_finite == ["mse", "device_mean_mse"]
+    history.forget_measurements()
+    assert (history.never_finite, history.best, dict(history.notices())) == ([], {}, {})
+
+
+def test_a_swinging_metric_is_told_once_it_swings_again() -> None:
+    history, told = History(), []
+    for number, rmse in enumerate((6.0, 1.0, 6.0, 1.0, 6.0)):
+        history.tell(event("evaluation", version=number, metrics={"rmse": rmse}))
+        told.append(dict(history.notices()).get("swings rmse", ""))
+    assert told[:4] == [""] * 4
+    assert told[4].startswith("rmse swings: 2 times in 20 measurements it lost")
 
 
 def test_staleness_and_devices_are_counted_by_update() -> None:
@@ -99,7 +134,7 @@ def test_nan_accuracy_is_never_the_best() -> None:
     history = History()
     for number, accuracy in enumerate((float("nan"), 0.3, float("nan"))):
         history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
-    assert history.best_accuracy == (1, 0.3)
+    assert history.best["accuracy"] == (1, 0.3)
 
 
 def test_history_is_bounded() -> None:
@@ -110,7 +145,7 @@ def test_history_is_bounded() -> None:
     assert list(history.versions) == list(history.evaluations) == [7, 8, 9]
     assert history.newest == 9
     assert (history.mean_staleness, history.recent_staleness(2)) == (8.0, 8.5)
-    assert history.best_accuracy == (0, 1.0)
+    assert history.best["accuracy"] == (0, 1.0)
 
 
 def test_rate_falls_while_nothing_arrives() -> None:

@@ -25,6 +25,17 @@ async def test_shown_state_is_at_least_as_new_as_the_measurements(hand: Hand) ->
     assert observer.view.head.version == 1
 
 
+async def test_the_first_measurement_is_judged_by_the_runs_goals(hand: Hand) -> None:
+    await hand.create(goal={"bits": "min"})
+    await hand.commit(1, await hand.admitted())
+    for version, bits in ((0, 3.0), (1, 5.0)):
+        metrics = {"bits": bits}
+        await hand.ledger.tell(event("evaluation", version=version, metrics=metrics))
+    observer = Observer(hand.client, hand.keys)
+    await observer.catch_up()
+    assert observer.history.best == {"bits": (0, 3.0)}
+
+
 async def test_observer_reads_past_and_new_events(client: Client, keys: Keys, hand: Hand) -> None:
     observer = Observer(client, keys)
     with pytest.raises(NoRun):

@@ -78,7 +78,7 @@ def dying(run: Path, folder: Path) -> PageJobs:
 @pytest.fixture
 async def site(poisoned: Path) -> AsyncIterator[Site]:
     server = PageServer(RecordedRun(poisoned))
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         yield Site(client, server)
     server.jobs.end()
 
@@ -143,7 +143,7 @@ async def test_one_question_at_a_time_and_it_can_be_cancelled(
     """The other pages answer meanwhile."""
     access = TaskAccess(task=waiting_task(tmp_path))
     server = PageServer(RecordedRun(poisoned), PageJobs(Workplace(poisoned, access)))
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
         assert "data-going" in await site.get(address)
@@ -183,7 +183,7 @@ async def test_a_task_that_only_the_recording_names_is_not_loaded(
     run = shutil.copytree(poisoned, tmp_path / "run")
     (run / "run.toml").write_text(f"[task]\nname = {waiting_task(tmp_path)!r}\n")
     server = PageServer(RecordedRun(run))
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
         assert "--trust-recorded-code if you trust this one" in await site.answered(address)
@@ -191,7 +191,7 @@ async def test_a_task_that_only_the_recording_names_is_not_loaded(
 
 async def test_a_process_that_dies_is_told(poisoned: Path, tmp_path: Path) -> None:
     server = PageServer(RecordedRun(poisoned), dying(poisoned, tmp_path))
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
         assert "ended with exit code 7" in await site.answered(address)
@@ -202,7 +202,7 @@ async def test_of_many_answers_the_newest_are_kept(
 ) -> None:
     monkeypatch.setattr("fedstream.page.jobs.KEPT", 1)
     server = PageServer(RecordedRun(poisoned), dying(poisoned, tmp_path))
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         site = Site(client, server)
         _, first = await site.post("/bisect", BELOW)
         await site.answered(first)
@@ -244,7 +244,7 @@ async def test_work_that_takes_too_much_is_ended(
     access = TaskAccess(task=f"{tmp_path}/greedy.py:task")
     where = Workplace(poisoned, access, bounds, preloads=False)
     server = PageServer(RecordedRun(poisoned), PageJobs(where))
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
         assert told in await site.answered(address)
@@ -261,7 +261,7 @@ async def test_work_that_cannot_be_started_is_over(
 
     monkeypatch.setattr(multiprocessing.context.BaseContext, "Pipe", none_left)
     server = PageServer(RecordedRun(poisoned), PageJobs(Workplace(poisoned, TaskAccess())))
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         site = Site(client, server)
         _, address = await site.post("/bisect", BELOW)
         assert "it can&#39;t be started: Too many open files" in await site.answered(address)
@@ -275,7 +275,7 @@ async def test_a_package_that_is_missing_is_named(poisoned: Path, tmp_path: Path
     try:
         jobs = PageJobs(Workplace(poisoned, TaskAccess(), preloads=False))
         server = PageServer(RecordedRun(poisoned), jobs)
-        async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+        async with TestClient(TestServer(server.application())) as client:
             site = Site(client, server)
             _, address = await site.post("/bisect", BELOW)
             assert "this takes the package torch" in await site.answered(address)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import isnan
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedstream.page import answers
 from fedstream.page.devices import (
     DEVICE_COLUMNS,
+    OUTLIER,
     devices_of,
     mark_of_score,
     robust_scores,
@@ -62,6 +64,15 @@ def test_scores_where_most_are_the_same() -> None:
     scores = robust_scores([0.0] * 9 + [1.0])
     assert scores[0] == 0.0
     assert scores[9] == pytest.approx(1 / (1.2533 * 0.1))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_devices_that_hardly_differ_do_not_stand_out(sign: float) -> None:
+    alike = [0.2826, 0.2827, 0.2828, 0.2829, 0.2830]
+    for last, stands_out in ((0.2844, False), (0.2828 * 1.09, False), (0.2828 * 1.11, True)):
+        scores = robust_scores([sign * value for value in (*alike, last)])
+        assert bool(abs(scores[-1]) > OUTLIER) is stands_out
+        assert all(np.abs(scores[:-1]) < 1)
 
 
 def test_scores_of_what_is_missing_or_all_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,6 +23,16 @@ from tests.journals import Scribe
 def same(one: Columns, other: Columns) -> bool:
     tables = ((one.made, other.made), (one.updates, other.updates))
     return all(a.tobytes() == b.tobytes() for a, b in tables) and one.reasons == other.reasons
+
+
+@pytest.mark.timeout(60)
+def test_index_is_not_read_from_a_pipe(recorded: Path, tmp_path: Path) -> None:
+    """Whoever opened it would wait for somebody who writes into it."""
+    shutil.copytree(recorded / "journal", tmp_path / "journal")
+    kept = index_of(tmp_path / "journal")
+    os.mkfifo(kept)
+    assert same(columns_of(tmp_path / "journal"), columns_of(recorded / "journal"))
+    assert kept.is_file()
 
 
 def test_columns_say_what_a_reading_says(recorded: Path) -> None:

@@ -38,7 +38,7 @@ Get = Callable[[str], Awaitable[tuple[int, str]]]
 
 @pytest.fixture
 async def client(recorded: Path) -> AsyncIterator[Client]:
-    app = PageServer(RecordedRun(recorded)).application("127.0.0.1")
+    app = PageServer(RecordedRun(recorded)).application()
     async with TestClient(TestServer(app)) as client:
         yield client
 
@@ -88,7 +88,7 @@ async def test_a_version_with_its_updates_and_what_was_refused_meanwhile(get: Ge
 
 async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) -> None:
     site = PageServer(RecordedRun(recorded))
-    async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(site.application())) as client:
         assert "cosine" not in Page(await _text(client, "/versions/30")).cells
         assert "cosine" in Page(await _text(client, "/versions/30?models=1")).cells
         await wait_until(lambda: site.run.knows(31), what="the next version")
@@ -109,7 +109,7 @@ async def test_the_newest_version_is_ready_before_anybody_looks(
 
     monkeypatch.setattr(pages, "prepare", prepare)
     site = PageServer(RecordedRun(recorded))
-    async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(site.application())) as client:
         await wait_until(lambda: site.run.knows(VERSIONS), what="the newest version")
         assert not site.run.knows(30)
         assert not prepared.is_set()  # the first page would wait for the others' templates
@@ -131,7 +131,7 @@ async def test_looking_ahead_gives_way_to_who_asks_and_to_the_end(
     monkeypatch.setattr(RecordedRun, "look_around", forever)
     site = PageServer(RecordedRun(recorded))
     async with asyncio.timeout(60):
-        async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+        async with TestClient(TestServer(site.application())) as client:
             for version in (30, 31, 32):
                 assert "cosine" in await _text(client, f"/versions/{version}?models=1")
                 await wait_until(asked.is_set)
@@ -158,7 +158,7 @@ async def test_an_accuracy_that_fell_leads_to_bisect(recorded: Path, tmp_path: P
     table = tmp_path / "metrics.csv"
     rows = ("0,0,0,0,0.1", "20,1,20,20,0.9", "40,2,20,40,0.2")
     table.write_text("version,seconds,updates,total_updates,accuracy\n" + "\n".join(rows) + "\n")
-    app = PageServer(RecordedRun(recorded, metrics=table)).application("127.0.0.1")
+    app = PageServer(RecordedRun(recorded, metrics=table)).application()
     async with TestClient(TestServer(app)) as client:
         text = await _text(client, "/")
         assert "accuracy was 0.9, and 0.2 afterwards" in text
@@ -208,7 +208,7 @@ async def test_updates_go_on_on_the_next_page(
 ) -> None:
     monkeypatch.setattr("fedstream.page.pages.PAGE", 10)
     two_segments(tmp_path / "journal")
-    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    app = PageServer(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         text = await (await client.get("/updates?from=1")).text()
         assert "14 updates, of which 1 to 10 are shown" in text
@@ -223,7 +223,7 @@ async def test_outcomes_are_shown_in_words_and_asked_for_by_name(tmp_path: Path)
     scribe.refuse(2, "run finished", outcome="given_up")
     scribe.close()
     site = PageServer(RecordedRun(tmp_path))
-    async with TestClient(TestServer(site.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(site.application())) as client:
         page = Page(await _text(client, "/"))
         assert "given up" in page.cells
         [given_up] = [one for one in page.links if "given_up" in one]
@@ -253,7 +253,7 @@ async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path
     run = RecordedRun(tmp_path)
     with opened(tmp_path) as chain:
         share = stats(chain, AHEAD)[1]
-    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(PageServer(run).application())) as client:
         text = await (await client.get("/devices")).text()
         assert "/devices?models=1&sort=device" in Page(text).links
         device = await _text(client, "/devices/1?over=time")
@@ -284,7 +284,7 @@ async def test_every_strategy_and_format_can_be_looked_at(tmp_path: Path, name: 
         (tmp_path / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
     run = RecordedRun(tmp_path)
     made = json.loads((GOLDEN / f"{name}.json").read_text())
-    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(PageServer(run).application())) as client:
         for version, digest in made.items():
             answer = await client.get(f"/versions/{version}?models=1&to=0")
             text = await answer.text()
@@ -301,7 +301,7 @@ async def test_why_devices_could_not_be_measured_is_told(tmp_path: Path, recorde
     segment = tmp_path / "journal" / FIRST
     run = RecordedRun(tmp_path)
     flip(segment, int(run.columns.updates["offset"][5]) + 4096)  # an update's weights
-    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(PageServer(run).application())) as client:
         async with asyncio.timeout(60):
             while "being made again" in (text := await _text(client, "/devices?models=1")):
                 pass
@@ -377,19 +377,13 @@ async def test_a_wrong_place_of_the_slider_is_told_in_the_form(get: Get) -> None
     assert re.search('id="version-problem" role="alert">[^<]*abc[^<]* is not a version', text)
 
 
-async def test_other_hosts_names_and_methods_are_refused(client: Client) -> None:
-    """A page elsewhere may give its own name this machine's address."""
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example"):
-        answer = await client.get("/", headers={"Host": host})
-        assert (answer.status, "fedstream" in await answer.text()) == (421, False), host
-    for host in ("localhost:1234", "127.0.0.1", "[::1]:8"):
-        assert (await client.get("/", headers={"Host": host})).status == 200, host
+async def test_other_methods_are_refused(client: Client) -> None:
     assert (await client.post("/")).status == 405
 
 
 async def test_two_runs_side_by_side_and_where_they_part(recorded: Path, other: Path) -> None:
     run = RecordedRun(recorded, other=RecordedRun(other))
-    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(PageServer(run).application())) as client:
         text = " ".join((await (await client.get("/beside")).text()).split())
     assert f"They part with version {CHANGED + 1}: the same update of device 5 weighs" in text
     assert f"Version {CHANGED + 1} of A" in text
@@ -407,7 +401,7 @@ async def test_a_run_beside_its_own_beginning(recorded: Path, tmp_path: Path) ->
     scribe.writer.sync()
     shutil.copytree(tmp_path / "journal", tmp_path / "was" / "journal")
     run = RecordedRun(tmp_path, other=RecordedRun(tmp_path / "was"))
-    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(PageServer(run).application())) as client:
         assert "identical, versions 0 to 1" in await (await client.get("/beside")).text()
         scribe.update()
         scribe.close()
@@ -424,7 +418,7 @@ async def test_runs_without_a_version_in_common(tmp_path: Path) -> None:
     scribe.update()
     scribe.close()
     run = RecordedRun(tmp_path / "a", other=RecordedRun(tmp_path / "b"))
-    async with TestClient(TestServer(PageServer(run).application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(PageServer(run).application())) as client:
         answer = await client.get("/beside")
         assert (answer.status, "no version in common" in await answer.text()) == (200, True)
 
@@ -439,7 +433,7 @@ async def test_a_run_that_goes_on_is_shown_as_it_stands(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path / "journal")
     scribe.update()
     scribe.writer.sync()
-    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    app = PageServer(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         assert (await client.get("/versions/2")).status == 404
         scribe.update()
@@ -481,7 +475,7 @@ async def test_a_journal_that_is_gone_and_back_again(recorded: Path, tmp_path: P
     shutil.copytree(recorded, run)
     server = PageServer(RecordedRun(run))
     server.run.journal.rename(aside)  # before it is served: then it is read without being asked
-    async with TestClient(TestServer(server.application("127.0.0.1"))) as client:
+    async with TestClient(TestServer(server.application())) as client:
         for kind in ("text/plain", "text/html"):  # nothing was read before, something was
             for path, status in (("/", 500), ("/versions/3?models=1", 500), ("/nowhere", 404)):
                 answer = await client.get(path)
@@ -497,7 +491,7 @@ async def test_names_from_a_strangers_journal_do_no_harm(tmp_path: Path) -> None
     scribe.update()
     scribe.refuse(1, "<b>bad</b>")
     scribe.close()
-    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    app = PageServer(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         for path in ("/", "/updates", "/versions/1", "/updates?reason=%3Cb%3Ebad%3C/b%3E"):
             text = await (await client.get(path)).text()
@@ -511,7 +505,7 @@ async def test_weights_that_were_not_recorded_are_named(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path / "journal", weights=False)
     scribe.update()
     scribe.close()
-    app = PageServer(RecordedRun(tmp_path)).application("127.0.0.1")
+    app = PageServer(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         answer = await client.get("/versions/1?models=1")
         assert answer.status == 200

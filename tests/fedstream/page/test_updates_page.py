@@ -16,7 +16,7 @@ from fedstream.page.server import PageServer
 
 @pytest.fixture
 async def client(recorded: Path) -> AsyncIterator[TestClient[web.Request, web.Application]]:
-    app = PageServer(RecordedRun(recorded)).application("127.0.0.1")
+    app = PageServer(RecordedRun(recorded)).application()
     async with TestClient(TestServer(app)) as client:
         yield client
 

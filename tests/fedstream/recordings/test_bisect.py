@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,51 @@ def test_bisect_measures_the_named_versions(
     assert (found.crossing.version if found.crossing else None) == version
     assert found.measured.keys() == measured
     assert digests == {number: scribe.digests[number] for number in measured}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "version", "recovered", "measured"),
+    [
+        # As the run measured it, every second version: it fell at 5 and was well again by 8.
+        ({0: 1.0, 2: 1.0, 4: 1.0, 6: 0.0, 8: 1.0, 10: 1.0}, 5, (8, 1.0), {0, 4, 5, 6}),
+        ({0: 1.0, 4: 1.0, 6: math.nan, 10: 0.0}, 5, None, {0, 4, 5, 6}),
+        # Another task's numbers send the search astray, no further: its own measurements decide.
+        ({0: 1.0, 2: 0.0, 4: 1.0, 8: 0.0}, None, None, {0, 2, 4, 8, 10}),
+        ({0: 0.0, 6: 0.0, 8: 1.0}, None, None, {0, 8, 10}),  # it was never good before
+    ],
+)
+def test_bisect_looks_where_the_run_itself_measured_a_fall(
+    recorded: dict[int, float], version: int | None, recovered: tuple[int, float] | None,
+    measured: set[int], tmp_path: Path,
+) -> None:  # fmt: skip
+    scribe = Scribe(tmp_path)
+    for _ in range(10):
+        scribe.update()
+    scribe.close()
+    with opened(tmp_path) as chain:
+        found = search(
+            chain, lambda version, _: float(version not in {5, 6, 7}), lambda value: value > 0.5,
+            8, recorded=recorded,
+        )  # fmt: skip
+    assert (found.crossing.version if found.crossing else None) == version
+    assert found.recovered == recovered
+    assert found.measured.keys() == measured
+
+
+def test_bisect_reads_what_the_run_measured(journal: Command, poisoned: Path) -> None:
+    table = poisoned / "metrics.csv"
+    rows = "".join(f"{v},0,1,{v},{a}\n" for v, a in ((20, 0.95), (23, 0.1), (26, 0.75), (30, 0.4)))
+    table.write_text(f"version,seconds,updates,total_updates,accuracy\n{rows}")
+    try:
+        for folder in (poisoned, poisoned / "journal"):
+            options = ("--below", 0.5, "--every", 30, "--json")
+            code, out, _ = journal("bisect", folder, *options)
+            found = json.loads(out)
+            assert (code, found["version"], found["recovered"]) == (0, 23, [26, 0.75])
+            assert found["text"].endswith("; by version 26 it was 0.7500 again")
+            assert [version for version, _ in found["measured"]] == [0, 20, 21, 22, 23]
+    finally:
+        table.unlink()
 
 
 def test_bisect_looks_at_no_later_version_than_it_is_told(tmp_path: Path) -> None:

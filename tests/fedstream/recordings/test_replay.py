@@ -82,9 +82,10 @@ def test_first_divergence_ends_the_replay(
     assert fedstream(out) == 1
     said = capsys.readouterr()
     assert said.out.startswith("19 versions from 0 to 19")
-    assert "the update of version 20 does not match its digest" in said.err
+    where = f"at byte {last.place.offset}: the update does not match its digest"
+    assert where in said.err
     assert fedstream(out, "--json") == 1
-    assert "version 20" in json.loads(capsys.readouterr().out)["error"]
+    assert where in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_other_rule_is_compared_with_the_recorded_one(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from fedstream.broker.layout import Layout, Tensor
 from fedstream.cli.options import STRATEGIES
 from fedstream.journal import JournalError, NotRecorded, Taken
 from fedstream.settings.config import read
+from fedstream.settings.recording import settings_of
 from fedstream.simulation import run as page
 from fedstream.strategies import FedBuffSettings
 from tests.journals import GOLDEN, Scribe
@@ -199,6 +202,30 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         fedstream.open(tmp_path)
     with pytest.raises(FedstreamError, match="no run there"):
         fedstream.open(tmp_path / "nowhere")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "read_it"),
+    [
+        ("journal/00000001-000000.journal", lambda out: fedstream.open(out).updates),
+        ("run.toml", lambda out: fedstream.open(out).settings),
+        ("run.toml", lambda out: settings_of(out, None, trusted=True)),
+        ("metrics.csv", lambda out: fedstream.open(out).measurements),
+        ("devices.csv", lambda out: fedstream.open(out).devices),
+        ("summary.json", lambda out: fedstream.open(out).summary),
+    ],
+)
+def test_a_pipe_in_place_of_a_file_is_refused(
+    name: str, read_it: Callable[[Path], object], simulated: Path, tmp_path: Path
+) -> None:
+    """Whoever opened it would wait for somebody who writes into it."""
+    out = tmp_path / "run"
+    shutil.copytree(simulated, out)
+    (out / name).unlink(missing_ok=True)
+    os.mkfifo(out / name)
+    with pytest.raises(FedstreamError, match=rf"{name}.*: cannot be read: .*not a regular file"):
+        read_it(out)
 
 
 def test_without_pandas_the_error_says_what_to_install(

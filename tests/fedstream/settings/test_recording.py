@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
+from fedstream.broker.errors import ConfigError
+from fedstream.cli.app import application
+from fedstream.page.work import TaskAccess
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings, initial
 from tests.fedstream.conftest import Command
@@ -127,12 +132,88 @@ def test_users_task_overrides_the_recorded_one(
     assert marker.exists()
 
 
-def test_users_configuration_is_trusted(
-    command: Command, stranger: Path, marker: Path, tmp_path: Path
+# What they are for is to run the code of the configuration that they are given.
+TRAIN_OR_SERVE = {
+    "run", "simulate", "sweep", "device", "coordinator", "scheduler", "updater", "trainer",
+    "evaluator", "sinks", "gateway",
+}  # fmt: skip
+EVERY_PART = """
+solvers = [{{devices = [0], kind = "{0}:Any"}}]
+sinks = [{{kind = "{0}:Any"}}]
+[task]
+name = "{0}:task"
+partition = {{kind = "{0}:Any"}}
+[strategy]
+name = "{0}:Any"
+staleness = {{kind = "{0}:Any"}}
+[solver]
+kind = "{0}:Any"
+[scheduler]
+policy = {{kind = "{0}:Any"}}
+[gateway]
+attestation = {{kind = "{0}:Any"}}
+"""
+
+
+def leaves(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """All commands, by the words that call them."""
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from leaves(one, *path, name)
+        else:
+            yield " ".join((*path, name)), one
+
+
+@pytest.mark.parametrize("stranger", ["its run.toml"], indirect=True)
+def test_what_a_configuration_names_runs_only_to_train_or_to_serve(
+    command: Command, stranger: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text(f"[task]\nname = '{stranger}/stranger_task.py:task'\n")
-    assert command("replay", stranger, "--evaluate-every", 2, "--config", mine)[0] == 0
+    """Every command that takes a file with --config, one after the other."""
+    program, file = stranger / "stranger_task.py", tmp_path / "named.toml"
+    file.write_text(EVERY_PART.format(program) + "[run]\nname = 'asked'\n")
+    monkeypatch.setenv("FEDSTREAM_REDIS__URL", "redis://127.0.0.1:1/0")
+    given = {
+        "replay": (stranger, "--evaluate-every", 2), "journal bisect": (stranger, "--below", 2),
+        "report": (stranger, "--evaluate-every", 1), "dead retry": ("1-0",),
+        "dead drop": ("1-0", "--yes"), "dead show": ("1-0",), "purge": ("--yes",),
+        "devices quarantine": (1,), "devices release": (1,), "devices invite": (1,),
+        "devices revoke": (1,), "devices admit": (1,),
+        "load": ("--url", "https://127.0.0.1:1", "--devices", 1, "--yes-elsewhere"),
+    }  # fmt: skip
+    asked = {
+        name
+        for name, one in leaves(typer.main.get_group(application()))
+        if any("--config" in parameter.opts for parameter in one.params)
+    }
+    assert asked >= {*given, "ui"} | TRAIN_OR_SERVE
+    for name in sorted(asked - TRAIN_OR_SERVE - {"ui"}):  # which serves until it is ended
+        code, _, said = command(*name.split(), *given.get(name, ()), "--config", file)
+        assert not marker.exists(), name
+        assert "Usage:" not in said, (name, said)  # it got so far as to read the file
+        if name in ("doctor", "replay", "journal bisect"):
+            assert (code, "--trust-recorded-code" in said, said.count("\n")) == (2, True, 1), said
+        elif name not in ("acl", "report"):
+            assert "127.0.0.1:1 does not answer" in said, (name, said)
+    with pytest.raises(ConfigError, match=r"names the .*runs its code"):
+        TaskAccess(config=file).settings(stranger)  # of `ui`
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("stranger", ["its run.toml"], indirect=True)
+@pytest.mark.parametrize("how", ["--trust-recorded-code", "--task", "FEDSTREAM_CONFIG"])
+def test_doctor_loads_a_task_that_is_trusted_or_named(
+    command: Command, stranger: Path, marker: Path, tmp_path: Path, how: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("FEDSTREAM_REDIS__URL", "redis://127.0.0.1:1/0")
+    program, file = stranger / "stranger_task.py", tmp_path / "named.toml"
+    file.write_text("" if how == "--task" else f"[task]\nname = '{program}:task'\n")
+    if how == "FEDSTREAM_CONFIG":  # what the services here run
+        monkeypatch.setenv(how, str(file))
+        arguments: tuple[object, ...] = ()
+    else:
+        arguments = ("--config", file, how, *([f"{program}:task"] if how == "--task" else []))
+    assert command("doctor", *arguments)[0] == 1  # Redis is away
     assert marker.exists()
 
 

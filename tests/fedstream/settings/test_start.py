@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_file_of_a_run_is_taken_over(tmp_path: Path) -> None:
     again, said = first_model(TASK, 0, str(tmp_path / "model.safetensors"))
     assert again.digest() == model.digest()
     assert said == f"model.safetensors {model.digest()}"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_model_is_refused(tmp_path: Path) -> None:
+    """Whoever opened it would wait for somebody who writes into it."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"cannot be read: .*not a regular file"):
+        first_model(TASK, 0, str(tmp_path / "model.safetensors"))
 
 
 def test_other_dtypes_are_the_tasks(tmp_path: Path) -> None:

@@ -48,7 +48,16 @@ class Empty(Mine):
 class Label(Mine):
     given = lambda self, x, y: (x, y + 7)
 
-class Seldom(Label):
+class Later(Mine):
+    wrong, trained = (), 0
+
+    def train(self, *given):
+        self.trained += 1
+        if self.trained > 20:
+            raise IndexError("no more")
+        return super().train(*given)
+
+class Partly(Label):
     wrong = [1]
 """
 
@@ -183,8 +192,8 @@ def test_folder_with_a_run_is_rejected(folder: Path, capsys: pytest.CaptureFixtu
         (["strategy.name=fedavg", "simulation.staleness.kind=recent"], 2, "simulation.staleness"),
         (["strategy.name=afa-cs", "strategy.devices=9"], 2, "strategy.devices = 9"),
         (["devices.slow_devices=[10]"], 2, "devices.slow_devices"),
-        (["task.name={task}:Empty"], 1, "device 0 has no data"),
-        (["task.name={task}:Label"], 1, ": IndexError: Target "),
+        (["task.name={task}:Empty"], 2, "device 0 has no data"),
+        (["task.name={task}:Label"], 2, ": IndexError: Target "),
     ],
 )
 def test_error_is_one_line_and_leaves_nothing(
@@ -208,16 +217,25 @@ def test_error_is_one_line_and_leaves_nothing(
 def test_later_failure_keeps_the_versions_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    sets = (
-        f"task.name={task_in(tmp_path)}:Seldom", "participation=[{devices=[1], rate=0.02}]",
-        "simulation.batched=false",
-    )  # fmt: skip
-    out = tmp_path / "out"
-    keys = [part for key in sets for part in ("--set", key)]
-    assert fedstream("simulate", "--out", str(out), *QUICK, *keys) == 1
-    assert "device 1: IndexError" in capsys.readouterr().err
+    out, task = tmp_path / "out", f"task.name={task_in(tmp_path)}:Later"
+    assert fedstream("simulate", "--out", str(out), *QUICK, "--set", task) == 1
+    assert re.search(r"device \d at version \d+: IndexError: no more", capsys.readouterr().err)
     assert sorted(path.name for path in out.iterdir()) == ["journal", "run.toml"]
     assert fedstream("replay", str(out)) == 0
+
+
+def test_device_that_fails_is_named_in_the_summary(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, task = tmp_path / "out", f"task.name={task_in(tmp_path)}:Partly"
+    sets = ("--strategy", "fedavg", "--versions", "9", "--set", task)
+    assert fedstream("simulate", "--out", str(out), *QUICK, *sets) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    [(device, about)] = summary["failing"].items()
+    assert summary["given_up"] == {"raised IndexError": about["tasks"]}
+    assert (device, summary["updates"]) == ("1", 2 * 9), "rounds of three, of which two answer"
+    said = f"failing    device 1 ({about['tasks']} tasks in a row, IndexError: Target"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

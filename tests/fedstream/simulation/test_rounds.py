@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,16 @@ from hypothesis import strategies as st
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import Trigger
+from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.journal import RoundClosed
+from fedstream.journal.replay import Replayer
+from fedstream.runs.reading import read as read_journal
 from fedstream.runtime.participation import Participation
 from fedstream.settings.config import Settings, read
 from fedstream.settings.services import devices_of
-from fedstream.simulation import arrivals
+from fedstream.simulation import arrivals, simulate
 from fedstream.simulation.arrivals import Arrival, RoundOver
 from fedstream.trainer.devices import behaviour
 from fedstream.trainer.digits import digits
@@ -48,8 +53,11 @@ ROUNDS = "scheduler.policy.kind=rounds"
 def test_outcomes_of_a_round_of_four_with_at_least_two(
     answered: int, at_work: int, coming: int, now: float, said: str
 ) -> None:
-    policy = Rounds(k=4, min_answers=2, timeout_s=10.0)
-    assert verdict(policy, Round(4, answered, at_work, 0.0, coming), now) == said
+    it = Round(4, answered, at_work, 0.0, coming)
+    assert verdict(Rounds(k=4, min_answers=2, timeout_s=10.0), it, now) == said
+    drops = Rounds(k=4, min_answers=2, timeout_s=10.0, too_few="drop")
+    said = "dropped" if said == "again" and answered else said  # there may be nothing to drop
+    assert verdict(drops, it, now) == said
 
 
 @given(
@@ -122,26 +130,29 @@ def test_more_answers_than_devices_are_rejected() -> None:
 History = list[tuple[object, ...]]
 
 
-def simulated(given: Settings, devices: int, count: int) -> History:
-    events = islice(arrivals.plan(given, devices), count)
-    return [
-        ("over", one.version, round(one.time, 9))
-        if isinstance(one, RoundOver)
-        else (
-            one.n,
-            one.device,
-            (one.seed, one.steps),
-            one.tau,
-            one.version,
-            one.makes,
-            round(one.time, 9),
-        )
-        for one in events
-    ]
+def simulated(given: Settings, devices: int, broken: set[int], count: int) -> History:
+    failed = set[int]()
+    told: History = []
+    for one in arrivals.plan(given, devices, failed):
+        if len(told) == count:
+            break
+        if isinstance(one, RoundOver):
+            told.append(("dropped" if one.drops else "over", one.version, round(one.time, 9)))
+        elif one.device in broken:
+            failed.add(one.n)
+        else:
+            told.append(
+                (one.n, one.device, (one.seed, one.steps), one.tau, one.version, one.makes,
+                 round(one.time, 9))
+            )  # fmt: skip
+    return told
 
 
-def live(given: Settings, devices: int, count: int) -> History:
-    """What the scheduler's plans come to, with an updater and trainers that take no time."""
+def live(given: Settings, devices: int, broken: set[int], count: int) -> History:
+    """What the scheduler's plans come to, with an updater and trainers that take no time.
+
+    Tasks of ``broken`` devices fail.
+    """
     policy = given.policy
     assert isinstance(policy, Rounds)
     now, version, issued, since = 0.0, 0, 0, 0.0
@@ -151,11 +162,14 @@ def live(given: Settings, devices: int, count: int) -> History:
     ends: list[tuple[float, int, Trigger]] = []
     held: list[int] = []
     told: History = []
+    rests = Rests(0.0)
     while len(told) < count:
+        resting = rests.after_failures(now)
         what = plan(policy, parts, FREE, given.run.seed, Situation(
             now=now, issued=issued, version=version, open=tuple(at_work.values()), queue=0,
             backlog=0, kept=1, held=tuple(held), round_ending=False, mean_staleness=0.0,
-            trainers=1, workers=1, model_bytes=1, devices=tuple(range(devices)),
+            trainers=1, workers=1, model_bytes=1,
+            devices=tuple(device for device in range(devices) if device not in resting),
             last=0.0, round_since=since,
         ))  # fmt: skip
         if what.again:
@@ -165,8 +179,9 @@ def live(given: Settings, devices: int, count: int) -> History:
             for task in tasks:
                 del at_work[task]
             if closed == version:
-                told.append(("over", version, round(now, 9)))
-                version, held, since = version + 1, [], now
+                assert what.drops in ((), tuple(held))
+                told.append(("dropped" if what.drops else "over", version, round(now, 9)))
+                version, held, since = version + (not what.drops), [], now
             continue
         for trigger in what.triggers:
             number[trigger.task], at_work[trigger.task] = issued, trigger
@@ -177,17 +192,23 @@ def live(given: Settings, devices: int, count: int) -> History:
         late = [t for t in at_work.values() if t.deadline is not None and t.deadline <= now]
         for trigger in late:  # their trainers give them up by themselves
             del at_work[trigger.task]
+            rests.ended(trigger.device, now, failed=True)
         if late:
             continue
         while ends and ends[0][2].task not in at_work:
             heapq.heappop(ends)
-        assert what.wake_at is not None
-        if not ends or ends[0][0] >= what.wake_at:
-            now = what.wake_at
+        wakes = [rests.end(device) for device in resting]
+        if what.wake_at is not None:
+            wakes.append(what.wake_at)
+        if not ends or ends[0][0] >= min(wakes):
+            now = min(wakes)
             continue
         now, n, trigger = heapq.heappop(ends)
         del at_work[trigger.task]
-        if not behaviour(given.devices, trigger.device, trigger.seed).drops_out:
+        drops_out = behaviour(given.devices, trigger.device, trigger.seed).drops_out
+        failed = drops_out or trigger.device in broken
+        rests.ended(trigger.device, now, failed=failed)
+        if not failed:
             makes = len(held) + 1 == given.strategy.batch
             told.append(
                 (n, trigger.device, (trigger.seed, trigger.steps), trigger.version, version, makes,
@@ -204,25 +225,48 @@ def live(given: Settings, devices: int, count: int) -> History:
     batch=st.integers(1, 6), more=st.integers(0, 3), least=st.integers(1, 6),
     devices=st.integers(1, 9), dropout=st.sampled_from([0.0, 0.3]),
     timeout_s=st.sampled_from([0.8, 1.2, 5.0]), seed=st.integers(0, 99),
+    too_few=st.sampled_from(["extend", "drop"]),
     rule=st.sampled_from(["strategy.name=fedavg", "strategy.name=afa-cs"]),
     groups=st.sampled_from(["[]", "[{devices=[0], rate=9.0, steps={kind='uniform', c=3}}]"]),
+    broken=st.sets(st.integers(1, 8), max_size=2),
 )  # fmt: skip
 def test_rounds_are_the_same_live_and_simulated(
     batch: int, more: int, least: int, devices: int, dropout: float, timeout_s: float, seed: int,
-    rule: str, groups: str,
+    too_few: str, rule: str, groups: str, broken: set[int],
 ) -> None:  # fmt: skip
     key = "clients_per_round" if "fedavg" in rule else "buffer_size"
     given = read(None, [
         rule, f"strategy.{key}={batch}", f"run.seed={seed}", ROUNDS,
         f"scheduler.policy.k={batch + more}",
-        f"scheduler.policy.min_answers={min(least, batch, devices)}",
-        f"scheduler.policy.timeout_s={timeout_s}", "simulation.staleness.kind=latency",
+        f"scheduler.policy.min_answers={min(least, batch, len(set(range(devices)) - broken))}",
+        f"scheduler.policy.timeout_s={timeout_s}", f"scheduler.policy.too_few={too_few}",
+        "simulation.staleness.kind=latency",
         "devices.latency.kind=uniform", "devices.latency.low_s=0.5", "devices.latency.high_s=1.5",
         f"devices.dropout={dropout}", f"participation={groups}",
     ])  # fmt: skip
-    told = simulated(given, devices, 40)
-    assert told == live(given, devices, 40)
-    assert all(one[3] == one[4] for one in told if one[0] != "over"), "nobody is late"
+    told = simulated(given, devices, broken, 40)
+    assert told == live(given, devices, broken, 40)
+    assert all(one[3] == one[4] for one in told if len(one) > 3), "nobody is late"
+
+
+def test_answers_of_dropped_rounds_are_in_no_version(tmp_path: Path) -> None:
+    """Simulated, out of the journal again, and as a run's data frames have them."""
+    given = read(None, [
+        *FEDAVG, "strategy.clients_per_round=4", "run.versions=3", "task.name=digits",
+        "scheduler.policy={kind='rounds', min_answers=4, timeout_s=1.2, too_few='drop'}",
+        "simulation.staleness.kind=latency", "devices.latency.kind=uniform",
+        "devices.latency.low_s=0.5", "devices.latency.high_s=1.5", "simulation.threads=1",
+    ])  # fmt: skip
+    outcome = simulate(given, journal=tmp_path / "journal")
+    assert [len(made.updates) for made in outcome.versions] == [0, 4, 4, 4]
+    with Replayer(tmp_path / "journal") as again:
+        moments = [(one.message, one.model.digest()) for one in again]
+    assert moments[-1][1] == outcome.model.digest()
+    dropped = sum(one.dropped for one, _ in moments if isinstance(one, RoundClosed))
+    assert dropped > 0
+    rows = read_journal(tmp_path / "journal").updates
+    assert [row.version for row in rows].count(None) == dropped
+    assert len(rows) == 12 + dropped
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,10 @@ class Pictures(nn.Module):
 def test_channels_last_convolutions_give_the_same_result() -> None:
     seen: list[bool] = []
     task = Small(lambda: Pictures(lambda x: x.flatten(1), seen))
-    alone = run("simulation.batched=false", task=task)
+    alone = run("simulation.batched=false", "run.dry_step=false", task=task)
     assert all(seen)
     seen.clear()
-    found = run(task=task)
+    found = run("run.dry_step=false", task=task)
     assert not any(seen)
     assert found.together == 0
     np.testing.assert_allclose(found.model.floats, alone.model.floats, rtol=0, atol=1e-5)
@@ -216,7 +216,8 @@ def test_model_gets_its_preferred_memory_format() -> None:
     """The view of a result is no view of it any more with the channels last."""
     seen: list[bool] = []
     task = Small(lambda: Pictures(lambda x: x.view(len(x), 16), seen))
-    found, alone = run(task=task), run("simulation.batched=false", task=task)
+    found = run("run.dry_step=false", task=task)
+    alone = run("simulation.batched=false", task=task)
     assert seen[:2] == [False, True]
     assert all(seen[1:])
     assert found.model.digest() == alone.model.digest()
@@ -259,6 +260,14 @@ def test_only_due_versions_are_measured() -> None:
     assert [made.version for made in found.measured] == [0, 4, 8, 10]
     found = run("run.versions=10", "simulation.evaluate_every=0")
     assert [made.version for made in found.measured] == [10]
+
+
+def test_the_best_value_is_on_the_side_of_the_metrics_goal() -> None:
+    found = run("run.versions=10")
+    for name, pick in (("accuracy", max), ("loss", min)):
+        assert found.best(name) == pick(made.metrics[name] for made in found.measured)
+    with pytest.raises(ConfigError, match="a low or a high odd is good is unknown"):
+        found.best("odd")
 
 
 def test_simulation_ends_at_its_target() -> None:
@@ -402,6 +411,75 @@ def test_invalid_answer_is_reported(sets: tuple[str, ...], answer: object, said:
         run(*sets, task=Odd(answer))
 
 
+class Raising(Small):
+    """Training raises on some devices."""
+
+    def __init__(self, *devices: int) -> None:
+        super().__init__()
+        self._raising = devices
+
+    def device_data(self, device: int) -> TensorDataset:
+        data = super().device_data(device)
+        if device not in self._raising:
+            return data
+        x, y = data.tensors
+        return TensorDataset(x, y + 7)
+
+
+IN_TIME = (
+    "simulation.staleness.kind=latency", "devices.latency={kind='uniform', low_s=0.5, high_s=1.5}",
+)  # fmt: skip
+PLANS = {
+    "drawn": (*RULES["fedbuff"], "simulation.staleness.kind=recent"),
+    "drawn rounds": ("strategy.name=fedavg", "strategy.clients_per_round=6"),
+    "rounds": ("strategy.name=fedavg", "strategy.clients_per_round=6", *IN_TIME),
+    "in flight": (*RULES["fedbuff"], *IN_TIME, "scheduler.policy={kind='in_flight', n=4}"),
+    "poisson": (*IN_TIME, "scheduler.policy={kind='poisson', rate=5.0}"),
+    "own triggers": (*AFA, *IN_TIME, "scheduler.policy.kind=none", "trainer.anarchic.rate=0.5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batched", ["true", "false"])
+@pytest.mark.parametrize("name", PLANS)
+def test_device_on_which_the_task_raises_rests(name: str, batched: str, tmp_path: Path) -> None:
+    told: list[VersionMade] = []
+    found = run(
+        *PLANS[name], "run.versions=40", f"simulation.batched={batched}", task=Raising(2),
+        journal=tmp_path / "journal", on_version=lambda made, _: told.append(made),
+    )  # fmt: skip
+    assert (found.state, found.why) == ("finished", "version 40 reached")
+    [(reason, count)] = found.given_up.items()
+    assert reason == "raised IndexError"
+    [(device, (failures, error))] = found.failing.items()
+    assert (device, failures) == (2, count)
+    assert error.startswith("IndexError: Target")
+    assert 2 <= count < 15, "it is asked less and less often"
+    trained = {update.device for made in told for update in made.updates}
+    assert trained == {0, 1, 3, 4, 5}
+    if "rounds" in name:
+        assert all(len(made.updates) == 5 for made in told[1:])
+    with Replayer(tmp_path / "journal") as replayer:
+        assert all(moment.identical for moment in replayer if moment.message.digest)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_failure_is_planned_alike_whether_or_not_devices_train_together(name: str) -> None:
+    def plan(batched: str) -> list[list[tuple[str, int, int]]]:
+        sets = (*PLANS[name], f"simulation.batched={batched}")
+        found = run(*sets, "run.versions=30", task=Raising(4)).versions
+        return [[(one.task, one.device, one.staleness) for one in made.updates] for made in found]
+
+    assert plan("true") == plan("false")
+
+
+def test_simulation_fails_if_no_device_works() -> None:
+    with pytest.raises(
+        DataError, match=r"no device works: .* on 6 of 6 devices: device \d at version 0: Index"
+    ):
+        run(*AFA, "run.dry_step=false", task=Raising(*range(DEVICES)))
+    assert run(*AFA, task=Raising(*range(1, DEVICES))).state == "finished"
+
+
 class Wrong(Small):
     """A task with something wrong in a device's data, or in the test data (device -1)."""
 
@@ -427,8 +505,6 @@ class Wrong(Small):
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (Wrong(2, lambda x, y: (x[:, :4], y)), "device 2: RuntimeError: mat1 and mat2"),
-        (Wrong(2, lambda x, y: (x, y + 7)), "device 2: IndexError: Target"),
         (Wrong(-1, lambda x, y: (x[:, :4], y)), "test data: RuntimeError: mat1 and mat2"),
         (Wrong(-1, lambda x, y: (x, y + 7)), "test data: IndexError: Target"),
         (Wrong(2, lambda x, y: 1 / 0), "device 2: ZeroDivisionError: division by zero"),

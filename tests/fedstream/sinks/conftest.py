@@ -60,7 +60,7 @@ class Messages:
 @pytest.fixture
 async def messages(hand: Hand) -> Messages:
     """Of a run that has begun."""
-    await hand.create()
+    await hand.create(goal={"bits": "min"})
     return Messages(hand)
 
 

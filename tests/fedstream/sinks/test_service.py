@@ -79,7 +79,9 @@ async def test_failing_tracker_catches_up_and_the_cursor_outlives_the_process(
     tracker = memory_of(first)
     async with running(first, live):
         await wait_until(lambda: tracker.begun)
-        assert tracker.begun[0].parameters == {"strategy.alpha": 0.6, "run.versions": 100}
+        assert tracker.begun[0].parameters == {
+            "strategy.alpha": 0.6, "run.versions": 100, "goal.bits": "min"
+        }  # fmt: skip
         await messages.version(1)
         await wait_until(lambda: tracker.versions() == [0, 1])
         tracker.fails = True

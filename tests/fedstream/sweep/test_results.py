@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedstream.broker.errors import ConfigError
-from fedstream.sweep.results import Goal, SweepFolder, as_csv, lines
+from fedstream.broker.messages import Goal
+from fedstream.sweep.results import Ranking, SweepFolder, as_csv, lines
 from fedstream.sweep.trials import Configuration, Finished
 
 A, B, C = (Configuration({"solver.lr": lr}, f"lr = {lr}") for lr in (0.1, 0.2, 0.3))
@@ -27,27 +28,27 @@ def run(
 
 def test_the_best_mean_comes_first() -> None:
     runs = [run(A, 0, 0.5), run(A, 1, 0.7), run(B, 0, 0.9), run(B, 1, 0.5), run(C, 0, 0.65)]
-    found = lines([A, B, C], runs, Goal(), repeats=2)
+    found = lines([A, B, C], runs, Ranking(), repeats=2)
     assert [line.keys["solver.lr"] for line in found] == [0.2, 0.3, 0.1]
     assert found[0].mean == pytest.approx(0.7)
     assert found[0].deviation == pytest.approx(0.2828427)  # sqrt(2 * 0.2^2 / (2 - 1))
     assert found[1].deviation is None  # of a single run
-    lowest = lines([A, B, C], runs, Goal(highest=False), repeats=2)
+    lowest = lines([A, B, C], runs, Ranking(goal="min"), repeats=2)
     assert [line.keys["solver.lr"] for line in lowest] == [0.1, 0.3, 0.2]
 
 
 def test_the_last_measurement_counts_unless_the_best_is_asked_for() -> None:
     runs = [run(A, 0, 0.9, 0.4), run(B, 0, 0.1, 0.5)]
-    assert lines([A, B], runs, Goal(), 1)[0].mean == 0.5
-    assert lines([A, B], runs, Goal(which="best"), 1)[0].mean == 0.9
-    assert lines([A, B], runs, Goal(which="best", highest=False), 1)[0].mean == 0.1
+    assert lines([A, B], runs, Ranking(), 1)[0].mean == 0.5
+    assert lines([A, B], runs, Ranking(which="best"), 1)[0].mean == 0.9
+    assert lines([A, B], runs, Ranking(which="best", goal="min"), 1)[0].mean == 0.1
 
 
 @pytest.mark.parametrize("lost", [run(A, 1, 0.99, None), run(A, 1, 0.99, state="failed")])
 def test_a_configuration_that_failed_once_is_no_better_than_one_that_never_did(
     lost: Finished,
 ) -> None:
-    found = lines([A, B], [run(A, 0, 0.95), lost, run(B, 0, 0.3)], Goal(which="best"), 2)
+    found = lines([A, B], [run(A, 0, 0.95), lost, run(B, 0, 0.3)], Ranking(which="best"), 2)
     assert [line.keys["solver.lr"] for line in found] == [0.2, 0.1]
     assert [line.failed for line in found] == [0, 1]
     assert found[1].values == (0.95,)
@@ -55,21 +56,35 @@ def test_a_configuration_that_failed_once_is_no_better_than_one_that_never_did(
 
 def test_runs_beyond_the_repeats_and_of_other_configurations_do_not_count() -> None:
     runs = [run(A, 0, 0.5), run(A, 1, 0.9), run(C, 0, 0.9)]
-    (line,) = lines([A, B], runs, Goal(), repeats=1)
+    (line,) = lines([A, B], runs, Ranking(), repeats=1)
     assert (line.mean, len(line.runs)) == (0.5, 1)
 
 
 def test_an_unknown_metric_names_the_ones_there_are() -> None:
     near = r"--metric accuraci: the task measures accuracy.*; did you mean 'accuracy'\?"
     with pytest.raises(ConfigError, match=near):
-        lines([A], [run(A, 0, 0.5)], Goal("accuraci"), 1)
+        lines([A], [run(A, 0, 0.5)], Ranking("accuraci"), 1)
     with pytest.raises(ConfigError, match="--metric f1: the task measures accuracy"):
-        lines([A], [run(A, 0, 0.5)], Goal("f1"), 1)
+        lines([A], [run(A, 0, 0.5)], Ranking("f1"), 1)
+
+
+def test_the_goal_comes_from_the_task_and_is_asked_for_if_nobody_knows_it() -> None:
+    def scored(of: Configuration, score: float, goal: Goal | None = None) -> Finished:
+        goals: dict[str, Goal] = {"score": goal} if goal else {}
+        return replace(run(of, 0), curve={"score": [score]}, goal=goals)
+
+    low = [scored(A, 2.0, "min"), scored(B, 1.0, "min")]
+    assert [one.mean for one in lines([A, B], low, Ranking("score"), 1)] == [1.0, 2.0]
+    unknown = [scored(A, 2.0), scored(B, 1.0)]
+    asked = r'--metric score: .* unknown: set Task\.goal = \{"score": "min"\} or "max", or give --'
+    with pytest.raises(ConfigError, match=asked):
+        lines([A, B], unknown, Ranking("score"), 1)
+    assert lines([A, B], unknown, Ranking("score", "max"), 1)[0].mean == 2.0
 
 
 def test_the_table_has_a_row_for_each_configuration() -> None:
-    found = lines([A, B], [run(A, 0, 0.5), run(B, 0, 0.7), run(B, 1, None)], Goal(), 2)
-    rows = as_csv(found, Goal()).splitlines()
+    found = lines([A, B], [run(A, 0, 0.5), run(B, 0, 0.7), run(B, 1, None)], Ranking(), 2)
+    rows = as_csv(found, "accuracy").splitlines()
     assert rows == [
         "place,solver.lr,accuracy,deviation,runs,failed,updates,staleness,seconds,reason,configuration",
         f"1,0.1,0.5,,1,0,4,1.5,2,,{A.name}",

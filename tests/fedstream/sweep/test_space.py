@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.errors import ConfigError
-from fedstream.cli.sweep import _highest
 from fedstream.sweep.space import Range, Values, axes, axis, drawn, grid
 
 
@@ -95,14 +94,3 @@ def test_a_logarithmic_range_draws_every_decade_alike() -> None:
     assert math.log(sum(int(str(n)) < 8 for n in whole) / 50) == pytest.approx(
         math.log(0.5), abs=0.4
     )
-
-
-@pytest.mark.parametrize(
-    ("metric", "goal", "highest"),
-    [("accuracy", None, True), ("loss", None, False), ("top5_error", None, False),
-     ("top5_error", "max", True)],
-)  # fmt: skip
-def test_smaller_is_better_for_the_metrics_that_compare_knows(
-    metric: str, goal: str | None, highest: bool
-) -> None:
-    assert _highest(metric, goal) is highest

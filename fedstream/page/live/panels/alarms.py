@@ -17,11 +17,13 @@ from fedstream.broker.messages import OUTCOMES
 from fedstream.observe.display import duration
 from fedstream.page.live.scene import Scene
 from fedstream.terminal import counted
+from fedstream.trainer.goals import MOST_RELAPSES, RECENT, Swings
 
 Severity = Literal["critical", "warning"]
 AlarmState = Literal["firing", "pending", "quiet", "unknown"]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
+_MEASURED = 1000  # of the newest measurements are judged at each look
 _LEADS = {"scheduler": 1, "updater": 2}
 
 
@@ -144,6 +146,21 @@ def _share(scene: Scene, rule: AlarmRule, bad: Flags, what: str) -> Evidence:
     return Evidence(text, share[:-1] > rule.threshold)
 
 
+def _metric_swings(scene: Scene, rule: AlarmRule) -> Evidence:
+    swings = Swings(scene.tally.run.goal)
+    measured, most, text = scene.measured[-_MEASURED:], [0], ""
+    for one in measured:
+        swings.add(one.metrics)
+        name, worst = max(
+            ((name, relapses.count) for name, relapses in swings.items()),
+            key=lambda one: one[1], default=("", 0),
+        )  # fmt: skip
+        most.append(worst)
+        text = f"{name} fell back {counted(worst, 'time')} in {RECENT} measurements"
+    at = np.searchsorted([one.time for one in measured], scene.gauged["time"], side="right")
+    return Evidence(text, _while_running(scene, np.array(most)[at] > rule.threshold))
+
+
 def _dead_letters(scene: Scene, rule: AlarmRule) -> Evidence:
     holds = scene.gauged["dead"] > rule.threshold
     return Evidence(counted(scene.tally.dead, "dead letter"), holds)
@@ -191,6 +208,10 @@ RULES = (
     ),
     AlarmRule(
         "FedstreamTaskRaises", "warning", 300, "many tasks raise", 0.1, 600, judge=_task_raises
+    ),
+    AlarmRule(
+        "FedstreamMetricSwings", "warning", 60, "a metric falls back again and again",
+        MOST_RELAPSES, judge=_metric_swings,
     ),
     AlarmRule(
         "FedstreamJournalBehind", "warning", 60, "the journal's disk does not keep up",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedstream.broker.messages import OUTCOMES
-from fedstream.observe.display import duration
+from fedstream.observe.display import duration, failing
 from fedstream.page.charts import Chart
 from fedstream.page.devices import DEVICE_COLUMNS
 from fedstream.page.live.panels import curves, devices
@@ -17,6 +17,7 @@ from fedstream.page.live.panels.stalled import stalled
 from fedstream.page.live.scene import PHASES, Scene
 from fedstream.page.templating import rendered, shown_bytes
 from fedstream.terminal import measure, spaced
+from fedstream.trainer.goals import best_of, goal_of
 
 _METRICS = 4  # in the headline
 _PHASES = {name: name for name in PHASES} | {"triggered": "triggers", "uploading": "uploads"}
@@ -64,8 +65,8 @@ def headline_facts(scene: Scene) -> list[tuple[str, str]]:
     for name in names[:_METRICS]:
         points = [(one.metrics[name], one.version) for one in scene.measured if name in one.metrics]
         found.append((f"test {name.removeprefix('test_')}", _at(*points[-1])))
-        if name == "accuracy":
-            found.append(("best accuracy", _at(*max(points, key=lambda one: one[0]))))
+        if best := best_of(points, goal_of(name, tally.run.goal)):
+            found.append((f"best {name.removeprefix('test_')}", _at(*best)))
     mean = tally.head.mean_staleness
     found.append(("staleness, recent mean", f"{mean:.2f} versions"))
     if rates.over_s:
@@ -81,6 +82,8 @@ def headline_facts(scene: Scene) -> list[tuple[str, str]]:
     ]
     if barred := len(tally.head.quarantines.by_device):
         found.append(("devices in quarantine", f"{barred:,}"))
+    if tally.failing:
+        found.append(("failing and resting", failing(tally.failing_devices)))
     return found
 
 

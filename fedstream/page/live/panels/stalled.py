@@ -16,7 +16,7 @@ import numpy as np
 from fedstream.broker.messages import OUTCOMES
 from fedstream.coordinator.policies import Policy
 from fedstream.coordinator.rounds import Rounds
-from fedstream.observe.display import duration
+from fedstream.observe.display import duration, failing
 from fedstream.observe.history import is_stalled
 from fedstream.page.live.scene import Phase, Scene, SeenWorker
 from fedstream.terminal import counted
@@ -210,6 +210,9 @@ def no_device_is_eligible(scene: Scene) -> str | None:
         at = scene.now - tally.run.created
         if not any(eligible(known, device, tally.run.seed, at) for device in range(devices)):
             return f"none of the {devices:,} devices is available now (devices.availability)"
+    if len(tally.failing) >= devices - barred:
+        named = failing(tally.failing_devices)
+        return f"no device works, and each is asked less and less often: {named}"
     if rest_s := scene.settings.scheduler.rest_s:
         return f"no task is open: devices that had one rest for {rest_s:g} s (scheduler.rest_s)"
     return (

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fedstream.page.live.panels.alarms import RULES, Alarm, alarms
-from fedstream.page.live.scene import RedisMemory, Scene
+from fedstream.page.live.scene import RedisMemory, Scene, SeenMetrics
 from tests.fedstream.page.live.scenes import NOW, ended, gauged, idle, scene
 
 ROOT = Path(__file__).parents[4]
@@ -66,6 +66,14 @@ def test_a_healthy_run_is_quiet_and_what_is_not_known_is_named() -> None:
 
 
 LONG = gauged(seconds=1000)
+
+
+def measured(metric: str, *values: float) -> tuple[SeenMetrics, ...]:
+    """Measurements until two minutes ago, a second apart."""
+    began = NOW - 120 - len(values)
+    return tuple(SeenMetrics(n, began + n, {metric: value}) for n, value in enumerate(values))
+
+
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("FedstreamStalled", {"head_time": NOW - 700, "gauged": LONG}, "no new version for 11:40"),
     ("FedstreamNoLeader scheduler", {"gauged": gauged(seconds=130, leads=2)}, "no scheduler leads"),
@@ -91,6 +99,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         )},
         "100% of the 400 tasks that ended in 6:40 raised in the user's code",
     ),
+    (
+        "FedstreamMetricSwings",
+        {"gauged": LONG, "measured": measured("error", 0.0, 0.9, 0.1, 0.9, 0.2, 0.8, 0.1)},
+        "error fell back 3 times in 20 measurements",
+    ),
     ("FedstreamDeadLetters", {"gauged": gauged(seconds=70, dead=2), "dead": 2}, "2 dead letters"),
     (
         "FedstreamRedisNearlyFull",
@@ -105,6 +118,13 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "64 of 64 entries in the queue",
     ),
 ]  # fmt: skip
+
+
+def test_a_metric_that_nobody_knows_is_not_watched_unless_the_task_declares_it() -> None:
+    about: dict[str, Any] = {"gauged": LONG, "measured": measured("odd", 0, 9, 0, 9, 0, 9)}
+    assert of(scene(**about), "FedstreamMetricSwings").state == "quiet"
+    declared = scene(**about, run_goal={"odd": "max"})
+    assert of(declared, "FedstreamMetricSwings").text.startswith("odd fell back 2 times")
 
 
 @pytest.mark.parametrize(("name", "about", "said"), CASES, ids=[name for name, *_ in CASES])

@@ -9,14 +9,15 @@ from time import perf_counter
 
 import pytest
 
+from fedstream.broker.records import Failing
 from fedstream.page.live.panel import LivePanel
 from fedstream.page.live.panels import PANELS, headline
 from fedstream.page.live.panels.curves import of_metrics, of_pace, of_weights
-from fedstream.page.live.panels.drawn import device_html, devices_html, end_counts
-from fedstream.page.live.scene import Scene, SeenPushes
+from fedstream.page.live.panels.drawn import device_html, devices_html, end_counts, headline_facts
+from fedstream.page.live.scene import Scene, SeenMetrics, SeenPushes
 from fedstream.settings.config import Settings
 from tests.fedstream.page.conftest import Page
-from tests.fedstream.page.live.scenes import busy, crowd, scene, worker
+from tests.fedstream.page.live.scenes import NOW, busy, crowd, scene, worker
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=[panel.name for panel in PANELS])
@@ -37,8 +38,15 @@ def test_the_headline_has_progress_and_numbers() -> None:
     )
 
 
+def test_the_headline_names_failing_devices() -> None:
+    assert "failing and resting" not in headline(scene())
+    text = headline(scene(failing={3: Failing(6, 1.0, "raised OSError")}))
+    assert "device 3 (6 tasks in a row, raised OSError)" in text
+
+
 def test_foreign_text_is_escaped() -> None:
-    evil = scene(workers=(worker("<script>alert(1)</script>", host="\u202eb"),))
+    script = "<script>alert(1)</script>"
+    evil = scene(workers=(worker(script, host="\u202eb"),), failing={3: Failing(2, 1.0, script)})
     text = "".join(panel.html(evil) for panel in PANELS)
     assert "<script>alert" not in text
     assert "\u202e" not in text
@@ -52,6 +60,18 @@ def test_outcomes_add_up_to_all_tasks() -> None:
         ("applied", "", 559), ("refused", "not finite", 30), ("given up", "timed out", 10),
         ("dead", "unreadable", 1), ("open", "", 12),
     ]  # fmt: skip
+
+
+def test_the_best_of_a_metric_is_on_the_side_of_its_goal() -> None:
+    values = ((0, 3.0), (5, 1.0), (9, 2.0))
+    seen = tuple(
+        SeenMetrics(version, NOW, {"rmse": value, "bits": value}) for version, value in values
+    )
+    facts = dict(headline_facts(scene(measured=seen)))
+    assert facts["best rmse"] == "1.0000 at 5"
+    assert "best bits" not in facts
+    declared = dict(headline_facts(scene(measured=seen, run_goal={"bits": "max"})))
+    assert declared["best bits"] == "3.0000 at 0"
 
 
 def test_metrics_are_drawn_over_versions_and_over_time() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.messages import Quarantine
-from fedstream.broker.records import Quarantines
+from fedstream.broker.records import Failing, Quarantines
 from fedstream.page.live.panels.stalled import stalled
 from fedstream.page.live.scene import RedisMemory, Scene, SeenMetrics, SeenTask
 from fedstream.settings.config import Settings
@@ -142,6 +142,14 @@ def test_no_device_is_available() -> None:
     known = {"kind": "on_off", "mean_on_s": 1e-6, "mean_off_s": 1e9}
     said = told(idle(settings=settings(devices={"availability": known})))
     assert "none of the 10 devices is available now (devices.availability)" in said
+
+
+def test_no_device_works() -> None:
+    failing = {device: Failing(4, NOW + 9, "raised OSError") for device in range(10)}
+    said = told(idle(failing=failing))
+    assert "no device works, and each is asked less and less often: device 0 (4 tasks" in said
+    del failing[9]
+    assert "no device works" not in told(idle(failing=failing))
 
 
 def test_devices_rest() -> None:

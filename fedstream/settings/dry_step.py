@@ -1,0 +1,275 @@
+"""One training step and one evaluation before anything starts, of a task that might not work.
+
+Both are cheap and leave no trace: each uses a new model, and the random number generators keep
+their states. Training takes one batch of one device. Since a run goes on without a device whose
+data are bad, up to three devices are tried until one works. The evaluation takes the first rows of
+the test data. A ``train`` or ``metrics`` of the task's own is given few rows as well, and all of
+them if it raises: it may need more.
+
+``run.dry_step = false`` switches both off. A task without ``exact_steps``, which trains as long as
+it likes, is not tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError, TaskError
+from fedstream.broker.layout import Model
+from fedstream.runtime.plugins import about, words
+from fedstream.runtime.steps import Epochs, Length, Seconds
+from fedstream.trainer.answer import as_sent
+from fedstream.trainer.choices import Solvers, chosen
+from fedstream.trainer.data import samples_of, size_of
+from fedstream.trainer.fairness import has_device_tests
+from fedstream.trainer.placement import Processor, check, placed, seeded
+from fedstream.trainer.solvers import Cancelled, Solver, Trained, Work
+from fedstream.trainer.task import Task, measured, untrained
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from fedstream.settings.config import Settings
+    from fedstream.strategies import Strategy as BuiltStrategy
+
+T = TypeVar("T")
+
+_DEVICES = 3  # tried until one works
+_ROWS = 32  # of test data
+_SECONDS = 1e-3  # the budget of a training step
+_LOOK_S = 1.0  # time limit for looking at the devices' data
+_HINT = ": correct the task (run.dry_step = false starts without this test)"
+
+
+@contextmanager
+def blaming(settings: Settings, what: str, hint: str = "") -> Iterator[None]:
+    """Turn whatever the user's task raises into a TaskError that says what it concerned."""
+    name = settings.task.name
+    try:
+        yield
+    except (ConfigError, Cancelled):
+        raise
+    except FedstreamError as error:
+        raise about(error, TaskError(f"task {name!r}: {error}")) from error
+    except Exception as error:
+        raise about(error, TaskError(f"task {name!r}: {what} {words(error)}{hint}")) from error
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was made of the task while it was tried."""
+
+    module: nn.Module
+    test_data: Dataset[Any] | None
+
+
+def try_task(
+    settings: Settings,
+    task: Task,
+    devices: int,
+    *,
+    simulated: bool,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Tried:
+    """Check the GPUs, the model and the data; then train one step, and measure.
+
+    ``simulated``: not by services. ``cancelled`` ends the step early. Raises ConfigError; TaskError
+    for whatever the task raises.
+    """
+    check("trainer.device", settings.trainer.device)
+    check("evaluator.device", settings.evaluator.device)
+    numbers: Sequence[int] = range(devices)
+    training, measuring = settings.trainer.device, settings.evaluator.device
+    if simulated:
+        training = measuring = settings.simulation.device
+    else:
+        numbers = settings.trainer.owns or numbers
+    module, data = try_model(settings, task), test_data_of(settings, task)
+    look_over(settings, task, devices, trained_here=True)
+    with suppress(Cancelled):
+        try_training(settings, task, numbers, training, cancelled)
+    try_measuring(settings, task, data, devices, measuring)
+    return Tried(module, data)
+
+
+def try_model(settings: Settings, task: Task) -> nn.Module:
+    """The task's untrained model. Raises TaskError if there is none that could be sent."""
+    with blaming(settings, "model() raised"), seeded(settings.run.seed):
+        return untrained(task)
+
+
+def test_data_of(settings: Settings, task: Task) -> Dataset[Any] | None:
+    """The test data. Raises TaskError."""
+    with blaming(settings, "test_data() raised"):
+        data = task.test_data()
+        if data is not None and type(task).metrics is Task.metrics:  # else any data
+            samples_of(data)
+    return data
+
+
+def look_over(settings: Settings, task: Task, devices: int, *, trained_here: bool) -> None:
+    """Raise TaskError if a device's data is empty, not a data set, or can't be loaded.
+
+    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
+    data is on this machine; otherwise, data that can't be loaded is not an error.
+    """
+    until = time.monotonic() + _LOOK_S
+    for device in range(devices):
+        with blaming(settings, f"device {device}:"):
+            try:
+                data = task.device_data(device)
+            except Exception:
+                if not trained_here:
+                    return  # the trainer that has the data will report the error
+                raise
+            size_of(data, device)
+        if time.monotonic() > until:
+            return
+
+
+def try_training(
+    settings: Settings,
+    task: Task,
+    devices: Sequence[int],
+    place: Processor,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[int, Trained] | None:
+    """Train one step; returns the device that it was tried with, and what it came to.
+
+    None: the task is not tried. Raises TaskError, ConfigError; Cancelled.
+    """
+    if not settings.run.dry_step or not task.exact_steps:
+        return None
+    first: FedstreamError | None = None
+    for device in islice(devices, _DEVICES):
+        try:
+            with (
+                blaming(settings, f"device {device}:", _HINT),
+                seeded(settings.run.seed),
+            ):
+                return device, _trained(settings, task, device, place, cancelled)
+        except (TaskError, ConfigError) as error:
+            first = first or error
+    assert first is not None  # noqa: S101  (a run has devices)
+    raise first
+
+
+def try_measuring(
+    settings: Settings, task: Task, data: Dataset[Any] | None, devices: int, place: Processor
+) -> dict[str, float]:
+    """The metrics of an untrained model on a few rows of the test data and of a device's own.
+
+    Empty if there are none, or the task is not tried. Raises TaskError.
+    """
+    found: dict[str, float] = {}
+    if not settings.run.dry_step or not task.exact_steps:
+        return found
+    with seeded(settings.run.seed):
+        if data is not None:
+            with blaming(settings, "test data:", _HINT):
+                found = _measured(task, data, place)
+        if settings.evaluator.per_device != "never" and has_device_tests(task):
+            for device in range(min(devices, _DEVICES)):
+                with blaming(settings, f"test data of device {device}:", _HINT):
+                    if (own := task.device_test_data(device)) is not None:
+                        _measured(task, own, place)
+                        break
+    return found
+
+
+def _trained(
+    settings: Settings,
+    task: Task,
+    device: int,
+    place: Processor,
+    cancelled: Callable[[], bool],
+) -> Trained:
+    solver = chosen(task, device, Solvers(settings.solver, settings.solvers))
+    data = placed(task.device_data(device), place)
+    samples, length, few = size_of(data, device), Length(steps=1), data
+    by_steps = (Task.train, Task.descend, Solver.train)
+    if (type(task).train, type(task).descend, type(solver).train) != by_steps:
+        length, few = _shortest(settings), _first(data, solver.batch_size or samples)
+    work = Work(
+        device=device, task="dry step", version=0, seed=settings.run.seed,
+        steps=length.steps, epochs=length.epochs, seconds=length.seconds, solver=solver,
+        cancelled=cancelled,
+    )  # fmt: skip
+    rule = settings.rule.build()
+    return _on_few(lambda rows: _step(task, rows, place, work, rule), few, data)
+
+
+def _step(
+    task: Task, rows: Dataset[Any], place: Processor, work: Work, rule: BuiltStrategy
+) -> Trained:
+    from fedstream.trainer.vector import layout_of, read
+
+    module = untrained(task).to(place)
+    layout = layout_of(module)
+    layout = layout.with_controls() if rule.controls else layout
+    before, after = Model(layout), Model(layout)
+    read(module, before)
+    trained = task.train(module, rows, work)
+    read(module, after)
+    _check_integers(before, after)
+    return as_sent(trained, after, before, None, rule.sends, work.solver.compression)
+
+
+def _check_integers(before: Model, after: Model) -> None:
+    """Raise DataError, naming the tensor, if training changed one that must stay: the updater
+    would refuse every update."""
+    at = 0
+    for tensor in before.layout.tensors:
+        if tensor.kind == "integer":
+            here = slice(at, at := at + tensor.count)
+            if not np.array_equal(before.integers[here], after.integers[here]):
+                raise DataError(
+                    f"training changes the integer tensor {tensor.name}, so every update would be "
+                    f"refused: if it may change, give the model changing_integers = "
+                    f"({tensor.name!r},)"
+                )
+
+
+def _measured(task: Task, data: Dataset[Any], place: Processor) -> dict[str, float]:
+    data = placed(data, place)
+    module = untrained(task).to(place)
+    return _on_few(lambda rows: measured(task, module, rows), _first(data, _ROWS), data)
+
+
+def _on_few(work: Callable[[Dataset[Any]], T], few: Dataset[Any], data: Dataset[Any]) -> T:
+    """``work`` on few rows; on all of them if it raises, as it may need more, or the data's own
+    attributes."""
+    if few is not data:
+        with suppress(Exception):
+            return work(few)
+    return work(data)
+
+
+def _first(data: Dataset[Any], rows: int) -> Dataset[Any]:
+    """The first rows, as data of the same type where possible."""
+    from torch.utils.data import Subset, TensorDataset
+
+    if rows >= len(data):  # type: ignore[arg-type]  # torch's Dataset declares no length
+        return data
+    if type(data) is TensorDataset:
+        return TensorDataset(*(tensor[:rows] for tensor in data.tensors))
+    return Subset(data, range(rows))
+
+
+def _shortest(settings: Settings) -> Length:
+    """The shortest length of the run's kind: the task's ``train`` may know no other."""
+    match (settings.trainer.anarchic or settings.scheduler).steps:
+        case Epochs():
+            return Length(epochs=1)
+        case Seconds():
+            return Length(seconds=_SECONDS)
+        case _:
+            return Length(steps=1)

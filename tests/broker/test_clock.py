@@ -1,0 +1,59 @@
+"""Redis's clock, counted on between its answers, whatever this machine's clock shows."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstream.broker import clock
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.clock import Clock
+
+LATE = st.floats(0.0, 2.0)
+
+
+@given(st.lists(st.tuples(LATE, LATE, LATE), min_size=1, max_size=5))
+def test_clock_is_never_wrong_by_more_than_the_last_answer_took(
+    asked: list[tuple[float, float, float]],
+) -> None:
+    """Redis's clock is at 5000 when the machine is started; questions and answers are late."""
+    now, redis = 0.0, Clock()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(clock, "uptime", lambda: now)
+        for pause_s, question_s, answer_s in asked:
+            sent = now = now + pause_s
+            now = sent + question_s + answer_s
+            redis.read(5000.0 + sent + question_s, sent)
+            assert abs(redis.now() - (5000.0 + now)) <= question_s + answer_s + 1e-9
+        quick = now
+        redis.read(5000.0 + now, quick)
+        assert redis.now() == pytest.approx(5000.0 + now)
+        now += 10.0
+        redis.read(5000.0 + now, quick)  # a slow answer changes nothing
+        assert redis.now() == pytest.approx(5000.0 + now)
+
+
+def test_clock_follows_redis_when_that_is_set() -> None:
+    redis = Clock()
+    for at in (1e9, 1e9 + 3600, 1e9 - 3600):
+        redis.read(at, clock.uptime())
+        assert redis.now() == pytest.approx(at, abs=1)
+
+
+@pytest.mark.parametrize("wrong_s", [3600.0, -3600.0])
+async def test_client_knows_redis_time_from_its_first_connection_on(
+    redis: RedisSettings, monkeypatch: pytest.MonkeyPatch, wrong_s: float
+) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + wrong_s)
+    client = Client(redis)
+    assert client.clock.now() == pytest.approx(now() + wrong_s, abs=60), "nothing better is known"
+    await client.call("PING")
+    assert client.clock.now() == pytest.approx(now(), abs=60)
+    client.clock.read(1e9, clock.uptime())  # long ago
+    assert await client.time() == pytest.approx(now(), abs=60)
+    assert client.clock.now() == pytest.approx(now(), abs=60)
+    await client.close()

@@ -1,0 +1,100 @@
+"""Which end of a metric is good, and how often a metric lost what it had gained."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fedstream.broker.errors import ConfigError
+from fedstream.trainer.goals import Swings, declared_goals, goal_of, main_metric, reaches
+from fedstream.trainer.task import Task
+
+
+@pytest.mark.parametrize(
+    ("metric", "goal"),
+    [
+        *((name, "min") for name in ("rmse", "mae", "wer", "loss_test", "Val Loss", "test/MSE",
+          "word_error_rate", "device_worst_tenth_rmse", "device_deviation_accuracy")),
+        *((name, "max") for name in ("accuracy", "top5_accuracy", "f1_macro", "mean_iou", "r2",
+          "device_mean_accuracy", "device_worst_tenth_auc")),
+        *((name, None) for name in ("closs", "error_free_rate", "score", "test", "",
+          "device_worst_tenth_score")),
+    ],
+)  # fmt: skip
+def test_a_goal_is_known_by_the_whole_name_or_not_at_all(metric: str, goal: str | None) -> None:
+    assert goal_of(metric, {}) == goal
+
+
+def test_what_the_task_declares_goes_first() -> None:
+    declared = declared_goals(Declaring({"score": "min", "loss": "max"}))
+    found = [goal_of(name, declared) for name in ("score", "device_mean_score", "loss", "rmse")]
+    assert found == ["min", "min", "max", "min"]
+
+
+class Declaring(Task):
+    def __init__(self, goal: object) -> None:
+        self.goal = goal  # type: ignore[assignment]
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def device_data(self, device: int) -> TensorDataset:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("goal", ["min", {"rmse": "low"}, {3: "min"}, {"rmse": ["min"]}])
+def test_a_wrong_declaration_is_refused(goal: object) -> None:
+    with pytest.raises(ConfigError, match=r"^Task\.goal = .*'min' or 'max', such as"):
+        declared_goals(Declaring(goal))
+
+
+def test_a_target_is_reached_from_the_right_side() -> None:
+    assert [reaches(value, 2.0, "min") for value in (1.0, 2.0, 3.0, math.nan)] == [
+        True, True, False, False
+    ]  # fmt: skip
+    assert [reaches(value, 2.0, "max") for value in (1.0, 2.0, 3.0)] == [False, True, True]
+
+
+def test_the_main_metric_does_not_depend_on_the_order() -> None:
+    for names in (["loss", "rmse", "device_mean_accuracy", "mae"], ["mae", "rmse", "loss"]):
+        assert main_metric(names) == "mae"
+    assert main_metric(["f1", "loss", "accuracy"]) == "accuracy"
+    assert [main_metric(names) for names in (["loss"], ["device_mean_f1"], [])] == [
+        "loss", None, None
+    ]  # fmt: skip
+
+
+def relapses(metric: str, *values: float) -> int | None:
+    swings = Swings({"score": "min"})
+    for value in values:
+        swings.add({metric: value, "device_mean_accuracy": value})
+    assert swings.keys() <= {metric}
+    return swings[metric].count if swings else None
+
+
+def test_relapses_are_counted_on_the_side_that_is_bad() -> None:
+    swinging = (0.1, 0.95, 0.0, 0.0, 0.94, 0.3, 0.95)
+    assert relapses("accuracy", *swinging) == 2
+    assert relapses("rmse", *(6 - 5 * value for value in swinging)) == 2
+    assert relapses("rmse", *swinging) == 3  # 0.1 is good, 0.95 is lost, 0 is best
+    assert relapses("score", 3.0, 1.0, 3.0) == 1
+    assert relapses("unheard_of", *swinging) is None
+
+
+def test_noise_and_progress_are_no_relapses() -> None:
+    assert relapses("accuracy", *(0.10, 0.13, 0.09, 0.12, 0.08) * 3) == 0
+    assert relapses("loss", 2.3, 0.5, 0.1, 0.02, 0.09, 0.01, 0.3, 0.02) == 0
+    assert relapses("accuracy", *(n / 50 for n in range(50))) == 0
+
+
+def test_what_is_not_a_number_is_lost_once_there_was_one() -> None:
+    assert relapses("loss", math.nan, 1.0, math.inf, math.nan, 1.0, math.nan) == 2
+    assert relapses("loss", math.nan, math.nan) == 0
+
+
+def test_old_relapses_are_forgotten() -> None:
+    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 17) == 2
+    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 20) == 0
