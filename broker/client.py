@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
@@ -40,6 +40,8 @@ __all__ = ["Client", "RedisSettings"]
 _ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
 _BROKEN = (exceptions.RedisError, OSError, TimeoutError)  # what a connection fails with
 _HOPS = 4  # redirects to follow before giving up
+_CLOCK_S = 2.0  # after so long, the next commands take a TIME along
+_TIME: Command = ("TIME",)
 # Options allowed in a URL. redis-py also accepts options that take an object, but keeps the text
 # as it is and fails later with a traceback.
 _OPTIONS = {
@@ -88,7 +90,9 @@ class Client:
         self._closed = False
         self._lost = False  # Redis was lost, and no connection was made since
         self.reconnects = 0  # reconnections after Redis was lost
-        self.clock = Clock()  # Redis's, as of the newest connection or call of `time`
+        self.clock = Clock()  # Redis's, which connections and commands keep right
+        self._asked = 0.0  # when Redis was last asked for its time; uptime
+        self.warn: Callable[[str], object] | None = None  # told once if Redis refuses TIME
         place = (str(options.get("host", "localhost")), int(options.get("port", 6379)))
         self._place: Address | None = place  # None: ask the guide
         self._path = options.get("path")
@@ -132,9 +136,9 @@ class Client:
         return (await self._exchange((command,), wait_s))[0]
 
     async def time(self) -> float:
-        """Redis's time, in seconds since 1970. Services call it regularly to keep their clock."""
+        """Redis's time at this moment, in seconds since 1970."""
         sent = uptime()
-        at = _seconds(await self.call("TIME"))
+        at = _seconds(await self.call(*_TIME))
         self.clock.read(at, sent)
         return at
 
@@ -267,6 +271,9 @@ class Client:
     ) -> list[Any]:
         """Send commands and return the replies.
 
+        If the clock was not read for some time, a TIME goes along, unless its reply would be late
+        or not fit in.
+
         ``once``: a node for this exchange alone. ``hops``: redirects that were followed to it.
         """
         sent = tuple(asking(commands)) if once and once.asking else commands
@@ -275,6 +282,10 @@ class Client:
         link = None if once else self._rested()
         if link is None:
             link, seconds = await self._new(seconds, once)
+        began = uptime()
+        asks = not (once or into or wait_s) and began - self._asked >= _CLOCK_S
+        if asks:
+            self._asked, sent = began, (_TIME, *commands)
         try:
             replies = await link.exchange(
                 encoded(sent), len(sent), seconds=seconds, most=most, into=into
@@ -285,12 +296,26 @@ class Client:
             self._give_up(link, error, sent, most, generation)
             raise
         self._put_back(link, generation, once)
-        if sent is not commands:
+        if asks:
+            first, *replies = replies
+            self._read_clock(first, began)
+        elif sent is not commands:
             kept = zip(sent, replies, strict=True)
             replies = [reply for command, reply in kept if command is not ASKING]
         if link.has_erred:
             return await self._corrected(commands, replies, wait_s, most, into, hops)
         return replies
+
+    def _read_clock(self, reply: Any, sent: float) -> None:
+        """Take Redis's time from the reply to a TIME that was sent at ``sent`` (uptime)."""
+        if not isinstance(reply, Exception):
+            self.clock.read(_seconds(reply), sent)
+        elif isinstance(reply, exceptions.NoPermissionError) and self.warn is not None:
+            self.warn(
+                "Redis refuses TIME, so this machine's own clock is used: make Redis's users again "
+                "(fedstream acl)"
+            )
+            self.warn = None
 
     def _rested(self) -> Link | None:
         """An idle connection that Redis has not closed since (its ``timeout`` setting)."""
@@ -362,14 +387,13 @@ class Client:
         except BaseException:
             await _disconnect(connection)
             raise
-        sent = uptime()
+        sent = self._asked = uptime()
         try:
-            [reply] = await link.exchange(encoded([("TIME",)]), 1, seconds=self._timeout_s)
+            [reply] = await link.exchange(encoded([_TIME]), 1, seconds=self._timeout_s)
         except BaseException:
             link.abort()
             raise
-        if not link.has_erred:  # a probe's user may not ask; any other error will come again
-            self.clock.read(_seconds(reply), sent)
+        self._read_clock(reply, sent)  # any other error will come again
         if self._lost:
             self._lost = False
             self.reconnects += 1

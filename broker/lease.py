@@ -57,11 +57,7 @@ class Lease:
         return self.number > 0
 
     async def hold(self) -> bool:
-        """Renew the lease. False: Redis lost the token, acquire again. Raises Fenced.
-
-        The holder's clock is kept right along with it.
-        """
-        await self._client.time()
+        """Renew the lease. False: Redis lost the token, acquire again. Raises Fenced."""
         holder = f"{self.name}|{self.nonce}"
         reply = await _HOLD(
             self._client, self._keys, self.role, self.token, holder, self._milliseconds

@@ -251,8 +251,9 @@ class RoundEnd(Message):
     kind: ClassVar[str] = "round_end"
     version: Count
     why: str = ""
-    # The devices whose answers are dropped, with any that came after them, so that no version is
-    # made; (): a version is made. An end that comes again finds other devices' answers.
+    # (): a version is made. Otherwise all answers held are dropped, if those of these devices are
+    # the first of them, in this order; if not, the entry does nothing. So an entry that comes again
+    # drops later answers only if the same devices gave the first of them, in the same order.
     drops: tuple[Count, ...] = ()
 
 

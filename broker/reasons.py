@@ -27,6 +27,7 @@ REFUSED = (
     TOO_STALE := "too stale",
     UNKNOWN_DEVICE := "unknown device",  # to a strategy that remembers each device
     NO_STEPS := "no steps",  # where a strategy divides by them
+    LEARNING_RATE := "learning rate",  # far from the configured one, where a strategy divides by it
     SENDS_A_MODEL := "sends a model",  # and the strategy takes deltas
     SENDS_A_DELTA := "sends a delta",  # and the strategy takes models
     BLOB_MISSING := "blob missing",  # or a part of it
@@ -85,10 +86,12 @@ STRAY = (
     MESSAGE_TOO_LONG := "message too long",
 )
 
-# Ends that say nothing of the device: any other refusal, give-up or death is a failure of it.
+# Ends that say nothing of the device: any other refusal, give-up or death is a failure of it. If a
+# site gives such a reason, `admit` checks it: a device must not excuse itself.
 OF_THE_RUN = frozenset(
-    {TOO_STALE, TOO_OLD, DEVICE_QUARANTINED, ROUND_OVER, BECAME_STALE, ENTRY_LOST, UNSERVED,
-     RUN_FINISHED, REVOKED_DEVICE, LOST_WITH_REDIS, CRASHED_COORDINATORS, UNREADABLE}
+    {TOO_STALE, TOO_OLD, DEVICE_QUARANTINED, DROPPED_OUT, ROUND_OVER, BECAME_STALE, ENTRY_LOST,
+     OWNER_GONE,
+     UNSERVED, RUN_FINISHED, REVOKED_DEVICE, LOST_WITH_REDIS, CRASHED_COORDINATORS, UNREADABLE}
 )  # fmt: skip
 
 _RAISED = "raised "

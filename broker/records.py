@@ -266,6 +266,17 @@ class Tally:
         return max(0, self.queue - self.head.retained)
 
     @property
+    def askable(self) -> int:
+        """At most how many devices can be asked: a trainer serves them, and none is barred.
+
+        Exact unless owned devices are in quarantine: a tally doesn't know which devices are owned.
+        """
+        devices = self.run.devices
+        barred = sum(device < devices for device in self.head.quarantines.by_device)
+        served = self.owners if self.owners and not self.pool else devices
+        return min(served, devices - barred)
+
+    @property
     def issued(self) -> int:
         """Number of tasks ever issued."""
         return self.counts.get("issued", 0)

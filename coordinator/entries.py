@@ -61,7 +61,7 @@ class Entries:
         lr_of: Callable[[int], float] | None = None,
     ) -> None:
         """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
-        configured learning rate; None: sites may use any.
+        configured learning rate, if the rule divides by it; None: sites may use any.
         """
         self._ledger = ledger
         self._settings = settings
@@ -102,6 +102,7 @@ class Entries:
             case Upload() | GiveUp() as answer:
                 sizes, unfit = await self._judged(answer)
                 if isinstance(answer, Upload) and not site.trusted:
+                    unfit = unfit or self._unusual_rate(answer)
                     answer = self._bounded(answer)
                 decision = self._ledger.admit(
                     entry, answer, size_limit=self._settings.max_update_bytes,
@@ -132,19 +133,27 @@ class Entries:
                 raise BadMessage(f"a site must not send {other.kind}")
 
     def _bounded(self, upload: Upload) -> Upload:
-        """What an untrusted device claims, within bounds that neither a rule nor a mean overflows.
+        """An untrusted device's upload, with a loss and a time that sums of them stay finite with.
 
-        A learning rate is near the configured one, unless it is none at all: it is refused where a
-        rule divides by it. Samples and steps are bounded where others' are known.
+        Samples and steps are bounded where others' are known.
         """
-        lr, loss, seconds = upload.lr, upload.loss, upload.seconds
-        if self._lr_of is not None and lr > 0:
-            usual, factor = self._lr_of(upload.device), self._settings.lr_factor
-            lr = min(max(lr, usual / factor), usual * factor)
+        loss = upload.loss
         if loss is not None:
             loss = min(max(loss, -_LOSS), _LOSS)
-        seconds = min(max(0.0, seconds), self._settings.most_seconds)
-        return upload.model_copy(update={"lr": lr, "loss": loss, "seconds": seconds})
+        seconds = min(max(0.0, upload.seconds), self._settings.most_seconds)
+        return upload.model_copy(update={"loss": loss, "seconds": seconds})
+
+    def _unusual_rate(self, upload: Upload) -> str:
+        """Why an untrusted device's learning rate is refused; '' if it isn't.
+
+        It is not replaced: if the device really trained with it, the gradient would be wrong. The
+        updater refuses a rate that is not positive.
+        """
+        factor = self._settings.lr_factor
+        if self._lr_of is None or not factor or not upload.lr > 0:
+            return ""
+        usual = self._lr_of(upload.device)
+        return "" if usual / factor <= upload.lr <= usual * factor else reasons.LEARNING_RATE
 
     async def _judged(self, answer: Upload | GiveUp) -> tuple[tuple[int, int] | None, str]:
         """The sizes that an update may have, and why its format is refused: see ``admit``."""

@@ -32,10 +32,6 @@ class SchedulerMetrics:
             "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
             registry=registry,
         )  # fmt: skip
-        self.dropped = Counter(
-            "fedstream_rounds_dropped", "Rounds dropped at their timeout: too few answers.",
-            registry=registry,
-        )  # fmt: skip
         self._holding = Gauge(
             "fedstream_held_back",
             "1: fewer tasks are open than the policy wants, for this reason.", ["by"],
@@ -85,11 +81,11 @@ class RunMetrics:
         """Yield the metrics, for the registry."""
         seen = self._seen
         at = seen.at if seen else 0.0
-        # Alerts compare the times below with this one: their own clock may differ.
-        yield _gauge("run_clock_timestamp_seconds", "Redis's clock.", self._now())
         yield _gauge("run_looked_timestamp_seconds", "When Redis last answered; 0: not yet.", at)
         if seen is None:
             return
+        # Alerts compare the other times with this one: their own clock may differ.
+        yield _gauge("run_clock_timestamp_seconds", "Redis's clock.", self._now())
         yield _gauge("redis_memory_used_bytes", "Memory that Redis uses.", seen.memory)
         yield _gauge(
             "redis_memory_max_bytes", "Memory that Redis may use; 0: no limit.", seen.memory_limit

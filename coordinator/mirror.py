@@ -9,6 +9,7 @@ from fedstream.broker.messages import Trigger, time_of
 from fedstream.broker.records import NO_QUARANTINES, Bookmark, Changes, Failing, Tally
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
+from fedstream.coordinator.rests import LONGEST_REST_S
 from fedstream.runtime.participation import Participation
 
 
@@ -33,11 +34,12 @@ class Mirror:
         self._serves_all = False  # whether unowned devices are served, too
         self._limit = 0  # the run's devices
         self._quarantines = NO_QUARANTINES
-        self._resting: dict[int, float] = {}  # device -> until when, seconds since 1970, our clock
+        self._resting: dict[int, float] = {}  # device -> until when, in seconds since 1970
         self._ends: list[tuple[float, int]] = []  # of rests, also of outdated ones: a heap
+        self._now = 0.0  # at the look before
 
     def follow(self, tally: Tally, changes: Changes, now: float) -> bool:
-        """Take in a look at the run; ``now``: seconds since 1970.
+        """Take in a look at the run; ``now``: seconds since 1970, by Redis's clock.
 
         Returns whether there are as many tasks and owners as Redis counts. If not, somebody changed
         them without a word in the log (an earlier release, or a key that was moved aside): then
@@ -53,7 +55,7 @@ class Mirror:
         for device, is_owned in () if changes.all_devices else changes.devices.items():
             (self._owned.add if is_owned else self._owned.discard)(device)
             changed.add(device)
-        changed |= self._follow_failing(changes, tally.now - now, now)
+        changed |= self._follow_failing(changes, now)
         barred, before = tally.head.quarantines, self._quarantines
         if barred is not before:
             changed |= barred.by_device.keys() ^ before.by_device.keys()
@@ -85,18 +87,22 @@ class Mirror:
                 changed.add(trigger.device)
         return changed
 
-    def _follow_failing(self, changes: Changes, ahead_s: float, now: float) -> set[int]:
-        """The devices that begin or end a rest. ``ahead_s``: of Redis's clock before ours."""
+    def _follow_failing(self, changes: Changes, now: float) -> set[int]:
+        """The devices that begin or end a rest."""
         known = self.failing.keys() if changes.all_devices else set[int]()
-        changed = known | changes.failing.keys()
+        told = changes.failing
+        if now < self._now and not changes.all_devices:  # the clock was set back: none rests longer
+            told = {**self.failing, **told}
+        self._now, latest = now, now + LONGEST_REST_S
+        changed = known | told.keys()
         was = {device for device in changed if device in self.failing}
         for device in changed:
             self.failing.pop(device, None)
             self._resting.pop(device, None)
-        for device, one in repeated(changes.failing).items():
+        for device, one in repeated(told).items():
             self.failing[device] = one
-            self._resting[device] = one.until - ahead_s
-            heappush(self._ends, (one.until - ahead_s, device))
+            self._resting[device] = end = min(one.until, latest)
+            heappush(self._ends, (end, device))
         is_now = changed & self.failing.keys()
         self.begin_to_fail, self.work_again = sorted(is_now - was), sorted(was - is_now)
         while self._ends and self._ends[0][0] <= now:

@@ -20,7 +20,6 @@ class PageSettings(Section):
     """The table ``[page]``: who sees the live page, and who may act on it."""
 
     enabled: bool | None = None  # None: if http.host is this machine alone
-    hosts: tuple[str, ...] = ()  # names under which browsers reach it, besides http.host
     viewers: Annotated[int, Field(ge=1)] = 64  # at the same time, each with a connection
     question_s: Annotated[float, Field(gt=0)] = 900.0  # for bisect and what if, which replay
     question_bytes: Annotated[int, Field(ge=1 << 28)] = 2 << 30  # of memory, for the same

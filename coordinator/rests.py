@@ -30,9 +30,9 @@ def no_device_works(failed: int, tried: int, devices: int) -> str:
     """Why a run can't succeed, if no device works; '' while one may.
 
     ``failed``: tasks in a row without an update in between, of ``tried`` different devices of the
-    run's ``devices``. Of very many devices, 30 that fail stand for all.
+    ``devices`` that can be asked. Of very many devices, 30 that fail stand for all.
     """
-    if failed < _LEAST_FAILED or tried < min(devices, _MOST_TRIED):
+    if failed < _LEAST_FAILED or tried < max(1, min(devices, _MOST_TRIED)):
         return ""
     return f"no device works: {failed} tasks in a row failed, on {tried} of {devices} devices"
 

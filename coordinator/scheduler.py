@@ -50,6 +50,7 @@ _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the r
 # comparison of the numbers: a release that doesn't know the log may have swapped one for another.
 _WHOLE_S = 60.0
 _NAMED = 20  # devices, in a line of the log
+_NOTHING_ASKED: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)  # see `_asked`
 _BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
 
 
@@ -108,7 +109,7 @@ class Scheduler:
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
         # The last request to close a round: its version and tasks, and when it was made.
-        self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
+        self._asked = _NOTHING_ASKED
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
         self._steering: Steering | None = None
@@ -260,11 +261,6 @@ class Scheduler:
             self._context.log.warning("asking again for the end of a round", version=version)
         why = reasons.ROUND_OVER
         await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=why, drops=drops))
-        if drops:
-            self._metrics.dropped.inc()
-            self._context.log.warning(
-                "round dropped: too few answers", version=version, answers=len(drops)
-            )
         self._asked = (version, tasks, now)
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:
@@ -288,6 +284,8 @@ class Scheduler:
         self._last = min(self._last, now)  # a clock that was set back must not hold tasks back
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or mirror.tasks.count(version)
+        if not begun and self._asked[0] == version:  # that round was dropped: another begins
+            self._asked = _NOTHING_ASKED
         if self._round[0] != version or not begun or self._round[1] > now:  # set back, too
             self._round = (version, now)
         return Situation(

@@ -146,11 +146,16 @@ class Plan:
 
 
 def steered(wanted: int, hold: HoldBack, seen: Situation) -> Steering | None:
-    """How many tasks the target for the staleness allows, from 1 to ``wanted``; None: any."""
+    """How many tasks the target for the staleness allows, at least 1; None: any.
+
+    The number doesn't grow beyond ``wanted``, as more would show nothing, but stays if it is
+    larger: the policy may want more again at the next look.
+    """
     if hold.target_staleness is None:
         return None
     found = Steering.towards(hold.target_staleness, seen)
-    return replace(found, tasks=min(max(1.0, found.tasks), wanted))
+    most = max(wanted, (seen.steering or found).tasks)
+    return replace(found, tasks=min(max(1.0, found.tasks), most))
 
 
 def held_back(

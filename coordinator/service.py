@@ -51,7 +51,7 @@ class Coordinator:
         page: MakePage | None = None,
     ) -> None:
         """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
-        configured learning rate. ``page``: None for no page.
+        configured learning rate, if the rule divides by it. ``page``: None for no page.
         """
         self._settings = settings
         self._anarchic = anarchic

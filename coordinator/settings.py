@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL
@@ -19,8 +19,9 @@ class CoordinatorSettings(Section):
     sites: tuple[str, ...] = (POOL,)  # served: "name", or "name:0-9" with its devices
     # Believed about staleness, samples, steps and learning rates.
     trusted_sites: tuple[str, ...] = (POOL,)
-    # How far from the configured one another site's learning rate may be, as a factor.
-    lr_factor: Annotated[float, Field(ge=1)] = 10.0
+    # How far from the configured one another site's learning rate may be, as a factor, where the
+    # rule divides by it; 0: no bound.
+    lr_factor: float = 10.0
     site_trainers: Annotated[int, Field(ge=1)] = 10_000  # per site
     announce_rate: Annotated[int, Field(ge=1)] = 50_000  # trainers and devices per second and site
     site_workspace_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # per site, except the pool
@@ -36,6 +37,13 @@ class CoordinatorSettings(Section):
     redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # then crashed replicas' entries are claimed
     downloads: Annotated[int, Field(ge=1)] = 16  # concurrent, of models over HTTP
     drain_s: Annotated[float, Field(gt=0)] = 15.0  # beyond redis.timeout_s
+
+    @field_validator("lr_factor")
+    @classmethod
+    def _is_a_factor(cls, factor: float) -> float:
+        if factor != 0 and factor < 1:
+            raise ValueError("must be 0 (no bound) or at least 1")
+        return factor
 
     @model_validator(mode="after")
     def _sites_are_named(self) -> CoordinatorSettings:

@@ -149,7 +149,7 @@ def _cells(situations: Mapping[str, KeyValues]) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-class Reached(NamedTuple):
+class RuleReached(NamedTuple):
     """The accuracy of a rule with the better of its steps."""
 
     mean: float
@@ -158,7 +158,7 @@ class Reached(NamedTuple):
     accuracy: PerRepeat
 
 
-def _order(results: Results, situation: str, x: str, at: float) -> list[Reached]:
+def _order(results: Results, situation: str, x: str, at: float) -> list[RuleReached]:
     """The rules by their accuracy where x is ``at``, best first."""
     found = []
     for rule, steps in RULES.items():
@@ -166,7 +166,7 @@ def _order(results: Results, situation: str, x: str, at: float) -> list[Reached]
             step: results.at(_label(situation, rule, step), x, at, "accuracy") for step in steps
         }
         step = max(each, key=lambda step: mean_of(each[step]))
-        found.append(Reached(mean_of(each[step]), step, rule, each[step]))
+        found.append(RuleReached(mean_of(each[step]), step, rule, each[step]))
     return sorted(found, key=lambda one: -one.mean)
 
 

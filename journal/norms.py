@@ -1,23 +1,31 @@
 """How large an update is, and whether that is usual: a guard against updates that ruin a model.
 
 An update's size is how far it alone would move the model, for each part: parameters, buffers and
-controls. A part may be ``factor`` times as large as the median of the newest updates, of five at
-least; a refused update counts there as the limit that it exceeded, so that a change which most
-devices share gets through. In any case, a part may be a third of ``factor`` times as large as the
-model's own part: once training has converged, the median is close to zero, and an honest device
-that was seldom heard or takes larger steps than the others moves the model by up to five times the
-model's norm. Controls are gradients and vanish then as well, so the parameters' norm counts for
-them too.
+controls. With ``x`` for the model's own part, the limit of a part is
 
-A new model may be small, so the first 20 updates may be as large as a vector of ones, of 1000 at
-least; a model of zeros has no scale, so there that vector counts as the model's own part. Both
-hold later, too, while the median is zero. Unscaled inputs have large statistics, so without a
-median, buffers may be 1e9 times as large as that vector or their own norm.
+    max(factor * median, factor / 3 * norm(x))
 
-A device that a site answers for may claim any number of samples, and some rules weigh its update by
-them. So the claims of the newest updates are kept too, and an untrusted one counts as at most
-``_SAMPLES`` times their median. Before there are ``_FEWEST_CLAIMS``, it counts as at most the
-smallest of them, so that nobody outweighs the others from the start.
+The median is of the newest updates, of five at least, and zero before. A refused update counts
+there as the limit that it exceeded, so that a change which most devices share gets through. The
+second term is for the time when training has converged: then the median is close to zero, and an
+honest device that was seldom heard or takes larger steps than the others moves the model by up to
+five times the model's norm. Controls are gradients and vanish then as well, so the parameters' norm
+counts for them too, if it is larger.
+
+For the first 20 updates, and while the median is zero, the limit is at least sqrt(1000), for small
+models. Let ones be the norm of a vector of max(n, 1000) ones, for a part of n values. If norm(x) is
+below 1% of ones then, the model has no scale yet, and ones counts in place of norm(x). Unscaled
+inputs have large statistics, so without a median, buffers may be 1e9 times as large as ones or
+their own norm.
+
+An untrusted site's device may claim any number of samples, and some rules weigh its update by them.
+So an untrusted update counts with at most
+
+    10 * max(1, median)
+
+samples. The median is of the samples that the newest updates counted with, as if 20 updates of one
+sample had come before the first. So the first untrusted updates count alike, and later the limit
+follows at most tenfold once half of the newest updates reached it.
 
 Senders of half of the newest updates can move the median: a few devices are enough, if they answer
 fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
@@ -38,10 +46,11 @@ from fedstream.strategies.mixing import distance, norm
 
 _WINDOW = 101  # newest updates that the median is taken over
 _FEWEST = 5  # updates that a median needs
-_FIRST = 20  # updates that may be as large as a vector of ones
-_ONES = 1000  # in that vector, at least
-_FEWEST_CLAIMS = 20  # that their median needs
-_SAMPLES = 10  # times the median claim
+_FIRST = 20  # updates that may be as large as a vector of `_ONES` ones
+_ONES = 1000
+_SCALE = 0.01  # of a vector of ones: a model with a smaller norm has no scale yet
+_AT_FIRST = (1,) * 20  # samples of updates before the first
+_SAMPLES = 10  # times the median
 _OWN = 1 / 3  # of `factor`, relative to the model's own part
 _BUFFERS, _UNSCALED = 1, 1e9
 
@@ -63,10 +72,10 @@ def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The sizes of the newest updates, and the samples that their devices claimed; oldest first."""
+    """The sizes of the newest updates, and the samples that they counted with; oldest first."""
 
     last: tuple[Sizes, ...] = ()
-    claims: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
 
     def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
         """Whether an update of these sizes is usual for ``x``; its sizes, capped at the limits."""
@@ -93,28 +102,26 @@ class Norms:
             return limit if middle else max(limit, _UNSCALED * max(largest, ones))
         if middle and len(self.last) >= _FIRST:
             return limit
-        return max(limit, ones, 0.0 if largest else factor * _OWN * ones)
+        has_scale = largest >= _SCALE * ones
+        return max(limit, math.sqrt(_ONES) if has_scale else factor * _OWN * ones)
 
     def grown(self, counted: Sizes) -> Norms:
         """With one more update."""
         return replace(self, last=(*self.last, counted)[-_WINDOW:])
 
-    def with_claim(self, upload: Upload) -> Norms:
-        """With the samples that one more device claimed."""
-        claim = upload.samples if upload.claimed is None else upload.claimed
-        return replace(self, claims=(*self.claims, claim)[-_WINDOW:])
+    def with_samples(self, samples: int) -> Norms:
+        """With the samples that one more update counted with."""
+        return replace(self, samples=(*self.samples, samples)[-_WINDOW:])
 
     def weighable(self, upload: Upload, most: int | None) -> Upload:
         """The upload with as many samples as count for it: all, if its site is trusted.
 
-        ``most``: the operator's limit, in place of the one by the other devices' claims.
+        ``most``: the operator's limit, in place of the one by other updates' samples.
         """
         if upload.handed is None:
             return upload
-        if most is None and len(self.claims) >= _FEWEST_CLAIMS:
-            most = _SAMPLES * median_low(self.claims)
-        elif most is None:
-            most = min(self.claims, default=0)
-        if upload.samples <= (most := max(1, most)):
+        if most is None:
+            most = _SAMPLES * max(1, median_low((*_AT_FIRST, *self.samples)[-_WINDOW:]))
+        if upload.samples <= most:
             return upload
         return upload.model_copy(update={"samples": most, "claimed": upload.samples})

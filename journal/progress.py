@@ -85,7 +85,7 @@ def take(
         staleness=decision.staleness, weight=decision.weight,
         samples=upload.samples, steps=upload.steps, loss=upload.loss,
     )  # fmt: skip
-    held, norms = (*before.held, contribution), before.norms.with_claim(upload)
+    held, norms = (*before.held, contribution), before.norms.with_samples(upload.samples)
     mean = mean_after(before.mean_staleness, decision.staleness)
     if state.version == before.state.version:
         return Step(Progress(state, held, mean, norms), decision)

@@ -59,7 +59,7 @@ def standing_of(
             "arrivals": memory.arrivals, "weight": memory.weight,
             "memory": memory.model.digest_like(digest) if memory.model else None,
             "held": progress.held, "mean_staleness": progress.mean_staleness,
-            "sizes": progress.norms.last, "claims": progress.norms.claims, **more,
+            "sizes": progress.norms.last, "samples": progress.norms.samples, **more,
         }
     )  # fmt: skip
     return standing, tuple(state.models())
@@ -103,7 +103,7 @@ class Rebuild:
         devices = strategy.remembered
         vectors = device_vectors(segment, devices) if devices is not None else None
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
-        norms = Norms(said.sizes, said.claims)
+        norms = Norms(said.sizes, said.samples)
         self.progress = Progress(state, said.held, said.mean_staleness, norms)
         self.strategy = strategy
         self.format = format_in(segment)
@@ -360,7 +360,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             found.done[end.task] = end
             found.norms = found.norms.grown(message.sizes) if message.sizes else found.norms
             if is_used(message):
-                found.norms = found.norms.with_claim(message.upload)
+                found.norms = found.norms.with_samples(message.upload.samples)
             found.journalled = counted(found.journalled, end)
         else:
             found.rounds.append(message.entry)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +29,7 @@ from fedstream.journal.records import (
     Standing,
     name_of,
 )
-from fedstream.journal.segment import SegmentEnd
+from fedstream.journal.segment import Segment, SegmentEnd
 from fedstream.journal.settings import JournalSettings
 from fedstream.journal.writer import Writer
 from fedstream.runtime.backoff import pause
@@ -62,6 +63,7 @@ class Recorder:
         self._writer: Writer | None = None
         self._before = 0  # position at which the segment begins
         self._since = _Since()
+        self._begun: dict[str, float] = {}  # segment -> when it began, Redis's clock
         self.stored: dict[int, str] = {}  # device -> the segment that holds its vector
         self._claim: Claim | None = None
         self._syncing: asyncio.Task[None] | None = None
@@ -155,7 +157,7 @@ class Recorder:
             if before is not None:
                 self._sync(before)
             name = name_of(head.epoch, head.number)
-            outlived = self._outlived(name)
+            outlived = self._outlived(name, head.time)
             changed, gone = self._due(vectors, {path.name for path in outlived})
             here = changed | gone
             elsewhere = {d: where for d, where in self.stored.items() if d not in here}
@@ -321,8 +323,8 @@ class Recorder:
                 await running
             raise
 
-    def _outlived(self, newest: str) -> list[Path]:
-        """The segments beyond the limits once ``newest`` is there, which is always kept.
+    def _outlived(self, newest: str, now: float) -> list[Path]:
+        """The segments beyond the limits once ``newest`` begins ``now``, which is always kept.
 
         Oldest first, so that an interrupted deletion leaves no gap. Also clears away what crashed
         writers left.
@@ -337,7 +339,7 @@ class Recorder:
             (p for p in self.folder.iterdir() if p.name.endswith(SUFFIX) and p.name < newest),
             reverse=True,
         )
-        kept_bytes, now = 0, time.time()
+        kept_bytes, ended = 0, now  # a segment ends when the next one begins
         for number, path in enumerate(paths, 1):
             try:
                 about = path.stat()
@@ -347,10 +349,22 @@ class Recorder:
             if (
                 kept_bytes > s.keep_bytes
                 or (s.keep_segments is not None and number >= s.keep_segments)
-                or (s.keep_s is not None and now - about.st_mtime > s.keep_s)
+                or (s.keep_s is not None and now - ended > s.keep_s)
             ):
                 return paths[number - 1 :][::-1]
+            if s.keep_s is not None:
+                ended = self._time_of(path)
         return []
+
+    def _time_of(self, path: Path) -> float:
+        """When a segment began, in seconds since 1970; infinity: it can't be read."""
+        if path.name not in self._begun:
+            try:
+                with Segment(path) as segment:
+                    self._begun[path.name] = segment.head.time
+            except JournalError:
+                return inf
+        return self._begun[path.name]
 
 
 def _delete(path: Path) -> None:

@@ -91,7 +91,7 @@ class Standing(Message):
     held: tuple[Contribution, ...] = ()
     mean_staleness: Mean = 0.0
     sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
-    claims: tuple[Count, ...] = ()  # of samples, by the newest updates' devices, oldest first
+    samples: tuple[Count, ...] = ()  # that the newest updates counted with, oldest first
     journalled: Counts = Field(default_factory=dict)  # ends of the journal's tasks, up to here
     counts: Counts = Field(default_factory=dict)  # the run's other counts, as Redis last had them
     done: tuple[tuple[Any, ...], ...] = ()  # the fields of recent `End`s, oldest first

@@ -17,10 +17,10 @@ import json
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from aiohttp import HttpVersion11, web
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.runtime.config import Section
@@ -54,13 +54,23 @@ _INSIDE = (".svc", ".svc.cluster.local")  # of a cluster: public DNS has no such
 _PORT = re.compile(r":\d*\Z")
 
 
+def _host_name(host: str) -> str:
+    """A name in lower case, as it is compared. Raises ValueError unless a request can have it."""
+    if re.fullmatch(r"[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]", host) is None:
+        raise ValueError("expected a name without scheme, port and path, as in 'runs.example.org'")
+    return host.lower()
+
+
+HostName: TypeAlias = Annotated[str, AfterValidator(_host_name)]
+
+
 class HttpSettings(Section):
     """Where a service listens, and its limits on clients."""
 
     host: str = "127.0.0.1"
-    # Names under which clients reach it besides ``host``. None: any name, for services of which
-    # browsers learn nothing without a secret; it can't be configured.
-    hosts: tuple[str, ...] | None = ()
+    # Names under which clients reach it besides ``host``. None: any name. A configuration can't say
+    # None; a service does if every request needs a secret, which a foreign web page doesn't have.
+    hosts: tuple[HostName, ...] | None = ()
     port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any free port
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
     token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
@@ -74,9 +84,7 @@ class HttpSettings(Section):
     @property
     def is_local(self) -> bool:
         """Whether only this machine reaches it."""
-        return self.host == "localhost" or (
-            _is_address(self.host) and ip_address(self.host).is_loopback
-        )
+        return self.host == "localhost" or _is_loopback(self.host)
 
     def is_named(self, host: str) -> bool:
         """Whether a ``Host`` header, perhaps with a port, names this server.
@@ -91,8 +99,12 @@ class HttpSettings(Section):
         if name in {*_HERE, self.host.lower(), f"[{self.host}]".lower(), *self.hosts}:
             return True
         if self.is_local or not name:
-            return False
+            return _is_loopback(name.strip("[]"))
         return "." not in name or name.endswith(_INSIDE) or _is_address(name.strip("[]"))
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ip_address(host).is_loopback
 
 
 def _is_address(host: str) -> bool:

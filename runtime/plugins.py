@@ -289,6 +289,14 @@ def words(error: BaseException) -> str:
     return f"{_in_one_line(error)}{place}"
 
 
+def place_of(error: BaseException) -> str:
+    """The type of an exception and the place that raised it: the same for others from there."""
+    error = innermost(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{at}"
+
+
 def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -75,7 +75,8 @@ class Context:
         return lasting
 
     def watch(self, client: Client) -> None:
-        """Export the client's number of reconnections as a metric."""
+        """Export the client's number of reconnections as a metric, and log its warnings."""
+        client.warn = self.log.warning
         self.registry.register(_Reconnects(client))
 
     def trace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -102,6 +101,6 @@ class Delivery:
         """Have a coordinator move an entry to ``dead``; trainers may not write there."""
         dead = Dead(
             stream=self._stream.removeprefix(self._keys.prefix), entry=entry.id, reason=reason,
-            time=time.time(), deliveries=1, data=entry.data,
+            time=self._client.clock.now(), deliveries=1, data=entry.data,
         )  # fmt: skip
         await self._outbox.answer(self._stream, entry, dead)

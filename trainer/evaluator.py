@@ -86,7 +86,7 @@ class Evaluator:
         )
         self._relapses = Gauge(
             "fedstream_metric_relapses",
-            "How often a metric lost what it had gained, in the newest 20 measurements.",
+            "How often a metric fell back, in the newest 20 measurements.",
             ["metric"], registry=context.registry,
         )  # fmt: skip
         self._version = Gauge(
@@ -167,8 +167,8 @@ class Evaluator:
         self._swings.add(metrics)
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
-        for name, relapses in self._swings.items():
-            self._relapses.labels(name).set(relapses.count)
+        for name, swing in self._swings.items():
+            self._relapses.labels(name).set(swing.times)
         self._version.set(head.version)
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import traceback
 from typing import TYPE_CHECKING
 
 from fedstream.broker import reasons
 from fedstream.broker.errors import FedstreamError, innermost
 from fedstream.broker.messages import Assignment, Event
 from fedstream.runtime.backoff import pause
-from fedstream.runtime.plugins import users_traceback, words
+from fedstream.runtime.plugins import place_of, users_traceback, words
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.trainer import Outbox
@@ -72,9 +71,9 @@ class Failures:
         self._devices.clear()
 
     def gave_up(self, device: int, reason: str) -> None:
-        """Note that a task was given up, whatever the reason."""
-        if reason == reasons.DROPPED_OUT:
-            return  # simulated: the device's part
+        """Note that a task was given up. Reasons that say nothing of the trainer are ignored."""
+        if reason in reasons.OF_THE_RUN:
+            return
         self._rest_s = self._rests.next()
         self._given_up += 1
         was_known = self.in_a_row > 0
@@ -87,9 +86,7 @@ class Failures:
 
     async def raised(self, error: Exception, task: Assignment, version: int) -> None:
         """Report a task that raised: with a traceback the first time, then in one line."""
-        inner = innermost(error)
-        frames = traceback.extract_tb(inner.__traceback__)
-        where = f"{type(inner).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
+        inner, where = innermost(error), place_of(error)
         log = self._context.log.bind(version=version)
         if isinstance(error, FedstreamError):
             text = str(error)

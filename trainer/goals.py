@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
-from math import isfinite, isnan, nan
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import inf, isfinite, nan
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, get_args
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import Goal
@@ -37,22 +38,23 @@ _CONTEXT = "dev eval macro mean micro test top1 top3 top5 train val valid valida
 _KNOWN: dict[str, Goal] = {
     **dict.fromkeys(_LOW.split(), "min"), **dict.fromkeys(_HIGH.split(), "max")
 }  # fmt: skip
-OVER_DEVICES = "device_"  # what trainer/fairness.py derives from the devices' metrics
-_MEANS = re.compile(r"device_(mean|worst_tenth)_")
+# What trainer/fairness.py derives from the devices' metrics.
+_OVER_DEVICES = re.compile(r"device_(mean|worst_tenth|deviation)_")
 _DEVIATION = "device_deviation_"
-RECENT = 20  # measurements in which relapses are counted
-MOST_RELAPSES = 1  # among these; more of them are worth a warning
+MOST_RELAPSES = 1  # in the newest measurements; more of them are worth a warning
+_RECENT = 20  # measurements in which relapses are counted
+_CLEARLY = 5  # of noise with a normal distribution, few in a thousand values are as far away
 
 
 def goal_of(metric: str, declared: Goals) -> Goal | None:
     """Whether a metric is to be low or high; None if nobody said so.
 
-    ``val_loss`` and ``loss_test`` are as good as ``loss``; what fedstream derives from devices'
-    metrics is as good as these, and their deviation is good if it is low.
+    ``val_loss`` and ``loss_test`` have the goal of ``loss``; what fedstream derives from devices'
+    metrics has the same goal, and their deviation is good if it is low.
     """
     if metric.startswith(_DEVIATION):
         return "min"
-    name = _MEANS.sub("", metric)
+    name = _OVER_DEVICES.sub("", metric)
     if name in declared:
         return declared[name]
     words = re.split(r"[^a-z0-9]+", name.lower())
@@ -76,13 +78,21 @@ def unknown_goal(metric: str) -> str:
     )
 
 
-def main_metric(names: Iterable[str]) -> str | None:
+def is_over_devices(metric: str) -> bool:
+    """Whether fedstream derived the metric from those of the devices."""
+    return _OVER_DEVICES.match(metric) is not None
+
+
+def main_metric(names: Iterable[str], declared: Goals) -> str | None:
     """The metric to show or compare unless another is asked for; None if there is none.
 
-    It is accuracy, or else the first by name that is not the loss.
+    It is accuracy, or else the first by name that is not the loss, one with a goal before others.
     """
-    own = (name for name in names if not name.startswith(OVER_DEVICES))
-    return min(own, key=lambda name: (name != "accuracy", name == "loss", name), default=None)
+
+    def place(name: str) -> tuple[bool, bool, bool, str]:
+        return name != "accuracy", name == "loss", goal_of(name, declared) is None, name
+
+    return min((name for name in names if not is_over_devices(name)), key=place, default=None)
 
 
 def declared_goals(task: Task) -> dict[str, Goal]:
@@ -121,48 +131,61 @@ def ends_run(metrics: Mapping[str, float], target: float | None) -> bool:
     return target is not None and reaches(metrics.get("accuracy", nan), target, "max")
 
 
-class Relapses:
-    """Counts how often a metric recently lost what it had gained.
+class Swing(NamedTuple):
+    """How often a metric lost what it had gained, in its newest measurements."""
 
-    Lost: nearer to the worst value so far than to the best, where these are far apart: by half of
-    the larger one. A value that is no finite number is lost too.
+    metric: str
+    times: int
+    measurements: int  # at most 20
+
+    def __str__(self) -> str:
+        often = "once" if self.times == 1 else f"{self.times} times"
+        return f"{self.metric} fell back {often} in {self.measurements} measurements"
+
+
+def relapses(values: Sequence[float], goal: Goal) -> int:
+    """How often a metric lost what it had gained.
+
+    A value is lost if it is no finite number, or if its distance to the median of the better half
+    is more than half of the larger of the two and more than 5 times the range of the better half.
+    So neither noise around a constant nor a single huge value counts as a swing.
     """
-
-    def __init__(self, goal: Goal) -> None:
-        self._goal = goal
-        self._best = self._worst = nan
-        self._is_lost = False
-        self._recent: deque[bool] = deque(maxlen=RECENT)
-
-    def add(self, value: float) -> None:
-        """Take the next measurement."""
-        if isfinite(value):
-            if isnan(self._best) or is_better(value, self._best, self._goal):
-                self._best = value
-            if isnan(self._worst) or is_better(self._worst, value, self._goal):
-                self._worst = value
-        gain, loss = abs(self._best - self._worst), abs(self._best - value)
-        is_far = gain >= max(abs(self._best), abs(self._worst)) / 2
-        is_lost = not isnan(self._best) and (not isfinite(value) or (is_far and loss > gain / 2))
-        self._recent.append(is_lost and not self._is_lost)
-        self._is_lost = is_lost
-
-    @property
-    def count(self) -> int:
-        """How often it was lost anew in the newest 20 measurements."""
-        return sum(self._recent)
+    costs = [(value if goal == "min" else -value) if isfinite(value) else inf for value in values]
+    better = sorted(cost for cost in costs if cost < inf)
+    better = better[: max(1, len(better) // 2)]
+    if not better:
+        return 0
+    good, noise = better[len(better) // 2], better[-1] - better[0]
+    lost = [
+        cost == inf or cost - good > max(_CLEARLY * noise, max(abs(cost), abs(good)) / 2)
+        for cost in costs
+    ]
+    return sum(now and not before for before, now in pairwise(lost))
 
 
-class Swings(dict[str, Relapses]):
-    """The relapses of each metric that has a goal; of those over devices, none are counted."""
+class Swings(dict[str, Swing]):
+    """The swing of each metric that has a goal; of those over devices, none are counted."""
 
     def __init__(self, declared: Goals) -> None:
         super().__init__()
         self._declared = declared
+        self._newest: dict[str, deque[float]] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Take the next measurement of all metrics."""
         for name, value in metrics.items():
             goal = goal_of(name, self._declared)
-            if goal is not None and not name.startswith(OVER_DEVICES):
-                self.setdefault(name, Relapses(goal)).add(value)
+            if goal is not None and not is_over_devices(name):
+                newest = self._newest.setdefault(name, deque(maxlen=_RECENT))
+                newest.append(value)
+                self[name] = Swing(name, relapses(tuple(newest), goal), len(newest))
+
+    def clear(self) -> None:
+        """Forget all measurements."""
+        super().clear()
+        self._newest.clear()
+
+    @property
+    def worst(self) -> Swing | None:
+        """The one that fell back most often; None before a metric with a goal is measured."""
+        return max(self.values(), key=lambda swing: swing.times, default=None)

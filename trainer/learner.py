@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedstream.broker.layout import Payload
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
+from fedstream.trainer.data import size_of
 from fedstream.trainer.placement import Processor, check, placed
 from fedstream.trainer.task import untrained
 from fedstream.wire import F32, fed_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.utils.data import Dataset
 
     from fedstream.broker.layout import Floats, Model
     from fedstream.broker.messages import Sends
@@ -49,9 +52,8 @@ class Learner:
         self.task = task = load()
         self._module = untrained(task).to(place)
         self.layout = vector.layout_of(self._module)
-        self._data = lru_cache(_PARTITIONS_KEPT)(
-            lambda device: placed(task.device_data(device), place)
-        )
+        self._place = place
+        self._data = lru_cache(_PARTITIONS_KEPT)(self._loaded)
 
     def train(
         self,
@@ -79,3 +81,9 @@ class Learner:
         seed = work.seed if sends == "model" else None  # a model needs wire/dither.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
         return Learned(took, update, update.digest_like(start.digest))
+
+    def _loaded(self, device: int) -> Dataset[Any]:
+        """A device's data. Raises DataError if there are none; whatever the task raises."""
+        data = self.task.device_data(device)
+        size_of(data, device)
+        return placed(data, self._place)

@@ -282,7 +282,10 @@ class _Shift:
 
     @property
     def given_up_in_a_row(self) -> int:
-        """Tasks, if they were of several devices; else 0."""
+        """How many tasks in a row this trainer gave up, on several devices.
+
+        0 while a device may be the cause.
+        """
         return self._shop.failures.in_a_row
 
     def is_idle(self) -> bool:

@@ -16,6 +16,7 @@ from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import Commit, ended
 from fedstream.broker.streams import Look
+from fedstream.journal import RoundClosed
 from fedstream.journal.progress import Progress
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.backoff import pause
@@ -107,6 +108,12 @@ class Commits:
             if end.weight is not None:
                 self.metrics.staleness.observe(end.staleness or 0)
                 self.metrics.weight.observe(end.weight)
+        for record in (one.change.record for one in due):
+            if isinstance(record, RoundClosed) and record.dropped:
+                self.metrics.dropped.inc()
+                self.context.log.warning(
+                    "round dropped: too few answers", version=record.round, answers=record.dropped
+                )
         for version in publish:
             self.metrics.version.set(version.version)
             for update in version.updates:

@@ -29,6 +29,10 @@ class UpdaterMetrics:
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0),
         )  # fmt: skip
         self.version = Gauge("fedstream_version", "The newest version.", registry=registry)
+        self.dropped = Counter(
+            "fedstream_rounds_dropped", "Rounds dropped at their timeout: too few answers.",
+            registry=registry,
+        )  # fmt: skip
         self.repaired = Counter(
             "fedstream_models_repaired",
                 "Newest models that were missing from Redis and written again.",

@@ -167,10 +167,7 @@ class Outbox:
         gone. Returns False and sends nothing while the inbox isn't being read, so that
         announcements don't pile up. ``failing``: see :class:`~fedstream.broker.messages.Presence`.
         ``concurrent``: whether the devices work at the same time.
-
-        The trainer's clock is kept right along with it.
         """
-        await self._client.time()
         digest = self._digest_of(owns) if len(owns) > _SHORT else None
         note = self._keys.owned(member(self.site, trainer))
         asked: list[Command] = [("XLEN", self._inbox)]

@@ -4,8 +4,8 @@
 -- current staleness. ARGV: the answer, the entry for the queue, the event's fields. rest: the
 -- blob's key as its site wrote it, and its key once admitted, where no site can change what the
 -- updater will read. For untrusted sites, staleness counts from the newest version at the time the
--- task was handed out, and a count of steps is the one that was asked for: a number, or at least one
--- for each epoch.
+-- task was handed out, and steps count as many as the task asked for; if it asked for epochs or
+-- seconds, as claimed, from one for each epoch to `most_steps`.
 local a = cmsgpack.unpack(ARGV[1])
 local blob, admitted = KEYS[first_rest], KEYS[first_rest + 1]
 guard()
@@ -73,15 +73,28 @@ if first == a.attempt then return again() end
 if first then return astray(reasons.ANSWERED_TWICE) end
 
 if task.device ~= a.device then return refused(reasons.ANOTHER_DEVICE) end
-if a.give_up then
-  -- The device failed, whatever the reason given, unless its trainer fails and there are others.
-  local blames = not (a.trainer_fails and redis.call('SCARD', key.pool) > 1)
-  end_task(a.task, a.attempt, 'given_up', a.give_up, event(), blames)
-  return {'given_up', a.give_up}
-end
 local state, layout, size, max_staleness =
   unpack(redis.call('HMGET', key.run, 'state', 'layout', 'size', 'max_staleness'))
 local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
+
+local function is_too_stale(since)
+  return max_staleness and since and head - since > tonumber(max_staleness)
+end
+
+-- Whether a task can't be finished for this reason, whatever its device does.
+local function is_so(why)
+  return why == reasons.RUN_FINISHED and state ~= 'running'
+    or why == reasons.ROUND_OVER and task.version and task.version ~= head
+    or why == reasons.BECAME_STALE and is_too_stale(task.handed)
+    or why == reasons.DROPPED_OUT and a.trusted -- our own trainers simulate it
+end
+
+if a.give_up then
+  -- The device failed, unless the reason is so, or its trainer fails and there are others.
+  local excused = is_so(a.give_up) or a.trainer_fails and redis.call('SCARD', key.pool) > 1
+  end_task(a.task, a.attempt, 'given_up', a.give_up, event(), not excused)
+  return {'given_up', a.give_up}
+end
 if state ~= 'running' then
   end_task(a.task, a.attempt, 'given_up', reasons.RUN_FINISHED, event())
   redis.call('UNLINK', blob)
@@ -96,7 +109,7 @@ local least, most = a.least or tonumber(size), a.most or tonumber(size)
 if a.size < least or a.size > most then return refused(reasons.SIZE) end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused(reasons.UNKNOWN_BASE) end
 if a.tau < since then return refused(reasons.UNKNOWN_BASE) end -- older than its task
-if max_staleness and head - since > tonumber(max_staleness) then return refused(reasons.TOO_STALE) end
+if is_too_stale(since) then return refused(reasons.TOO_STALE) end
 local size_text = string.format('%d', a.size)
 local why = unlike(size_text)
 if why then return refused(why) end

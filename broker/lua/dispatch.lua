@@ -42,7 +42,8 @@ if is_quarantined(a.device) then
   return 'quarantined'
 end
 local till_ms = string.match(redis.call('HGET', key.failing, a.device) or '', '^%d+ (%d+)')
-if till_ms and tonumber(till_ms) > now_ms() then
+local left_ms = tonumber(till_ms or 0) - now_ms()
+if left_ms > 0 and left_ms <= 1000 * LONGEST_REST_S then -- longer if the clock was set back
   count('stray:' .. reasons.RESTING_DEVICE)
   return 'resting'
 end

@@ -234,6 +234,6 @@ class Tasks:
         """Have a coordinator move an entry to ``dead``."""
         dead = Dead(
             stream=stream.removeprefix(self._keys.prefix), entry=entry.id,
-            reason=reason, time=time.time(), deliveries=1, data=entry.data,
+            reason=reason, time=self.now(), deliveries=1, data=entry.data,
         )  # fmt: skip
         await self._outbox.answer(stream, entry, dead)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,7 +18,10 @@ from fedstream.runtime import process
 from fedstream.terminal import line
 
 _SIGPIPE = 141  # exit code: 128 + the signal's number
-_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer has a copy of
+# Click's, which typer may have a copy of.
+_UsageError: Any
+(_UsageError,) = [one for one in typer.BadParameter.__mro__ if one.__name__ == "UsageError"]
+_NUMBERS = {"int_parsing": "must be a whole number", "float_parsing": "must be a number"}
 _NOBODY_ELSE = 0o077  # the mode bits of group and others
 
 _COMMANDS = {
@@ -115,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             sys.stdout.flush()  # here, where a failure is reported
     except _UsageError as error:
-        if text := error.format_message():  # else the help has been printed
+        if text := _in_words(error):  # else the help has been printed
             where = f" (see {error.ctx.command_path} -h)" if error.ctx else ""
             line(f"fedstream: {text.rstrip('.')}{where}", err=True)
         sys.exit(2)
@@ -141,6 +145,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError:
             _drop_output()
         sys.exit(1)
+
+
+def _in_words(error: Any) -> str:
+    """What is wrong with the command line; newer releases of typer would say it as pydantic does.
+
+    '' if the help has been printed.
+    """
+    cause, parameter = error.__cause__, getattr(error, "param", None)
+    if parameter is None or not hasattr(cause, "errors"):
+        return str(error.format_message())
+    wrong = cause.errors()[0]
+    text = re.sub(r"^Input should ", "must ", wrong["msg"])
+    if " is not one of " in text:
+        choices = re.findall(r"'([^']*)'", text.partition(" is not one of ")[2])
+        text = f"must be {' or '.join(choices)}"
+    text = _NUMBERS.get(wrong["type"], text)
+    return f"{parameter.opts[0]} {wrong['input']}: {text}"
 
 
 def _leave_closed_pipe() -> NoReturn:

@@ -69,7 +69,7 @@ def top(
     """Watch a run: rate, staleness, queue, trainers, accuracy. Quit with q or Ctrl-C."""
     from fedstream.observe.top import watch
 
-    journal = Path(settings_of(config).journal.dir)
+    journal = Path(live_settings(config).journal.dir)
     ask(config, redis, run, lambda client, keys: watch(client, keys, journal, once=once))
 
 

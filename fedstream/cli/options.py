@@ -28,7 +28,7 @@ STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
 # All that a command needs which looks at a live run: no key of these names a program.
 _LIVE = (
     "run.name", "redis", "http.token", "coordinator.sites", "coordinator.trusted_sites",
-    "gateway.site", "log",
+    "gateway.site", "journal.dir", "log",
 )  # fmt: skip
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 

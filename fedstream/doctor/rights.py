@@ -34,7 +34,7 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "hscan": ("K", "0"), "hsetnx": ("K", "x", "x"), "hvals": ("K",), "getrange": ("K", "0", "0"),
     "info": ("memory",), "memory|usage": ("K",), "multi": (), "persist": ("K",),
     "pexpire": ("K", "1"), "ping": (), "pttl": ("K",), "rename": ("K", "K"), "role": (),
-    "sadd": ("K", "x"), "scan": ("0",), "script|kill": (), "smembers": ("K",),
+    "sadd": ("K", "x"), "scan": ("0",), "scard": ("K",), "script|kill": (), "smembers": ("K",),
     "srem": ("K", "x"),
     "script|load": ("return 1",), "set": ("K", "x"),
     "slowlog|get": (), "strlen": ("K",), "time": (),

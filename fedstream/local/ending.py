@@ -47,8 +47,8 @@ def ending(
     """
     if view is None:
         return None
-    devices = view.run.devices
-    if why := no_device_works(history.failed, len(history.failed_devices), devices):
+    tried = len(history.failed_devices - view.head.quarantines.by_device.keys())
+    if why := no_device_works(history.failed, tried, view.askable):
         return Ending("failed", f"{why}: {_last_error(history.errors)}")
     if history.refused >= _MOST_REFUSED:
         reasons = ", ".join(view.reasons("refused"))
@@ -57,11 +57,11 @@ def ending(
     if view.run.state != "finished":
         return None
     why = view.run.why or ""
-    tried = view.head.version == history.tried
-    if tried and history.unmeasured is not None:
+    is_tried = view.head.version == history.tried
+    if is_tried and history.unmeasured is not None:
         failure = _last_line(history.unmeasured)
         return Ending("failed", f"{why}, but it could not be measured: {failure}")
-    if tried or not tested:
+    if is_tried or not tested:
         return Ending("finished", why)
     if finished_s > _MEASURED_WITHIN_S:
         late = f"the last version was not measured within {_MEASURED_WITHIN_S:.0f} s"
@@ -76,14 +76,15 @@ def notices(history: History, view: Tally | None, out: Path) -> Iterator[tuple[s
     """
     for kind, event in history.errors.items():
         yield f"error {kind}", _raised(event)
-    yield from history.notices()
+    yield from history.notices(journal=True)
     if view is None:
         return
     if history.disk_full:
         yield "full", f"{out}: the disk is full: the updater is waiting for space"
     if view.failing:  # told again when twice as many fail
-        who = failing(view.failing_devices)
-        yield f"failing {len(view.failing).bit_length()}", f"failing and asked less often: {who}"
+        asked = "it is" if len(view.failing) == 1 else "they are"
+        text = f"{failing(view.failing_devices)}: {asked} asked less often"
+        yield f"failing {len(view.failing).bit_length()}", text
     for reason in view.reasons("refused"):
         yield (
             f"refused {reason}",

@@ -104,7 +104,7 @@ def quarantined(devices: Sequence[int]) -> str:
 def failing(devices: Mapping[str, Mapping[str, Any]]) -> str:
     """Devices whose last tasks failed (``Tally.failing_devices``); a few are named with reasons."""
     found = [
-        f"device {device} ({about['tasks']} tasks in a row, {about['reason']})"
+        f"device {device} failed {about['tasks']} tasks in a row ({about['reason']})"
         for device, about in islice(devices.items(), _REASONED)
     ]
     more = len(devices) - len(found)
@@ -175,7 +175,7 @@ def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
 
     Its best is unknown if it was never a finite number, or has no goal.
     """
-    name = main_metric(numbers["metrics"])
+    name = main_metric(numbers["metrics"], numbers["goal"])
     if name is None:
         return None
     value = numbers["metrics"][name]

@@ -13,11 +13,10 @@ from fedstream.broker.keys import POOL
 from fedstream.broker.messages import Event, Goal, Version
 from fedstream.trainer.goals import (
     MOST_RELAPSES,
-    OVER_DEVICES,
-    RECENT,
     Swings,
     goal_of,
     is_better,
+    is_over_devices,
     main_metric,
 )
 
@@ -165,23 +164,26 @@ class History:
     @property
     def main(self) -> str | None:
         """The metric to show where there is room for one; None if nothing was measured."""
-        return main_metric(self.measured[1]) if self.measured else None
+        return main_metric(self.measured[1], self.goal) if self.measured else None
 
     @property
     def never_finite(self) -> list[str]:
         """The metrics that were measured and never were a finite number."""
         return [name for name, ever in self._ever_finite.items() if not ever]
 
-    def notices(self) -> Iterator[tuple[str, str]]:
-        """What the user should know of the measurements by now: a key and a line each."""
+    def notices(self, *, journal: bool) -> Iterator[tuple[str, str]]:
+        """What the user should know of the measurements by now: a key and a line each.
+
+        ``journal``: the run has one, so that its versions can be searched.
+        """
         version, metrics = self.measured or (0, {})
         for name, value in metrics.items():
-            if isnan(value) and not name.startswith(OVER_DEVICES):
+            if isnan(value) and not is_over_devices(name):
                 yield f"nan {name}", f"{name} is not a number at version {version}: see metrics()"
-        for name, relapses in self._swings.items():
-            if name == self.main and relapses.count > MOST_RELAPSES:
-                lost = f"{relapses.count} times in {RECENT} measurements it lost what it had gained"
-                yield f"swings {name}", f"{name} swings: {lost}: see fedstream journal bisect"
+        swing = self._swings.worst
+        if swing is not None and swing.times > MOST_RELAPSES:
+            hint = ": see fedstream journal bisect" if journal else ""
+            yield "swings", f"{swing}{hint}"
 
     def _forget(self, known: dict[int, Any]) -> None:
         if self._most is not None and len(known) > self._most:

@@ -21,7 +21,7 @@ from fedstream.broker.records import Tally
 from fedstream.journal import FOLDER, journal_of
 from fedstream.observe.history import History, SeenVersion
 from fedstream.settings.recording import CONFIG
-from fedstream.trainer.goals import OVER_DEVICES
+from fedstream.trainer.goals import is_over_devices
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,6 +99,8 @@ def usable(out: Path) -> Iterator[None]:
     """Turn OSErrors about the folder into ConfigError, because the user has to fix them."""
     try:
         yield
+    except BrokenPipeError:  # what is shown meanwhile, not a file
+        raise
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}: choose a writable folder") from error
 
@@ -157,7 +159,7 @@ def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any
 def measurements(history: History) -> dict[str, Any]:
     """The summary's measurements: of the newest measured version, and each metric's best."""
     version, metrics = history.measured or (None, {})
-    best = {name: one for name, one in history.best.items() if not name.startswith(OVER_DEVICES)}
+    best = {name: one for name, one in history.best.items() if not is_over_devices(name)}
     accuracy = history.best.get("accuracy", (None, None))
     return {
         "accuracy": metrics.get("accuracy"),

@@ -21,7 +21,7 @@ from fedstream.page.index import columns_of, marks
 from fedstream.page.past import MEMORY, Past
 from fedstream.page.portraits import Portraits
 from fedstream.runs.state import stands
-from fedstream.trainer.goals import goal_of, main_metric
+from fedstream.trainer.goals import Goals, goal_of, main_metric
 
 _UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
 _NAMED = 5  # runs of a folder that is no run itself
@@ -147,12 +147,16 @@ class RecordedRun:
     def metrics(self) -> tuple[str, ...]:
         """The metrics' names, the main one and loss first."""
         names = dict.fromkeys(name for one in self.measured for name in one.metrics)
-        first = [name for name in (main_metric(names), "loss") if name in names]
+        first = [name for name in (main_metric(names, self._goal), "loss") if name in names]
         return tuple(dict.fromkeys([*first, *names]))
 
     def goal_of(self, metric: str) -> Goal | None:
         """Whether a metric is to be low or high; None if nobody said so."""
-        return goal_of(metric, self.past.head.goal or {})
+        return goal_of(metric, self._goal)
+
+    @property
+    def _goal(self) -> Goals:
+        return self.past.head.goal or {}
 
     def measured_at(self, version: int) -> Measurement | None:
         """The newest measurement at or before a version."""

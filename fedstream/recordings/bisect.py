@@ -92,7 +92,10 @@ class Search:
                 return said
             return f"{said}; by version {self.recovered[0]} it was {self.recovered[1]:.4f} again"
         if self.ever_good:
-            return f"{metric} never went {limit} in the {len(self.measured)} versions measured"
+            return (
+                f"{metric} never went {limit} after a better value, in the "
+                f"{len(self.measured)} versions measured"
+            )
         return f"{metric} was {limit} in all {len(self.measured)} versions measured"
 
 

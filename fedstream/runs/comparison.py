@@ -67,7 +67,7 @@ class Comparison:
         self._complete = [run.is_configured for run in runs]
         self._numbers = [run.summary for run in runs]
         points = [run.measurements for run in runs]
-        self.metric = metric or _usual(points)
+        self.metric = metric or _usual(points, self._numbers)
         """the metric that is compared"""
         self.points = [_of(self.metric, measured) for measured in points]
         if metric is not None and not any(self.points):
@@ -76,7 +76,9 @@ class Comparison:
             raise DataError(
                 f"no run has measured {metric!r}" + (did_you_mean(metric, known) or measured)
             )
-        self.goal = goal or _goal_in(self._numbers, self.metric)
+        said = _goals_in(self._numbers, self.metric)
+        self._disagree = len(said) > 1
+        self.goal = goal or (said.pop() if len(said) == 1 else None)
         """whether the metric is to be low or high; None if nobody said so, or runs disagree"""
         if target is not None and self.goal is None:
             raise ConfigError(f"--target {target:g}: {self._unknown}")
@@ -248,6 +250,11 @@ class Comparison:
 
     @property
     def _unknown(self) -> str:
+        if self._disagree:
+            return (
+                f"the runs' tasks disagree whether a low or a high {self.metric} is good: give "
+                "--goal min or --goal max"
+            )
         return f"{unknown_goal(self.metric)}, or give --goal min or --goal max"
 
 
@@ -261,16 +268,17 @@ def _names(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def _usual(points: Sequence[Sequence[Measurement]]) -> str:
+def _usual(points: Sequence[Sequence[Measurement]], summaries: Sequence[Mapping[str, Any]]) -> str:
     """The metric to compare unless another is asked for."""
+    declared = {name: end for numbers in summaries for name, end in numbers["goal"].items()}
     names = {name: None for run in points for one in run for name in one.metrics}
-    return main_metric(names) or next(iter(names), "accuracy")
+    return main_metric(names, declared) or next(iter(names), "accuracy")
 
 
-def _goal_in(summaries: Sequence[Mapping[str, Any]], metric: str) -> Goal | None:
-    """The goal of a metric, if all runs say the same."""
-    found = {goal_of(metric, numbers["goal"]) for numbers in summaries}
-    return found.pop() if len(found) == 1 else None
+def _goals_in(summaries: Sequence[Mapping[str, Any]], metric: str) -> set[Goal]:
+    """What runs say of a metric's goal; older recordings say nothing."""
+    found = (goal_of(metric, numbers["goal"]) for numbers in summaries)
+    return {goal for goal in found if goal is not None}
 
 
 def _of(metric: str, points: Sequence[Measurement]) -> list[Measurement]:

@@ -56,10 +56,9 @@ def _row(path: Path) -> dict[str, Any]:
     names = ("state", "why", "strategy", "task", "versions", "versions_wanted", "updates",
              "accuracy", "best_accuracy", "simulated")  # fmt: skip
     speed = None if numbers["simulated"] else numbers["updates_per_s"]
-    metric = main_metric(numbers["metrics"])
-    if metric not in (None, "accuracy"):
-        best = numbers["best"].get(metric, {}).get("value")
-        row |= {"metric": metric, "last": numbers["metrics"][metric], "best": best}
+    metric = main_metric(numbers["metrics"], numbers["goal"])
+    best = numbers["best"].get(metric, {}).get("value")
+    row |= {"metric": metric, "last": numbers["metrics"].get(metric), "best": best}
     return row | {name: numbers[name] for name in names} | {"updates_per_s": speed}
 
 
@@ -102,10 +101,8 @@ def _cells(row: dict[str, Any]) -> list[Text]:
 
 def _measured(row: dict[str, Any]) -> list[Text]:
     """The main metric at the end, with its name unless it is accuracy, and its best."""
-    if "metric" not in row:
-        return [_metric(row["accuracy"]), _metric(row["best_accuracy"])]
-    last = cell(row["metric"]).append(" ").append(_metric(row["last"]))
-    return [last, _metric(row["best"])]
+    name = "" if row["metric"] in (None, "accuracy") else f"{row['metric']} "
+    return [cell(name).append(_metric(row["last"])), _metric(row["best"])]
 
 
 def _metric(value: float | None) -> Text:

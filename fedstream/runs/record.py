@@ -222,7 +222,9 @@ class RunRecord:
         """
         if not self._mark():
             measured, goal = self.measurements, self.summary["goal"]
-            metric = main_metric(name for one in measured for name in one.metrics) or "accuracy"
+            metric = (
+                main_metric((name for one in measured for name in one.metrics), goal) or "accuracy"
+            )
             points = [one for one in measured if metric in one.metrics]
             return pictures.overlaid(
                 [self.name], [points], metric, "virtual time", None, goal_of(metric, goal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -12,14 +12,15 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout
 from fedstream.broker.messages import Goal, first_wrong
 from fedstream.observe import report
-from fedstream.observe.display import fairness, main_row, never_finite, short
+from fedstream.observe.display import failing_rows, fairness, main_row, never_finite, short
 from fedstream.observe.history import History, SeenUpdate, SeenVersion
+from fedstream.observe.recall import Measurement, measurements
 from fedstream.runtime.files import read_regular
+from fedstream.trainer.goals import Goals, best_of, goal_of, is_over_devices
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fedstream.observe.recall import Measurement
     from fedstream.runs.reading import Reading
 
 
@@ -30,6 +31,13 @@ class _Best(BaseModel):
 
     version: int
     value: float
+
+
+class _Failing(BaseModel):
+    """How many of a device's last tasks failed, and why the last one did."""
+
+    tasks: int
+    reason: str
 
 
 class _Numbers(BaseModel):
@@ -56,6 +64,7 @@ class _Numbers(BaseModel):
     goal: dict[str, Goal] = {}
     best: dict[str, _Best] = {}
     never_finite: list[str] = []
+    failing: dict[str, _Failing] = {}
     mean_staleness: float = 0.0
     max_staleness: int = 0
     seconds: float = 0.0
@@ -76,8 +85,10 @@ def from_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FedstreamError(f"{path}: cannot be read: {error.strerror}") from error
     numbers = found.model_dump()
-    if not found.best and None not in (found.best_accuracy, found.best_accuracy_version):
-        numbers["best"] = {  # of an older release, which had this one alone
+    if "best" not in found.model_fields_set:  # an older release's
+        numbers["best"] = _bests(measurements(path.parent / report.METRICS), found.goal)
+    if not numbers["best"] and None not in (found.best_accuracy, found.best_accuracy_version):
+        numbers["best"] = {  # without metrics.csv
             "accuracy": {
                 "version": found.best_accuracy_version, "value": found.best_accuracy,
             }
@@ -88,6 +99,17 @@ def from_file(path: Path) -> dict[str, Any]:
         numbers["updates"] = found.tasks.get("applied", 0) + found.tasks.get("buffered", 0)
     numbers["simulated"] = found.simulated or found.virtual_seconds is not None
     return numbers
+
+
+def _bests(measured: Sequence[Measurement], goals: Goals) -> dict[str, dict[str, float]]:
+    """Each metric's best value, with the version that had it first."""
+    found = {}
+    for name in sorted({name for one in measured for name in one.metrics}):
+        values = ((one.metrics[name], one.version) for one in measured if name in one.metrics)
+        best = best_of(values, goal_of(name, goals))
+        if best is not None and not is_over_devices(name):
+            found[name] = {"version": best[1], "value": best[0]}
+    return found
 
 
 def history_of(reading: Reading, measured: Iterable[Measurement]) -> History:
@@ -163,7 +185,7 @@ def rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.insert(4, ("warning", never))
     if refused := numbers["refused"]:
         found.append(("refused", ", ".join(f"{why} {count}" for why, count in refused.items())))
-    return found
+    return found + failing_rows(numbers.get("failing", {}), {})
 
 
 def _versions(numbers: Mapping[str, Any]) -> str:

@@ -1,13 +1,14 @@
 """One training step and one evaluation before anything starts, of a task that might not work.
 
-Both are cheap and leave no trace: each uses a new model, and the random number generators keep
-their states. Training takes one batch of one device. Since a run goes on without a device whose
-data are bad, up to three devices are tried until one works. The evaluation takes the first rows of
-the test data. A ``train`` or ``metrics`` of the task's own is given few rows as well, and all of
-them if it raises: it may need more.
+Both are cheap. Each uses a new model, and the random number generators keep their states; only a
+task that remembers its calls is changed. Training takes one batch of one device. Since a run goes
+on without devices whose data are bad, devices are tried for some seconds until one works. The
+evaluation takes the first rows of the test data. A ``train`` or ``metrics`` of the task's own is
+given few rows as well, and all of them if it raises, since it may need more; training is then
+cancelled after some seconds.
 
 ``run.dry_step = false`` switches both off. A task without ``exact_steps``, which trains as long as
-it likes, is not tried.
+it likes, is not tried. Instead, the data of devices are loaded until one device has some.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError, TaskError
+from fedstream.broker.errors import DataError, FedstreamError, TaskError
 from fedstream.broker.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.runtime.steps import Epochs, Length, Seconds
+from fedstream.terminal import line
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.data import samples_of, size_of
@@ -42,10 +43,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DEVICES = 3  # tried until one works
+_DEVICES = 3  # the fewest to try until one works
 _ROWS = 32  # of test data
 _SECONDS = 1e-3  # the budget of a training step
-_LOOK_S = 1.0  # time limit for looking at the devices' data
+_TRY_S = 3.0  # time limit for more devices than these, and for training on all rows
+_NAMED = 3  # devices whose errors are told
 _HINT = ": correct the task (run.dry_step = false starts without this test)"
 
 
@@ -55,7 +57,7 @@ def blaming(settings: Settings, what: str, hint: str = "") -> Iterator[None]:
     name = settings.task.name
     try:
         yield
-    except (ConfigError, Cancelled):
+    except Cancelled:
         raise
     except FedstreamError as error:
         raise about(error, TaskError(f"task {name!r}: {error}")) from error
@@ -93,9 +95,13 @@ def try_task(
     else:
         numbers = settings.trainer.owns or numbers
     module, data = try_model(settings, task), test_data_of(settings, task)
-    look_over(settings, task, devices, trained_here=True)
     with suppress(Cancelled):
-        try_training(settings, task, numbers, training, cancelled)
+        if _is_tried(settings, task):
+            try_training(settings, task, numbers, training, cancelled)
+        else:
+            _first_working(
+                settings, numbers, lambda device: size_of(task.device_data(device), device)
+            )
     try_measuring(settings, task, data, devices, measuring)
     return Tried(module, data)
 
@@ -108,31 +114,11 @@ def try_model(settings: Settings, task: Task) -> nn.Module:
 
 def test_data_of(settings: Settings, task: Task) -> Dataset[Any] | None:
     """The test data. Raises TaskError."""
-    with blaming(settings, "test_data() raised"):
+    with blaming(settings, "test_data() raised"), seeded(settings.run.seed):
         data = task.test_data()
         if data is not None and type(task).metrics is Task.metrics:  # else any data
             samples_of(data)
     return data
-
-
-def look_over(settings: Settings, task: Task, devices: int, *, trained_here: bool) -> None:
-    """Raise TaskError if a device's data is empty, not a data set, or can't be loaded.
-
-    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
-    data is on this machine; otherwise, data that can't be loaded is not an error.
-    """
-    until = time.monotonic() + _LOOK_S
-    for device in range(devices):
-        with blaming(settings, f"device {device}:"):
-            try:
-                data = task.device_data(device)
-            except Exception:
-                if not trained_here:
-                    return  # the trainer that has the data will report the error
-                raise
-            size_of(data, device)
-        if time.monotonic() > until:
-            return
 
 
 def try_training(
@@ -144,22 +130,14 @@ def try_training(
 ) -> tuple[int, Trained] | None:
     """Train one step; returns the device that it was tried with, and what it came to.
 
-    None: the task is not tried. Raises TaskError, ConfigError; Cancelled.
+    Devices that failed before it are told on stderr. None: the task is not tried. Raises TaskError
+    if all devices failed that were tried; Cancelled.
     """
-    if not settings.run.dry_step or not task.exact_steps:
+    if not _is_tried(settings, task):
         return None
-    first: FedstreamError | None = None
-    for device in islice(devices, _DEVICES):
-        try:
-            with (
-                blaming(settings, f"device {device}:", _HINT),
-                seeded(settings.run.seed),
-            ):
-                return device, _trained(settings, task, device, place, cancelled)
-        except (TaskError, ConfigError) as error:
-            first = first or error
-    assert first is not None  # noqa: S101  (a run has devices)
-    raise first
+    return _first_working(
+        settings, devices, lambda device: _trained(settings, task, device, place, cancelled), _HINT
+    )
 
 
 def try_measuring(
@@ -170,7 +148,7 @@ def try_measuring(
     Empty if there are none, or the task is not tried. Raises TaskError.
     """
     found: dict[str, float] = {}
-    if not settings.run.dry_step or not task.exact_steps:
+    if not _is_tried(settings, task):
         return found
     with seeded(settings.run.seed):
         if data is not None:
@@ -183,6 +161,42 @@ def try_measuring(
                         _measured(task, own, place)
                         break
     return found
+
+
+def _is_tried(settings: Settings, task: Task) -> bool:
+    return settings.run.dry_step and task.exact_steps
+
+
+def _first_working(
+    settings: Settings, devices: Sequence[int], work: Callable[[int], T], hint: str = ""
+) -> tuple[int, T]:
+    """The first device on which ``work`` does not raise, and the result.
+
+    Raises the first device's TaskError if none works, or none of those tried in the time limit.
+    """
+    failed: dict[int, TaskError] = {}
+    until = time.monotonic() + _TRY_S
+    for device in devices:
+        try:
+            with blaming(settings, f"device {device}:", hint), seeded(settings.run.seed):
+                found = work(device)
+        except TaskError as error:
+            failed[device] = error
+        else:
+            if failed:
+                line(_without(failed, device), err=True)
+            return device, found
+        if len(failed) >= _DEVICES and time.monotonic() > until:
+            break
+    raise next(iter(failed.values()))
+
+
+def _without(failed: dict[int, TaskError], works: int) -> str:
+    """That these devices failed, in one line."""
+    named = "; ".join(str(error).removesuffix(_HINT) for error in [*failed.values()][:_NAMED])
+    more = len(failed) - _NAMED
+    others = f"; {more} more devices" if more > 0 else ""
+    return f"device {works} works, but not each before it: {named}{others}"
 
 
 def _trained(
@@ -198,13 +212,19 @@ def _trained(
     by_steps = (Task.train, Task.descend, Solver.train)
     if (type(task).train, type(task).descend, type(solver).train) != by_steps:
         length, few = _shortest(settings), _first(data, solver.batch_size or samples)
+    until = time.monotonic() + _TRY_S
     work = Work(
         device=device, task="dry step", version=0, seed=settings.run.seed,
         steps=length.steps, epochs=length.epochs, seconds=length.seconds, solver=solver,
-        cancelled=cancelled,
+        cancelled=lambda: cancelled() or time.monotonic() > until,
     )  # fmt: skip
     rule = settings.rule.build()
-    return _on_few(lambda rows: _step(task, rows, place, work, rule), few, data)
+    try:
+        return _on_few(lambda rows: _step(task, rows, place, work, rule), few, data)
+    except Cancelled:
+        if cancelled():
+            raise
+        return Trained(1, samples, None)  # it has trained until the time was up
 
 
 def _step(

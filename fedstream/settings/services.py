@@ -17,7 +17,6 @@ from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import (
-    look_over,
     test_data_of,
     try_measuring,
     try_model,
@@ -140,12 +139,11 @@ def check_used(settings: Settings) -> None:
 def create_run(settings: Settings) -> tuple[Run, Model]:
     """Make a new run: its record and version 0. Raises ConfigError, DataError.
 
-    The model is checked; training is not tried, because the data and the GPU may be elsewhere.
+    The model is checked, but neither data nor training, because they may be elsewhere.
     """
     task = task_of(settings)
     devices = devices_of(settings, task)
     try_model(settings, task)
-    look_over(settings, task, devices, trained_here=False)
     rule = settings.rule.build()
     model, start = first_model(
         task, settings.run.seed, settings.run.start, controls=rule.controls
@@ -174,7 +172,8 @@ def _coordinator(
     service = Coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        lr_of=lambda device: solvers[device].lr, token=settings.http.token, page=page,
+        lr_of=(lambda device: solvers[device].lr) if settings.rule.by_steps else None,
+        token=settings.http.token, page=page,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 
@@ -290,11 +289,10 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
 
 def http_of(role: str, settings: Settings) -> HttpSettings:
     """Where a service listens, under which names, and its limits on clients."""
-    http, hosts = settings.http, (*(settings.http.hosts or ()), *settings.page.hosts)
-    if role == "coordinator":
+    http = settings.http
+    if role == "coordinator" and http.token is not None and not http.hosts:
         # A page under another name has no token, and no cookie for us.
-        is_any = http.token is not None and not hosts
-        return http.model_copy(update={"hosts": None if is_any else hosts})
+        return http.model_copy(update={"hosts": None})
     if role == "gateway":
         gateway, is_direct = settings.gateway, not settings.gateway.proxies
         return http.model_copy(

@@ -89,8 +89,8 @@ def plan(
 ) -> Iterator[PlannedEvent]:
     """Plan an endless sequence of events. Raises ConfigError if the settings can't be simulated.
 
-    ``failed``: to report that the task of the last arrival failed, add its number, before the next
-    event is asked for. It then counts as given up, and its device may rest.
+    ``failed``: numbers of failed tasks. Add a task's number before you ask for the event after its
+    arrival. The task then counts as given up, and its device may rest.
     """
     failed = set() if failed is None else failed
     initiative, groups = settings.trainer.anarchic, settings.participation
@@ -296,7 +296,7 @@ class _Clock:
             if task.n in self._failed:
                 is_used = False
                 self._version, self._used, self._mean_staleness = before
-        self._rests.ended(task.device, self._now, failed=not is_used)
+            self._rests.ended(task.device, self._now, failed=not is_used)
         return is_used
 
     def _arrived(self, task: _Working) -> Arrival:
@@ -398,6 +398,11 @@ class _Clock:
                 self._give_up(failed=True)
             deadline, wake = since + policy.timeout_s, self._fill(k, answered)
             end = self._ends[0][0] if self._ends else math.inf
+            too_few = not self._open and len(answered) < policy.min_answers
+            if too_few and policy.too_few == "extend" and wake < math.inf:
+                while deadline <= wake:  # extended again and again, until a rest ends
+                    since, deadline = deadline, deadline + policy.timeout_s
+                deadline = wake
             if end > wake or end >= deadline:
                 self._now = min(wake, deadline)
                 continue

@@ -24,7 +24,7 @@ from fedstream.broker.messages import Contribution, Goal, Upload
 from fedstream.coordinator.rests import no_device_works
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
-from fedstream.runtime.plugins import words
+from fedstream.runtime.plugins import about, place_of, words
 from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
 from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
@@ -134,6 +134,7 @@ def simulate(
     journal: Path | None = None,
     lineage: str | None = None,
     on_version: Callable[[VersionMade, Model], object] | None = None,
+    on_error: Callable[[str], object] = lambda _text: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> SimulationResult:
     """Simulate the run that ``settings`` describe, to its end.
@@ -142,7 +143,8 @@ def simulate(
     data only once. ``arrivals``: events to use instead of :func:`arrivals.plan`; there must be
     enough for all versions. ``journal``: a folder to write a journal to; ``lineage``: the
     run's id there, drawn by default. ``on_version`` is called for every version, including 0; the
-    model is valid only during the call.
+    model is valid only during the call. ``on_error`` is called with what the task raises, and its
+    traceback, once for each place that raises.
 
     A device on which the task raises gives its task up and rests, as in a live run. Raises
     ConfigError, JournalError; DataError, naming the device, for what the task raises if no device
@@ -154,7 +156,7 @@ def simulate(
     with use_of_torch(settings.simulation), ExitStack() as stack:
         run = _Simulation(
             settings, task or task_of(settings), arrivals, journal,
-            lineage or secrets.token_hex(8), on_version, cancelled,
+            lineage or secrets.token_hex(8), on_version, on_error, cancelled,
         )  # fmt: skip
         stack.callback(run.close)
         return run.result()
@@ -250,6 +252,7 @@ class _Simulation:
         journal: Path | None,
         lineage: str,
         on_version: Callable[[VersionMade, Model], object] | None,
+        on_error: Callable[[str], object],
         cancelled: Callable[[], bool],
     ) -> None:
         from fedstream.settings.dry_step import try_task
@@ -260,6 +263,8 @@ class _Simulation:
         self._settings = settings
         self._goal = declared_goals(task)
         self._on_version = on_version
+        self._on_error = on_error
+        self._raised: set[str] = set()  # the places that raised before
         self._devices = devices_of(settings, task)
         self._failed: set[int] = set()  # numbers of tasks, for the plan
         self._is_planned = arrivals is None
@@ -375,7 +380,10 @@ class _Simulation:
         self._in_a_row[device] += 1
         tried = len(self._in_a_row)
         if why := no_device_works(self._in_a_row.total(), tried, self._devices):
-            raise DataError(f"{why}: {error}") from error
+            raise about(error, DataError(f"{why}: {error}")) from error
+        if (place := place_of(cause)) not in self._raised:
+            self._raised.add(place)
+            self._on_error(f"the task raised on {error}\n{error.trace}".rstrip())
         self._failed.add(arrival.n)
         if not self._is_planned:
             self._follow(arrival)

@@ -32,6 +32,7 @@ from fedstream.observe.display import (
     duration,
     failing,
     fairness,
+    main_row,
     never_finite,
     short,
     two_columns,
@@ -48,8 +49,8 @@ from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.sinks.choice import flat, named, parameters
 from fedstream.sinks.direct import DirectSinks
 from fedstream.sinks.sink import TrackedRun
-from fedstream.terminal import console, line, measure
-from fedstream.trainer.goals import declared_goals, main_metric
+from fedstream.terminal import console, line
+from fedstream.trainer.goals import declared_goals, is_over_devices
 
 if TYPE_CHECKING:
     from fedstream.trainer.task import Task
@@ -126,7 +127,7 @@ def simulate_into(
                 ),
             )  # fmt: skip
             history.measure(made.version, made.metrics)
-            for key, notice in history.notices():
+            for key, notice in history.notices(journal=journal):
                 if key not in told:
                     told.add(key)
                     line(notice, err=True)
@@ -136,7 +137,7 @@ def simulate_into(
 
         outcome = simulate(
             settings, task, journal=out / FOLDER if journal else None, on_version=heard,
-            lineage=tracked.id, cancelled=cancelled,
+            on_error=partial(line, err=True), lineage=tracked.id, cancelled=cancelled,
         )  # fmt: skip
         numbers = summary(settings, outcome, history)
         files = _write(settings, out, outcome, history, numbers, picture=picture)
@@ -225,7 +226,7 @@ class _ProgressLines:
 
 def in_words(metrics: dict[str, float]) -> str:
     """Metrics in one line, without their spread over devices."""
-    shown = {name: value for name, value in metrics.items() if not name.startswith("device_")}
+    shown = {name: value for name, value in metrics.items() if not is_over_devices(name)}
     return ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
 
 
@@ -309,15 +310,12 @@ def _write(
 
 def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) -> None:
     """Print the result as a table."""
+    main = main_row(numbers)
     rows = {
         "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
         "measured": in_words(numbers["metrics"]) or "not measured",
+        **dict([main] if main else []),
         "devices": fairness(numbers["metrics"]),
-        "best": ", ".join(
-            f"{name} {measure(best['value'])} at version {best['version']}"
-            for name, best in numbers["best"].items()
-            if name == main_metric(numbers["metrics"])
-        ),
         "warning": never_finite(numbers),
         "versions": f"{numbers['versions']} of {numbers['updates']} updates, "
         f"{numbers['gradients']} gradients, {numbers['device_epochs']:g} device-epochs",

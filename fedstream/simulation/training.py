@@ -16,6 +16,7 @@ from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import Solvers, chosen
+from fedstream.trainer.data import size_of
 from fedstream.trainer.fairness import device_metrics, spread
 from fedstream.trainer.goals import ends_run
 from fedstream.trainer.placement import check, placed
@@ -126,7 +127,9 @@ class Training:
 
     def _given(self, device: int) -> Dataset[Any]:
         with blamed(f"device {device}"):
-            return self._task.device_data(device)
+            data = self._task.device_data(device)
+            size_of(data, device)
+        return data
 
     def _alone(self, job: Job) -> Trained:
         """Train one device as a trainer does."""

@@ -84,6 +84,7 @@ def sweep(
     what = f"{counted(len(wanted), 'configuration')}, {counted(total, 'run')}"
     say(f"{what}, {total - len(trials)} of them done already")
     if trials:
+        say("trying the task")
         check_some_works(trials)
     try:
         _run(trials, request, store, say)

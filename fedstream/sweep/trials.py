@@ -19,13 +19,14 @@ from fedstream.runtime.nearest import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys
-from fedstream.trainer.goals import declared_goals, goal_of, unknown_goal
+from fedstream.trainer.goals import declared_goals, goal_of, is_over_devices, unknown_goal
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade
     from fedstream.trainer.task import Task, TaskSettings
 
 _POINTS = 100  # of a curve that are kept
+_TRY_S = 10.0  # time limit for trying configurations
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,15 @@ def configurations(
 
 
 def check_some_works(trials: Sequence[Trial]) -> None:
-    """Raise the first error if the task works with no configuration: no run would finish."""
+    """Raise the first error if the task works with no configuration: no run would finish.
+
+    Stops after some seconds, with the configurations tried until then.
+    """
     from fedstream.settings.dry_step import try_task
     from fedstream.settings.services import devices_of
 
     first: FedstreamError | None = None
+    until = time.monotonic() + _TRY_S
     for trial in {one.configuration: one for one in trials}.values():
         settings = load(Settings, path=trial.file, environ={})
         try:
@@ -138,6 +143,8 @@ def check_some_works(trials: Sequence[Trial]) -> None:
             try_task(settings, task, devices_of(settings, task), simulated=True)
         except FedstreamError as error:
             first = first or error
+            if time.monotonic() > until:
+                break
         else:
             return
     if first is not None:
@@ -153,7 +160,7 @@ def run_trial(trial: Trial) -> Finished:
     from fedstream.simulation import simulate
 
     def heard(made: VersionMade, _model: object) -> None:
-        spread = trial.metric.startswith("device_")  # perhaps only of the last version
+        spread = is_over_devices(trial.metric)  # perhaps only of the last version
         if made.metrics and not spread and trial.metric not in made.metrics:
             raise UnknownMetric.among(trial.metric, list(made.metrics))
         if made.metrics and trial.goal is None and goal_of(trial.metric, declared) is None:

@@ -7,10 +7,15 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
+from fedstream.broker import client as client_module
 from fedstream.broker import clock
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.clock import Clock
+from fedstream.broker.keys import Keys
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger.trainer import Outbox
 
 LATE = st.floats(0.0, 2.0)
 
@@ -57,3 +62,37 @@ async def test_client_knows_redis_time_from_its_first_connection_on(
     assert await client.time() == pytest.approx(now(), abs=60)
     assert client.clock.now() == pytest.approx(now(), abs=60)
     await client.close()
+
+
+async def test_any_service_follows_redis_clock_with_the_commands_that_it_sends(
+    redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(redis)
+    await client.call("PING")
+    for seconds, follows in ((1000.0, False), (0.0, True)):
+        monkeypatch.setattr(client_module, "_CLOCK_S", seconds)
+        for _ in range(2):
+            client.clock.read(1e9, clock.uptime())  # long ago
+            assert await client.pipeline([("ECHO", "a"), ("ECHO", "b")]) == [b"a", b"b"]
+            assert (client.clock.now() == pytest.approx(time.time(), abs=60)) is follows
+    await client.close()
+
+
+async def test_user_that_may_not_ask_for_the_time_works_on_and_is_warned_once(
+    client: Client, redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users of an older release don't have the right."""
+    monkeypatch.setattr(client_module, "_CLOCK_S", 0.0)
+    await client.call("ACL", "SETUSER", "old", "on", ">secret", "~*", "&*", "+@all", "-time")
+    old = Client(redis.model_copy(update={"username": "old", "password": SecretStr("secret")}))
+    await old.call("PING")
+    warnings: list[str] = []
+    old.warn = warnings.append
+    lease = Lease(old, keys, "updater", "u-0", seconds=10)
+    assert await lease.acquire()
+    assert await lease.hold()
+    assert await Outbox(old, keys, "pool").announce("t-0", [3])
+    [warning] = warnings
+    assert "fedstream acl" in warning
+    assert old.clock.now() == pytest.approx(time.time(), abs=60)
+    await old.close()

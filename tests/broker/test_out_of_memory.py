@@ -301,6 +301,7 @@ NEEDS_NONE = {
     "reap",
     "release",
     "renew",
+    "trim_registers",
     "renew_all",
     "retire",
     "scan",

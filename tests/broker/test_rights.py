@@ -63,7 +63,9 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
     there: Guarded, tmp_path: Path
 ) -> None:
     """One trainer is stopped in the middle of a task and saves it, another one ends it."""
-    sets = ("run.versions=100000", "run.target_accuracy=0.9", "evaluator.every=1")
+    sets = (
+        "run.versions=100000", "run.target_accuracy=0.9", "evaluator.every=1", "run.dry_step=false",
+    )  # fmt: skip
     async with under_users(there, tmp_path, *sets) as services:
         lines.gate.clear()
         await services.start("trainer", "trainer-1")

@@ -196,9 +196,11 @@ class _Follower:
 
     def _as_noted(self, note: Note, upload: Mapping[str, Any], sent: Vector) -> Iterator[str]:
         """An update is what its trainer says of it, as far as its format keeps that."""
-        for name in ("device", "steps", "samples", "lr", "seed"):
-            if note[name] != upload[name]:
-                yield f"{name} {upload[name]!r}, the trainer's was {note[name]!r}"
+        said = {**upload, "samples": upload.get("claimed") or upload["samples"]}
+        is_trusted = upload.get("handed") is None  # others' steps count as their task asked for
+        for name in ("device", "samples", "lr", "seed", *(["steps"] if is_trusted else [])):
+            if note[name] != said[name]:
+                yield f"{name} {said[name]!r}, the trainer's was {note[name]!r}"
         yield from self._as_given(note, upload)
         made, shape = _made(note, self.course), self.course.shape
         name, split = upload.get("format", "f32"), self.course.shape.parameters

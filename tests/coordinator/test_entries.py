@@ -311,46 +311,72 @@ async def test_untrusted_site_cannot_end_others_tasks_or_claim_freshness(
 
 async def queued_claims(
     run: Hand, service: Coordinator, asked: dict[str, Any], **claims: Any
-) -> Upload:
-    """North's answer to such a task, with such claims, as the updater gets it."""
+) -> Upload | None:
+    """North's answer to such a task, with such claims, as the updater gets it; None if refused."""
     [task] = await run.request(device=3, **asked)
     assert await run.dispatch() == ["sent"]
     upload = await run.trained(task, site=NORTH, **claims)
     async with running(service, context()):
         await run.client.call("XADD", run.keys.inbox(NORTH), "*", "m", upload.encode())
 
-        async def queued() -> Any:
-            return await run.queue()
-
-        [(_, found)] = await wait_until(queued)
-    assert isinstance(found, Upload)
+        await heard(run, 1)
+    queued = [message for _, message in await run.queue()]
+    assert len(queued) <= 1
+    found = queued[0] if queued else None
+    assert found is None or isinstance(found, Upload)
     return found
 
 
 @pytest.mark.parametrize(
     ("asked", "trusted", "claimed", "counted"),
     [
-        ({"steps": 5}, False, (1, 1e-9), (5, 0.01)),
-        ({"steps": 5}, False, (2**53, 1e9), (5, 1.0)),
-        ({"steps": 5}, False, (5, 0.02), (5, 0.02)),
-        ({"steps": 5}, False, (0, 0.0), (0, 0.0)),  # where a rule divides by them, it is refused
-        ({"steps": 5}, True, (1, 1e-9), (1, 1e-9)),
-        ({"epochs": 3}, False, (1, 0.1), (3, 0.1)),
-        ({"epochs": 3}, False, (70, 0.1), (70, 0.1)),
-        ({"seconds": 9.0}, False, (2**53, 0.1), (1000, 0.1)),
+        ({"steps": 5}, False, 1, 5),
+        ({"steps": 5}, False, 2**53, 5),
+        ({"steps": 5}, False, 0, 0),  # where a rule divides by them, it is refused
+        ({"steps": 5}, True, 1, 1),
+        ({"epochs": 3}, False, 1, 3),
+        ({"epochs": 3}, False, 70, 70),
+        ({"seconds": 9.0}, False, 2**53, 1000),
     ],
 )
-async def test_untrusted_site_cannot_claim_other_steps_or_rates_than_were_asked(
+async def test_untrusted_site_cannot_claim_other_steps_than_were_asked(
     run: Hand, redis: RedisSettings, keys: Keys,
-    asked: dict[str, Any], trusted: bool, claimed: tuple[int, float], counted: tuple[int, float],
+    asked: dict[str, Any], trusted: bool, claimed: int, counted: int,
 ) -> None:  # fmt: skip
     service = make(
-        redis, keys, trusted_sites=("pool", NORTH) if trusted else ("pool",), most_steps=1000,
-        lr_of=lambda device: device / 30,
-    )  # fmt: skip
-    asked = {"epochs": None, **asked}
-    found = await queued_claims(run, service, asked, steps=claimed[0], lr=claimed[1])
-    assert (found.steps, found.lr) == pytest.approx(counted)
+        redis, keys, trusted_sites=("pool", NORTH) if trusted else ("pool",), most_steps=1000
+    )
+    found = await queued_claims(run, service, {"epochs": None, **asked}, steps=claimed)
+    assert found is not None
+    assert found.steps == counted
+
+
+@pytest.mark.parametrize(
+    ("claimed", "settings", "is_admitted"),
+    [
+        (0.01, {}, True), (0.0099, {}, False), (1.0, {}, True), (1.01, {}, False),
+        (math.inf, {}, False),
+        (0.051, {"lr_factor": 2.0}, True), (0.049, {"lr_factor": 2.0}, False),
+        (1e-9, {"lr_factor": 0}, True), (1e-9, {"trusted_sites": ("pool", NORTH)}, True),
+        (0.0, {}, True),  # refused by the updater, as an update without steps
+    ],
+)  # fmt: skip
+async def test_rate_far_from_the_configured_one_is_refused_and_never_replaced(
+    run: Hand, redis: RedisSettings, keys: Keys,
+    claimed: float, settings: dict[str, Any], is_admitted: bool,
+) -> None:  # fmt: skip
+    """Such as one that a task's own training chose."""
+    service = make(redis, keys, lr_of=lambda device: device / 30, **settings)
+    found = await queued_claims(run, service, {}, lr=claimed)
+    assert (None if found is None else found.lr) == (claimed if is_admitted else None)
+    refused = (await run.ledger.look()).reasons("refused")
+    assert refused == ({} if is_admitted else {"learning rate": 1})
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.5])
+def test_factor_of_rates_is_none_or_at_least_one(factor: float) -> None:
+    with pytest.raises(ValueError, match=r"lr_factor\n.*0 \(no bound\) or at least 1"):
+        CoordinatorSettings(lr_factor=factor)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +394,7 @@ async def test_losses_and_times_of_an_untrusted_site_can_be_added_up(
 ) -> None:  # fmt: skip
     service = make(redis, keys, most_seconds=500.0)
     found = await queued_claims(run, service, {}, loss=claimed[0], seconds=claimed[1])
+    assert found is not None
     assert (found.loss, found.seconds) == pytest.approx(counted, nan_ok=True)
 
 

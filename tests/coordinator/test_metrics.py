@@ -79,6 +79,8 @@ def test_metrics_say_if_redis_has_not_answered_yet() -> None:
     RunMetrics(registry, lambda: 101.0)
     assert registry.get_sample_value("fedstream_run_looked_timestamp_seconds") == 0
     assert registry.get_sample_value("fedstream_run_running") is None
+    # It would be this machine's own clock.
+    assert registry.get_sample_value("fedstream_run_clock_timestamp_seconds") is None
 
 
 def test_every_outcome_is_exported_from_the_start() -> None:

@@ -7,8 +7,8 @@ older state, is emptied, loses a register, and is changed by a release that does
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.messages import GiveUp
-from fedstream.broker.records import NO_QUARANTINES, Commit
+from fedstream.broker.records import NO_QUARANTINES, Commit, Failing
 from fedstream.coordinator.mirror import Mirror
 from fedstream.runtime.participation import Participation, ParticipationGroup
 from fedstream.runtime.steps import FixedSteps
@@ -76,27 +76,24 @@ class Follower(Walk):
         )
 
     async def fail(self) -> None:
-        """A task of one of a few devices is given up."""
-        trigger, view = (
-            self.hand.trigger(device=self.rng.randrange(3)),
-            await self.hand.ledger.look(),
-        )
-        await self.hand.ledger.trigger(self.hand.scheduler.token, 99, view.issued, [trigger])
-        said = GiveUp(
-            task=trigger.task, attempt="a", device=trigger.device, trainer="t", reason="tired"
-        )
-        await self.hand.client.call("XADD", self.hand.keys.inbox(POOL), "*", "m", said.encode())
+        """A device gives up a task, and another."""
+        device, view = self.rng.randrange(3), await self.hand.ledger.look()
+        both = [self.hand.trigger(device=device) for _ in range(2)]
+        await self.hand.ledger.trigger(self.hand.scheduler.token, 99, view.issued, both)
+        for task in both:
+            said = GiveUp(task=task.task, attempt="a", device=device, trainer="t", reason="tired")
+            await self.hand.client.call("XADD", self.hand.keys.inbox(POOL), "*", "m", said.encode())
 
     async def look(self) -> None:
         """The scheduler looks, and then knows what a look at everything tells."""
         tally, changes = await self.hand.ledger.changes(self.mirror.place)
         self.whole += changes.all_tasks
         self.partial += not changes.all_tasks
-        if not self.mirror.follow(tally, changes, time.time()):
+        if not self.mirror.follow(tally, changes, tally.now):
             assert self.untold
             self.noticed += 1
             tally, changes = await self.hand.ledger.changes()
-            assert self.mirror.follow(tally, changes, time.time())
+            assert self.mirror.follow(tally, changes, tally.now)
         self.untold = False
         view = await self.hand.ledger.look()
         opened = {trigger.task: trigger for trigger in view.open}
@@ -199,6 +196,28 @@ async def test_following_changes_is_as_good_as_looking_at_everything(hand: Hand,
     assert walk.partial > walk.whole > 0
     assert walk.noticed > 0
     assert walk.rested > 0
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_no_device_rests_for_longer_because_the_clock_of_redis_went_back(
+    hand: Hand, is_new: bool
+) -> None:
+    """Whether the scheduler begins to lead then, or knew the device before."""
+    await hand.create()
+    tally, changes = await hand.ledger.changes()
+    before = tally.now
+    changes = replace(changes, failing={3: Failing(9, before + 200, "raised OSError")})
+    mirror, now = Mirror(Participation(FixedSteps())), before - 10_000
+    if not is_new:
+        mirror.follow(tally, changes, before)
+        changes = replace(changes, failing={}, all_tasks=False, tasks={}, all_devices=False)
+    mirror.follow(tally, changes, now)
+    assert 3 not in mirror.devices
+    nothing = replace(changes, failing={}, all_tasks=False, tasks={}, all_devices=False)
+    mirror.follow(tally, nothing, now + 299)
+    assert 3 not in mirror.devices
+    mirror.follow(tally, nothing, now + 300)
+    assert 3 in mirror.devices
 
 
 async def test_no_more_is_read_than_what_changed(hand: Hand, client: Client, keys: Keys) -> None:

@@ -362,7 +362,15 @@ def test_no_more_tasks_than_the_policy_wants_are_steered_to() -> None:
         what = planned(InFlight(n=5), seen, hold=hold)
         assert (what.limit, what.held) == (5, "")
         steering = what.steering
-    assert steering == Steering(5.0, 900)
+    assert steering == Steering(51.0, 900), "as at first"
+
+
+def test_moment_in_which_the_policy_wants_few_tasks_is_not_remembered() -> None:
+    hold = replace(FREE, target_staleness=8.0)
+    seen = replace(CALM, version=10, steering=Steering(9.0, 0))
+    steering = steered(1, hold, seen)
+    assert steering == Steering(9.0, 0)
+    assert held_back(1, hold, seen, steering) == (1, "")
 
 
 @pytest.mark.parametrize(

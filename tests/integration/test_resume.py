@@ -80,7 +80,7 @@ def mistaken(
         folder, "--task", "own.py:task", "--redis", server.url, "--versions", "4000",
         "--trainers", "1", "--set", "lease.attempts=2", "--set", "lease.seconds=4",
         "--set", "trainer.threads=1", "--set", "devices.latency={kind='fixed', mean_s=0.1}",
-        programs=quick_programs,
+        "--set", "run.dry_step=false", programs=quick_programs,
     )  # fmt: skip
     try:
         assert command.ended() == 1, command.stdout + command.stderr

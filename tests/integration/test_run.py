@@ -130,7 +130,10 @@ def test_rounds_end_without_the_device_whose_data_are_broken(
     assert (device, about["reason"]) == ("3", "raised OSError")
     assert summary["given_up"] == {"raised OSError": about["tasks"]}
     assert about["tasks"] < 6
-    assert "failing and asked less often: device 3 (2 tasks in a row" in command.stdout
+    assert (
+        "device 3 failed 2 tasks in a row (raised OSError): it is asked less often"
+        in command.stdout
+    )
 
 
 def test_final_model_is_the_measured_one(digits: Digits) -> None:

@@ -388,8 +388,8 @@ async def test_record_is_written_before_checking_for_claims(
         assert len(list(segment.records())) == 2
 
 
-async def begins_the_next(recorder: Recorder) -> None:
-    """A segment behind the one that is written."""
+async def begins_the_next(recorder: Recorder, at: float = 1.0) -> None:
+    """A segment behind the one that is written. ``at``: Redis's time."""
     model, before, mine = model_of(LAYOUT), recorder.ending, recorder.head
     assert before
     assert mine
@@ -399,7 +399,7 @@ async def begins_the_next(recorder: Recorder) -> None:
     head = mine.model_copy(
         update={
             "number": mine.number + 1, "predecessor": before.path.name, "cut": before.at,
-            "follows": before.chain.hex(),
+            "follows": before.chain.hex(), "time": at,
         }
     )  # fmt: skip
     await recorder.begin(head, standing, *models)
@@ -413,6 +413,16 @@ async def test_oldest_segments_are_deleted_beyond_the_size_limit(tmp_path: Path)
         for _ in range(4):
             await begins_the_next(recorder)
     assert listed(folder) == [f"00000001-00000{n}.journal" for n in (2, 3, 4)]  # 2, and its own
+
+
+async def test_segments_are_deleted_once_their_last_record_is_too_old(tmp_path: Path) -> None:
+    """By Redis's clock: the disk's may differ from it, and from this machine's."""
+    async with recording(tmp_path, keep_s=10) as recorder:
+        for at, kept in ((2.0, "01"), (3.0, "012"), (12.0, "0123"), (13.5, "234")):
+            for name in listed(tmp_path):
+                os.utime(tmp_path / name, (0, 0))
+            await begins_the_next(recorder, at)
+            assert listed(tmp_path) == [f"00000001-00000{number}.journal" for number in kept]
 
 
 async def test_fenced_writer_starts_no_segment(tmp_path: Path) -> None:

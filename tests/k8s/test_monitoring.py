@@ -238,7 +238,10 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
         {'run_looked_timestamp_seconds{namespace="fl", pod="c-1"': "7200+60x15 8100x30"}, set(),
     ),
     "Redis never answered": (
-        {"run_running": "_x45", "run_looked": "0x45", "run_published": "_x45"},
+        {
+            "run_running": "_x45", "run_clock": "_x45", "run_looked": "0x45",
+            "run_published": "_x45",
+        },
         {"FedstreamRedisAway"},
     ),
     "the coordinators are gone": (

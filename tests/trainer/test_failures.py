@@ -138,10 +138,15 @@ def test_trainer_that_has_trained_is_not_blamed_for_a_few_devices() -> None:
     assert failures.in_a_row == 0
 
 
-def test_trainer_rests_whatever_the_reason_but_simulated_vanishing() -> None:
-    failures = Failures(context(), None, "t", Rests(0.0))  # type: ignore[arg-type]
-    failures.gave_up(1, reasons.DROPPED_OUT)
-    assert not failures.rests
+@pytest.mark.parametrize("reason", [reasons.DROPPED_OUT, *sorted(reasons.OF_THE_RUN)])
+def test_trainer_is_not_blamed_for_what_is_the_devices_or_the_runs(reason: str) -> None:
+    failures = Failures(context(), None, "t", Rests(1.0))  # type: ignore[arg-type]
+    for device in range(20):
+        failures.gave_up(device, reason)
+    assert (failures.in_a_row, failures.rests) == (0, False)
+
+
+def test_trainer_rests_after_a_deadline() -> None:
     failures = Failures(context(), None, "t", Backoff(1.0, 2.0, rng=random.Random(1)))  # type: ignore[arg-type]
     failures.gave_up(1, reasons.DEADLINE_PASSED)
     assert failures.rests

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import ConfigError
-from fedstream.trainer.goals import Swings, declared_goals, goal_of, main_metric, reaches
+from fedstream.trainer.goals import (
+    MOST_RELAPSES,
+    Goals,
+    Swings,
+    declared_goals,
+    goal_of,
+    main_metric,
+    reaches,
+)
 from fedstream.trainer.task import Task
 
 
@@ -60,19 +69,40 @@ def test_a_target_is_reached_from_the_right_side() -> None:
 
 def test_the_main_metric_does_not_depend_on_the_order() -> None:
     for names in (["loss", "rmse", "device_mean_accuracy", "mae"], ["mae", "rmse", "loss"]):
-        assert main_metric(names) == "mae"
-    assert main_metric(["f1", "loss", "accuracy"]) == "accuracy"
-    assert [main_metric(names) for names in (["loss"], ["device_mean_f1"], [])] == [
+        assert main_metric(names, {}) == "mae"
+    assert main_metric(["f1", "loss", "accuracy"], {}) == "accuracy"
+    assert [main_metric(names, {}) for names in (["loss"], ["device_mean_f1"], [])] == [
         "loss", None, None
     ]  # fmt: skip
 
 
-def relapses(metric: str, *values: float) -> int | None:
-    swings = Swings({"score": "min"})
+def test_the_main_metric_has_a_goal_if_any_has() -> None:
+    assert main_metric(["bits", "rmse", "loss"], {}) == "rmse"
+    assert main_metric(["bits", "rmse"], {"bits": "min"}) == "bits"
+    assert main_metric(["bits", "loss"], {}) == "bits"
+
+
+def test_a_users_metric_may_begin_as_those_over_devices_do() -> None:
+    assert main_metric(["device_accuracy", "loss"], {}) == "device_accuracy"
+    assert relapses("device_score", 0.9, 0.1, 0.9, goal={"device_score": "max"}) == 1
+
+
+def relapses(metric: str, *values: float, goal: Goals | None = None) -> int | None:
+    swings = Swings(goal or {"score": "min"})
     for value in values:
         swings.add({metric: value, "device_mean_accuracy": value})
     assert swings.keys() <= {metric}
-    return swings[metric].count if swings else None
+    return swings[metric].times if swings else None
+
+
+def test_the_worst_swing_says_over_how_many_measurements() -> None:
+    swings = Swings({})
+    assert swings.worst is None
+    for number in range(25):
+        swings.add({"loss": 1.0, "rmse": 9.0 if number % 10 == 9 else 1.0, "heard": 9.0})
+        if number == 9:
+            assert swings.worst == ("rmse", 1, 10)
+    assert swings.worst == ("rmse", 2, 20)
 
 
 def test_relapses_are_counted_on_the_side_that_is_bad() -> None:
@@ -90,11 +120,26 @@ def test_noise_and_progress_are_no_relapses() -> None:
     assert relapses("accuracy", *(n / 50 for n in range(50))) == 0
 
 
+def test_independent_draws_at_chance_level_are_no_swing() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        swings = Swings({})
+        for _ in range(20):
+            hits = sum(draw.random() < 0.1 for _ in range(300))
+            swings.add({"accuracy": hits / 300})
+            assert swings["accuracy"].times <= MOST_RELAPSES
+
+
+def test_one_huge_value_hides_no_swing() -> None:
+    assert relapses("score", 1e6, 0.1, 3.0, 0.1, 3.0) == 2
+    assert relapses("accuracy", 0.95, 0.0, 0.95, 0.0) == 2
+
+
 def test_what_is_not_a_number_is_lost_once_there_was_one() -> None:
     assert relapses("loss", math.nan, 1.0, math.inf, math.nan, 1.0, math.nan) == 2
     assert relapses("loss", math.nan, math.nan) == 0
 
 
 def test_old_relapses_are_forgotten() -> None:
-    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 17) == 2
-    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 20) == 0
+    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 16) == 2
+    assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 19) == 0

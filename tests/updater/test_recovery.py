@@ -583,7 +583,7 @@ async def test_updater_whose_new_segment_was_removed_is_fenced(
     real = writing._named
 
     def slept(aside: Path, path: Path) -> None:
-        recorder._outlived(chain[-1].path.name)
+        recorder._outlived(chain[-1].path.name, 1.0)
         real(aside, path)
 
     monkeypatch.setattr(writing, "_named", slept)

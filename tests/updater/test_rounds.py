@@ -22,7 +22,7 @@ from fedstream.strategies import (
     Strategy,
     Update,
 )
-from tests.support import Hand, context, layout_of, model_of, running, wait_until
+from tests.support import Hand, context, counted, layout_of, model_of, running, wait_until
 from tests.updater.journalled import held, records
 
 
@@ -127,7 +127,8 @@ async def test_dropped_round_is_in_no_version(
         assert (await hand.dispatch())[-1] == "closed"
         await wait_until(hand.queue_is_empty)
 
-    async with running(make(rule, name="updater-0"), context()):
+    watched = context()
+    async with running(make(rule, name="updater-0"), watched):
         await hand.join()
         one, two = [(await hand.admitted(value, sends=rule.sends)).device for value in (50.0, 90.0)]
         await wait_until(lambda: held_by(one, two))
@@ -138,6 +139,7 @@ async def test_dropped_round_is_in_no_version(
         await wait_until(lambda: held_by(three))
         await ends(one, two)  # told again: this is another round
         assert await held_by(three)
+        assert counted(watched, "fedstream_rounds_dropped_total") == 1
     async with running(make(rule, name="updater-1"), context()):
         await hand.admitted(4.0, sends=rule.sends)
         await ends()

@@ -3,6 +3,7 @@ far as is usual."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ def claiming(samples: int, **changes: Any) -> Upload:
 @pytest.mark.parametrize(
     ("known", "most", "counted"),
     [
-        ((), None, 1),  # nobody outweighs those who come first,
-        ((0,), None, 1),  # nor takes the others' weight by claiming nothing
-        ((MANY, 70, 600), None, 70),
-        ((*[600] * 10, *[MANY] * 9), None, 600),
-        ((*[600] * 11, *[MANY] * 9), None, 6000),
+        ((), None, 10),
+        ((600,) * 20, None, 10),
+        ((600,) * 21, None, 6000),
+        ((*[600] * 51, *[MANY] * 50), None, 6000),
+        ((0,) * 101, None, 10),
         ((), 50, 50),  # the operator's limit, instead
         ((600,) * 30, 50_000, 50_000),
     ],
@@ -107,43 +108,68 @@ def claiming(samples: int, **changes: Any) -> Upload:
 def test_claimed_samples_count_as_far_as_is_usual(
     known: tuple[int, ...], most: int | None, counted: int
 ) -> None:
-    norms = Norms(claims=known)
+    norms = Norms(samples=known)
     upload = norms.weighable(claiming(MANY), most)
     assert (upload.samples, upload.claimed) == (counted, MANY)
-    assert norms.with_claim(upload).claims == (*known, MANY)
+    assert norms.with_samples(counted).samples == (*known, counted)[-101:]
     for fine in (claiming(MANY, handed=None), claiming(counted)):
         assert norms.weighable(fine, most) == fine
+
+
+def counts(claims: Iterable[int]) -> list[int]:
+    """The samples that a run's updates count with, all from untrusted sites."""
+    norms, found = Norms(), list[int]()
+    for claim in claims:
+        found.append(norms.weighable(claiming(claim), None).samples)
+        norms = norms.with_samples(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 1, 500, MANY])
+def test_no_first_claim_lets_a_later_device_be_the_average(first: int) -> None:
+    """Of the round of 21 that it ends, wherever that is in the run."""
+    honest = counts([first, *[500] * 200])
+    for n in range(20, 201):
+        *others, liar = counts([first, *[500] * (n - 1), MANY])[n - 20 :]
+        assert others == honest[n - 20 : n]
+        assert liar <= sum(others) / 2
+
+
+def test_honest_untrusted_devices_count_alike_from_the_first_on() -> None:
+    found = counts([500] * 200)
+    assert found == [10] * 21 + [100] * 42 + [500] * 137
 
 
 async def test_device_that_claims_all_samples_there_are_is_not_the_average(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     """Live, by a successor that begins where the claims are in a checkpoint, and replayed."""
-    rule = FedAvgSettings(clients_per_round=3, weighting="samples")
+    rule = FedAvgSettings(clients_per_round=6, weighting="samples")
     for successor in range(2):
         updater = make(rule, name=f"updater-{successor}", norm_factor=0)
         async with running(updater, context()):
             await hand.join()
             for n in range(30):
-                liar = n % 3 == 1
-                handed = n // 3 + 10 * successor
+                liar = n % 6 == 1
+                handed = n // 6 + 5 * successor
                 said: dict[str, Any] = {"site": "north", "handed": handed} if liar else {}
                 [trigger] = await hand.open()
                 samples = MANY if liar else 600
                 value = 100.0 if liar else 1.0
                 upload = await hand.trained(trigger, value, samples=samples, **said)
                 await hand.slip_in(upload)
-                if n % 3 == 2:
-                    await hand.reaches(10 * successor + n // 3 + 1)
+                if n % 6 == 5:
+                    await hand.reaches(5 * successor + n // 6 + 1)
     made = [version for version in await hand.published() if version.updates]
     weights = [[one.weight for one in version.updates] for version in made]
-    # Two of three are honest: theirs is the median as soon as there is one.
-    assert weights == [[600.0] * 3] * 7 + [[600.0, 6000.0, 600.0]] * 13
+    # Five of six are trusted: theirs is the median once they are more than those of the beginning.
+    caps = [10.0] * 4 + [100.0] + [6000.0] * 5
+    assert weights == [[600.0, cap, *[600.0] * 4] for cap in caps]
     taken = [record for record in records(folder) if isinstance(record, Taken)]
     assert {one.upload.claimed for one in taken} == {None, MANY}
     with Replayer(folder) as again:
         assert [m.model.digest() for m in again if m.step.made][-1] == made[-1].digest
-    by_samples = FedAvgSettings(clients_per_round=6, weighting="samples")
+    by_samples = FedAvgSettings(clients_per_round=12, weighting="samples")
     with Replayer(folder, strategy=by_samples) as under_another:
         weighed = [m.step.decision.weight for m in under_another if m.step.decision]
     assert weighed == [weight for each in weights for weight in each]

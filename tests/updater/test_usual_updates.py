@@ -93,8 +93,8 @@ def usual_of(*last: float) -> Norms:
     return Norms(tuple((size, 0.0, 0.0) for size in last))
 
 
-def judged(norms: Norms, size: float, own: float = 0.0) -> tuple[bool, float]:
-    layout = Layout((Tensor("weight", (4,), "float32", "parameter"),))
+def judged(norms: Norms, size: float, own: float = 0.0, n: int = 4) -> tuple[bool, float]:
+    layout = Layout((Tensor("weight", (n,), "float32", "parameter"),))
     usual, counted = norms.judged((size, 0.0, 0.0), 30.0, model_of(layout, own))
     return usual, counted[0]
 
@@ -158,6 +158,16 @@ def test_honest_devices_are_not_refused(devices: tuple[str, ...], rule: tuple[st
     outcome = simulate(settings)
     assert outcome.versions[-1].version == settings.run.versions
     assert outcome.refused == {}
+
+
+@pytest.mark.parametrize(("own", "largest"), [(0.02, 200.0), (0.011, 110.0), (0.009, 1e4)])
+def test_first_updates_of_a_large_model_are_bounded_by_its_own_norm(
+    own: float, largest: float
+) -> None:
+    """Not by a vector of ones, unless the model has no scale yet."""
+    for seen in ([], [0.0] * 50):
+        assert judged(usual_of(*seen), 0.99 * largest, own, 1_000_000)[0]
+        assert not judged(usual_of(*seen), 1.01 * largest, own, 1_000_000)[0]
 
 
 @pytest.mark.parametrize(

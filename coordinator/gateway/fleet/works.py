@@ -120,7 +120,7 @@ class NodeWorks:
         if others and self._used(others) + reply.most > self._budget:
             raise _no_room()
         work.reply = reply
-        work.expected += len(reply.wanted)
+        work.expected = len(reply.wanted)
 
     def _replies(self) -> list[Incoming]:
         """The replies that are coming in."""

@@ -63,10 +63,39 @@ async def test_refused_update_counts_unless_the_run_is_the_reason(
     assert (found and found.reason) == (reason if counts else None)
 
 
-async def test_trainer_cannot_excuse_a_device_by_its_reason(run: Hand) -> None:
-    [task] = await run.open(device=3)
-    assert await run.admit(given_up(task, "round over")) == [("given_up", "round over")]
-    assert await known(run) is not None
+@pytest.mark.parametrize(
+    ("reason", "of_round", "versions", "blamed"),
+    [
+        ("became too stale", None, 1, True), ("became too stale", None, 2, False),
+        ("round over", None, 1, True), ("round over", 0, 0, True), ("round over", 0, 1, False),
+        ("run finished", None, 2, True), ("device revoked", None, 2, True),
+    ],
+)  # fmt: skip
+async def test_device_is_excused_only_by_what_is_so(
+    hand: Hand, reason: str, of_round: int | None, versions: int, blamed: bool
+) -> None:
+    """A site says why a task is given up, for a device that may have asked for these words."""
+    await hand.create(max_staleness=1)
+    [task] = await hand.open(device=3, version=of_round)
+    for version in range(1, versions + 1):
+        await hand.commit(version)
+    assert await hand.admit(given_up(task, reason)) == [("given_up", reason)]
+    assert (await known(hand) is not None) == blamed
+
+
+async def test_device_is_not_blamed_for_the_end_of_the_run(hand: Hand) -> None:
+    await hand.create(versions=1)
+    [task] = await hand.open(device=3)
+    await hand.commit(1, finish="version 1 reached")
+    await hand.admit(given_up(task, "run finished"))
+    assert await known(hand) is None
+
+
+async def test_device_is_not_blamed_for_an_owner_that_leaves(run: Hand) -> None:
+    await run.announce("t", 3)
+    await run.open(device=3)
+    assert await run.ledger.leave(b"t") == 1
+    assert await known(run) is None
 
 
 async def test_withdrawn_task_counts_only_if_a_trainer_took_it(run: Hand) -> None:
@@ -98,15 +127,17 @@ async def test_device_is_not_blamed_for_a_trainer_that_fails_beside_others(
 
 
 async def test_resting_device_gets_no_task_by_its_own_trigger(run: Hand) -> None:
-    own = [run.trigger(origin="ann", device=3) for _ in range(4)]
+    own = [run.trigger(origin="ann", device=3) for _ in range(5)]
     for trigger in own[:2]:
         assert await run.take_up(trigger) == ["sent"]
         await run.admit(given_up(trigger))
     assert await run.take_up(own[2]) == ["resting"]
     assert (await run.ledger.look()).reasons("stray") == {"trigger for a resting device": 1}
-    until_ms = int(1000 * (await run.ledger.tally()).now) - 1
-    await run.client.call("HSET", run.keys.failing, 3, f"2 {until_ms} raised OSError")
-    assert await run.take_up(own[3]) == ["sent"]
+    now_ms = int(1000 * (await run.ledger.tally()).now)
+    for trigger, until_ms in ((own[3], now_ms - 1), (own[4], now_ms + 400_000)):
+        await run.client.call("HSET", run.keys.failing, 3, f"2 {until_ms} raised OSError")
+        assert await run.take_up(trigger) == ["sent"], "over, or longer than any rest"
+        await run.admit(given_up(trigger))
     await run.balanced()
 
 

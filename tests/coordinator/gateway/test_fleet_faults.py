@@ -327,7 +327,8 @@ async def test_replies_have_their_room_before_they_come(hand: Hand) -> None:
     for device, work in enumerate((mine, yours)):
         known.begin(device, work)
     known.expect(mine, Incoming("a", {"a"}, 1.0))
-    known.expect(mine, Incoming("b", {"b"}, 1.0))  # in place of its own
+    known.expect(mine, Incoming("b", {"b", "c"}, 1.0))  # in place of its own
+    assert mine.expected == 2, "only the newest reply's objects come without a charge"
     with pytest.raises(Refusal, match=r"gateway\.model_bytes"):
         known.expect(yours, Incoming("c", {"c"}, 1.0))
     assert yours.reply is None

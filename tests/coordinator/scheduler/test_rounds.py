@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.messages import CloseRound, RoundEnd
+from fedstream.broker.messages import CloseRound, RoundEnd, Trigger
 from fedstream.broker.records import Commit, End
 from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.rounds import Rounds
@@ -59,16 +59,7 @@ async def test_round_ends_without_the_device_that_fails_repeatedly(make: Any, ru
         await has_issued(run, 11)  # it is the only one left to ask
         again = next(t for t in (await run.ledger.look()).open if t.device == bad.device)
         await run.admit(raised(again))
-        uploads = [await run.trained(task) for task in working]
-        assert await run.admit(*uploads) == [("admitted", "")] * 9
-        ends = [
-            End(task=one.task, attempt=one.attempt, device=one.device, outcome="buffered")
-            for one in uploads
-        ]
-        commit = Commit(
-            held=[one.device for one in uploads], retained=9, mean_staleness=0.0, ends=ends
-        )
-        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
+        await have_answered(run, *working)
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["closed"]
         assert (await run.ledger.look()).issued == 11
@@ -142,14 +133,7 @@ async def test_round_with_too_few_answers_keeps_them_and_asks_others(
     watched = context()
     async with running(make(Rounds(k=3, min_answers=2, timeout_s=600.0)), watched):
         first, *late = await are_open(run, 3)
-        upload = await run.trained(first)
-        assert await run.admit(upload) == [("admitted", "")]
-        held = Commit(
-            held=[upload.device], mean_staleness=0.0,
-            ends=[End(task=upload.task, attempt=upload.attempt, outcome="buffered")],
-            entries=[entry for entry, _ in await run.queue()], updates=[upload.blob],
-        )  # fmt: skip
-        assert (await run.ledger.commit(run.updater.token, held)).what == "done"
+        await have_answered(run, first)
         clock.ahead_s = 601.0
         await run.announce("bob")  # an event, which it looks at
         await wait_until(lambda: asked(run))
@@ -169,26 +153,17 @@ async def test_round_with_too_few_answers_may_be_dropped(
     make: Any, run: Hand, clock: Clock
 ) -> None:
     """And another one begins from the same version; each as often as it takes."""
-    watched = context()
     policy = Rounds(k=3, min_answers=2, timeout_s=600.0, too_few="drop")
-    async with running(make(policy), watched):
+    async with running(make(policy), context()):
         for n in range(1, 3):
             first, *_ = await wait_until(lambda: of_version(run, 0, 3))
-            upload = await run.trained(first)
-            assert await run.admit(upload) == [("admitted", "")]
-            held = Commit(
-                held=[upload.device], mean_staleness=0.0,
-                ends=[End(task=upload.task, attempt=upload.attempt, outcome="buffered")],
-                entries=[entry for entry, _ in await run.queue()], updates=[upload.blob],
-            )  # fmt: skip
-            assert (await run.ledger.commit(run.updater.token, held)).what == "done"
+            await have_answered(run, first)
             clock.ahead_s += 601.0
             await run.announce(f"bob-{n}")  # an event, which it looks at
             await wait_until(lambda: asked_to_close(run, 1))
             assert {"closed"} <= {*await run.dispatch()} <= {"closed", "withdrawn"}
             [(entry, end)] = await run.queue()
-            assert end == RoundEnd(version=0, why="round over", drops=(upload.device,))
-            assert counted(watched, "fedstream_rounds_dropped_total") == n
+            assert end == RoundEnd(version=0, why="round over", drops=(first.device,))
             done = Commit(held=[], mean_staleness=0.0, entries=[entry])
             assert (await run.ledger.commit(run.updater.token, done)).what == "done"
             await run.announce(f"ann-{n}")
@@ -197,6 +172,45 @@ async def test_round_with_too_few_answers_may_be_dropped(
             task.deadline and task.deadline > clock.time() for task in await are_open(run, 3)
         )
         await run.balanced()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_round_after_a_dropped_one_ends_without_delay(
+    make: Any, run: Hand, clock: Clock
+) -> None:
+    """Though it has the same version, and no task that is to be given up."""
+    policy = Rounds(k=3, min_answers=2, timeout_s=600.0, too_few="drop")
+    async with running(make(policy), context()):
+        first, *_ = await are_open(run, 3)
+        await have_answered(run, first)
+        clock.ahead_s = 601.0
+        await run.announce("bob")  # an event, which it looks at
+        await wait_until(lambda: asked_to_close(run, 1))
+        await run.dispatch()
+        done = Commit(
+            held=[], mean_staleness=0.0, entries=[entry for entry, _ in await run.queue()]
+        )
+        assert (await run.ledger.commit(run.updater.token, done)).what == "done"
+        await run.client.call("HSET", run.keys.run, "devices", 2)  # whose answers are enough
+        await run.announce("ann")
+        await has_issued(run, 5)
+        await have_answered(run, *await are_open(run, 2))
+        await wait_until(lambda: asked_to_close(run, 1))
+
+
+async def have_answered(hand: Hand, *tasks: Trigger) -> None:
+    """The updater has taken the answers to these tasks, and holds no other."""
+    uploads = [await hand.trained(task) for task in tasks]
+    assert await hand.admit(*uploads) == [("admitted", "")] * len(tasks)
+    ends = [
+        End(task=one.task, attempt=one.attempt, device=one.device, outcome="buffered")
+        for one in uploads
+    ]
+    held = Commit(
+        held=[one.device for one in uploads], mean_staleness=0.0, ends=ends,
+        entries=[entry for entry, _ in await hand.queue()], updates=[one.blob for one in uploads],
+    )  # fmt: skip
+    assert (await hand.ledger.commit(hand.updater.token, held)).what == "done"
 
 
 async def test_closing_a_round_is_requested_once(make: Any, run: Hand, client: Client) -> None:

@@ -46,7 +46,10 @@ def fedstream(*arguments: str) -> int:
     ("arguments", "code", "said"),
     [
         (["run", "--nope"], 2, "No such option: --nope"),
-        (["run", "--versions", "abc"], 2, "Invalid value for '--versions': Input should be"),
+        (["run", "--versions", "abc"], 2, "--versions abc: must be a whole number (see"),
+        (["compare", "x", "--target", "abc"], 2, "--target abc: must be a number (see"),
+        (["compare", "x", "--goal", "up"], 2, "--goal up: must be max or min (see"),
+        (["sweep", "--repeats", "0"], 2, "--repeats 0: must be greater than or equal to 1 (see"),
         (["journal", "shw"], 2, "Did you mean 'show'? (see fedstream journal -h)"),
         (["journal", "show"], 2, "Missing argument 'DIR' (see fedstream journal show -h)"),
         (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),

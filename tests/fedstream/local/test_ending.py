@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedstream.broker.messages import Event
-from fedstream.broker.records import Failing
+from fedstream.broker.records import NO_QUARANTINES, Failing
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.observe.history import History
 from tests.fedstream.views import event, view
@@ -131,16 +131,38 @@ def test_run_fails_only_if_no_device_works(
     assert ending(history, seen, tested=True, finished_s=0.0) is None
 
 
+@pytest.mark.parametrize(
+    ("barred", "owned", "pool", "failed", "fails"),
+    [
+        ([9], (), False, range(9), True),
+        ([9], (), False, [*range(8), 9], False),  # it failed before it was barred
+        ([99], (), False, range(9), False),  # no device of the run
+        (range(10), (), False, range(10), False),  # until some are released
+        ([], (0, 1, 2), False, [0, 1, 2, 0, 1], True),
+        ([], (0, 1, 2), False, [0, 1, 0, 1, 0], False),
+        ([], (0, 1, 2), True, [0, 1, 2, 0, 1], False),  # a trainer serves the others
+    ],
+)
+def test_devices_that_cannot_be_asked_need_not_fail(
+    barred: Sequence[int], owned: tuple[int, ...], pool: bool, failed: Iterable[int], fails: bool
+) -> None:
+    quarantines = NO_QUARANTINES.quarantined(barred, "", 1.5, 0)
+    seen = view(head=replace(view().head, quarantines=quarantines), owned=owned, pool=pool)
+    history = of(*(event("error", reason="ValueError", device=d, text="no") for d in failed))
+    assert (ending(history, seen, tested=True, finished_s=0.0) is not None) == fails
+
+
 def test_failing_devices_are_told_once_and_again_when_twice_as_many_fail() -> None:
     def told(*devices: int) -> dict[str, str]:
         failing = {device: Failing(2, 1.0, "raised OSError") for device in devices}
         return dict(notices(History(), view(failing=failing), Path("out")))
 
-    said = "failing and asked less often: "
-    named = [f"device {device} (2 tasks in a row, raised OSError)" for device in range(9)]
-    assert list(told(3).values()) == [said + named[3]]
+    named = [f"device {device} failed 2 tasks in a row (raised OSError)" for device in range(9)]
+    assert list(told(3).values()) == [f"{named[3]}: it is asked less often"]
     assert told(3).keys() == told(4).keys() != told(3, 4).keys() == told(2, 3, 4).keys()
-    assert [*told(*range(9)).values()] == [f"{said}{', '.join(named[:5])} and 4 more"]
+    assert [*told(*range(9)).values()] == [
+        f"{', '.join(named[:5])} and 4 more: they are asked less often"
+    ]
     assert told() == {}
 
 

@@ -44,14 +44,18 @@ class Class(Blobs):
 
 class Raising(Blobs):
     def device_data(self, device):
-        if device == 2:
-            raise OSError("no disk")
-        return super().device_data(device)
+        raise OSError("no disk")
+
+    def test_data(self):
+        return None
 
 
 class Empty(Blobs):
     def device_data(self, device):
-        return list(super().device_data(device))[: 0 if device == 3 else 9]
+        return []
+
+    def test_data(self):
+        return None
 
 
 class Nothing(Blobs):
@@ -102,8 +106,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         ("Dict", "model() returned dict: it must return an untrained torch.nn.Module"),
         ("Class", "model() returned the class Linear"),
-        ("Raising", "device 2: OSError: no disk at"),
-        ("Empty", "device 3 has no data"),
+        ("Raising", "device 0: OSError: no disk at"),
+        ("Empty", "device 0 has no data"),
         ("Nothing", "device 0: device_data() returned NoneType, which has no length"),
         ("NoTest", "test_data() returned int, which has no length"),
         ("EmptyTest", "there is nothing to evaluate: the data set is empty"),

@@ -123,7 +123,8 @@ def test_row_that_was_not_known_at_first_stands_below_the_others(
 def test_accuracy_names_its_version() -> None:
     numbers: dict[str, Any] = {
         "state": "finished", "why": "version 9 reached", "measured_version": 9,
-        "best": {"accuracy": {"version": 4, "value": 0.6}}, "versions": 9, "versions_before": 0,
+        "goal": {}, "best": {"accuracy": {"version": 4, "value": 0.6}},
+        "versions": 9, "versions_before": 0,
         "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
         "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
         "strays": {}, "failing": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
@@ -182,8 +183,12 @@ def test_top_and_status_name_devices_and_trainers_that_fail() -> None:
     for shown in (
         text_of(top.frame(seen, History(), trainers, {}, CREATED)), text_of(page.page(about)),
     ):  # fmt: skip
-        assert "device 3 (6 tasks in a row, raised OSError), device 4" in " ".join(shown.split())
-        assert "device 7 (6 tasks in a row, raised OSError) and 1 more" in " ".join(shown.split())
+        assert "device 3 failed 6 tasks in a row (raised OSError), device 4" in " ".join(
+            shown.split()
+        )
+        assert "device 7 failed 6 tasks in a row (raised OSError) and 1 more" in " ".join(
+            shown.split()
+        )
         assert "trainer trainer-2 (its last 4 tasks, of several devices)" in shown
         assert "trainer trainer-1" not in shown
     older = {name: value for name, value in about.items() if name != "failing"}

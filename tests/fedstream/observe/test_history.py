@@ -43,22 +43,23 @@ def test_a_metric_that_is_no_number_is_told_at_once_and_at_the_end() -> None:
     for number, loss in enumerate((math.nan, 1.0, math.nan)):
         metrics = {"mse": math.nan, "loss": loss, "device_mean_mse": math.nan}
         history.tell(event("evaluation", version=number, metrics=metrics))
-        told = dict(history.notices())
+        told = dict(history.notices(journal=True))
         assert told["nan mse"] == f"mse is not a number at version {number}: see metrics()"
         assert "nan device_mean_mse" not in told
         assert ("nan loss" in told) is (number != 1)
     assert history.never_finite == ["mse", "device_mean_mse"]
     history.forget_measurements()
-    assert (history.never_finite, history.best, dict(history.notices())) == ([], {}, {})
+    assert (history.never_finite, history.best, dict(history.notices(journal=True))) == ([], {}, {})
 
 
 def test_a_swinging_metric_is_told_once_it_swings_again() -> None:
     history, told = History(), []
     for number, rmse in enumerate((6.0, 1.0, 6.0, 1.0, 6.0)):
         history.tell(event("evaluation", version=number, metrics={"rmse": rmse}))
-        told.append(dict(history.notices()).get("swings rmse", ""))
+        told.append(dict(history.notices(journal=True)).get("swings", ""))
     assert told[:4] == [""] * 4
-    assert told[4].startswith("rmse swings: 2 times in 20 measurements it lost")
+    assert told[4] == "rmse fell back 2 times in 5 measurements: see fedstream journal bisect"
+    assert dict(history.notices(journal=False))["swings"] == told[4].partition(":")[0]
 
 
 def test_staleness_and_devices_are_counted_by_update() -> None:

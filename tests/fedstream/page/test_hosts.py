@@ -12,6 +12,7 @@ import structlog
 from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.service import Coordinator
 from fedstream.page.live.service import LiveService
@@ -101,8 +102,7 @@ def test_configured_names_and_those_who_need_none() -> None:
     token, name = "http.token=sixteen-or-more-characters", "runs.example:80"
     for role, sets, is_named in (
         ("coordinator", (), False),
-        ("coordinator", ('page.hosts=["runs.example"]',), True),
-        ("coordinator", ('http.hosts=["runs.example"]',), True),
+        ("coordinator", ('http.hosts=["others.example", "Runs.Example"]',), True),
         ("coordinator", ('http.hosts=["others.example"]', token), False),
         ("coordinator", (token,), True),
         ("trainer", (token,), False),
@@ -110,3 +110,12 @@ def test_configured_names_and_those_who_need_none() -> None:
         ("gateway", (), True),
     ):
         assert http_of(role, configured(*sets)).is_named(name) == is_named, (role, sets)
+
+
+@pytest.mark.parametrize(
+    "name", ["runs.example:8443", "https://runs.example", "runs.example/ui", "[::1", "fd00::7", ""]
+)
+def test_only_names_can_be_configured(name: str) -> None:
+    """Others would match no request."""
+    with pytest.raises(ConfigError, match=r"http\.hosts\[1\].*: expected .*'runs\.example\.org'"):
+        configured(f'http.hosts=["[fd00::7]", "{name}"]')

@@ -73,7 +73,8 @@ def test_list_shows_every_run_even_broken_ones(two: list[Path], command: Command
     found = {
         Path(row["folder"]).name: row for row in json.loads(command("list", folder, "--json")[1])
     }
-    assert found["one"]["best_accuracy"] == 0.6
+    assert found["one"]["best_accuracy"] == found["one"]["best"] == 0.6
+    assert found["one"]["metric"] == "accuracy"
     assert "error" in found["broken"]
     assert found.keys() == {"one", "other", "broken", "damaged"}
 

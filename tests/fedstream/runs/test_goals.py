@@ -109,6 +109,19 @@ def test_a_low_value_is_the_best_where_the_name_or_the_task_says_so(simulated: P
         assert f"best {measured[best]:.4f} at version {best}" in repr(run)
 
 
+def test_an_older_summary_gets_its_best_from_the_table(simulated: Path) -> None:
+    file = simulated / "Line" / "summary.json"
+    numbers = json.loads(file.read_text())
+    del numbers["best"]
+    numbers["failing"] = {"3": {"tasks": 2, "reason": "raised OSError"}}
+    file.write_text(json.dumps(numbers))
+    run = fedstream.open(simulated / "Line")
+    points = {one.version: one.metrics["rmse"] for one in run.measurements}
+    at = min(points, key=points.__getitem__)
+    assert run.summary["best"] == {"rmse": {"version": at, "value": points[at]}}
+    assert "failing    device 3 failed 2 tasks in a row (raised OSError)" in repr(run)
+
+
 def test_a_recording_carries_the_goal_in_its_journal(simulated: Path, command: Command) -> None:
     code, said, _ = command("list", simulated)
     assert code == 0
@@ -177,7 +190,13 @@ def test_an_unknown_goal_is_asked_for_and_never_guessed(simulated: Path, command
     assert json.loads(said)["runs"][0]["best_version"] > 0
     with pytest.raises(ConfigError, match=r"--target 0\.5: whether a low or a high misfit"):
         fedstream.compare([folder], target=0.5)
-    assert fedstream.compare([folder, simulated / "Misfit"]).goal is None  # one run says nothing
+    both = [folder, simulated / "Misfit"]
+    assert fedstream.compare(both).goal == "min"  # one run, perhaps an older one, says nothing
+    numbers["goal"] = {"misfit": "max"}
+    (folder / "summary.json").write_text(json.dumps(numbers))
+    assert fedstream.compare(both).goal is None
+    with pytest.raises(ConfigError, match=r"--target 0\.5: the runs' tasks disagree whether"):
+        fedstream.compare(both, target=0.5)
     shutil.rmtree(folder)
 
 

@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
+from fedstream.coordinator.service import Coordinator
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
 from fedstream.observe.report import write_model
 from fedstream.settings.config import options, read
-from fedstream.settings.services import create_run
+from fedstream.settings.services import _BUILDERS, create_run
 from fedstream.settings.start import StartingPoint, first_model
 from fedstream.simulation import simulate
 from fedstream.strategies import FedAsyncSettings, ScaffoldSettings, Strategy
@@ -207,5 +209,11 @@ def test_simulated_run_records_where_it_came_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "divides"), [("fedbuff", False), ("afa-cd", True)])
 def test_run_says_whether_updates_are_divided_by_their_steps(name: str, divides: bool) -> None:
-    run, _ = create_run(read(None, [f"strategy.name={name}"]))
+    """And its coordinator bounds learning rates then only."""
+    settings = read(None, [f"strategy.name={name}", "solvers=[{devices=[3], lr=0.7}]"])
+    run, _ = create_run(settings)
     assert run.by_steps is divides
+    coordinator, _ = _BUILDERS["coordinator"](settings, Keys("a"), "coordinator-0")
+    assert isinstance(coordinator, Coordinator)
+    lr_of = coordinator._lr_of
+    assert (lr_of and [lr_of(2), lr_of(3)]) == ([0.3, 0.7] if divides else None)

@@ -234,7 +234,7 @@ def test_device_that_fails_is_named_in_the_summary(
     [(device, about)] = summary["failing"].items()
     assert summary["given_up"] == {"raised IndexError": about["tasks"]}
     assert (device, summary["updates"]) == ("1", 2 * 9), "rounds of three, of which two answer"
-    said = f"failing    device 1 ({about['tasks']} tasks in a row, IndexError: Target"
+    said = f"failing    device 1 failed {about['tasks']} tasks in a row (IndexError: Target"
     assert said in capsys.readouterr().out
 
 

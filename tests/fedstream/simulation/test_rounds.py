@@ -206,9 +206,10 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
         now, n, trigger = heapq.heappop(ends)
         del at_work[trigger.task]
         drops_out = behaviour(given.devices, trigger.device, trigger.seed).drops_out
-        failed = drops_out or trigger.device in broken
-        rests.ended(trigger.device, now, failed=failed)
-        if not failed:
+        if drops_out:
+            continue
+        rests.ended(trigger.device, now, failed=trigger.device in broken)
+        if trigger.device not in broken:
             makes = len(held) + 1 == given.strategy.batch
             told.append(
                 (n, trigger.device, (trigger.seed, trigger.steps), trigger.version, version, makes,

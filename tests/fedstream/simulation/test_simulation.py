@@ -475,9 +475,51 @@ def test_failure_is_planned_alike_whether_or_not_devices_train_together(name: st
 def test_simulation_fails_if_no_device_works() -> None:
     with pytest.raises(
         DataError, match=r"no device works: .* on 6 of 6 devices: device \d at version 0: Index"
-    ):
-        run(*AFA, "run.dry_step=false", task=Raising(*range(DEVICES)))
+    ) as raised:
+        run(*AFA, "run.dry_step=false", task=Untrainable())
+    assert raised.value.trace.splitlines()[-1] == "IndexError: no device"
     assert run(*AFA, task=Raising(*range(1, DEVICES))).state == "finished"
+
+
+class Untrainable(Small):
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        raise IndexError("no device")
+
+
+class Lacking(Small):
+    """Some devices have no data, or no rows. Its own training does not look at them."""
+
+    def __init__(self, *devices: int, rows: int | None = None) -> None:
+        super().__init__()
+        self._lacking, self._rows = devices, rows
+
+    def device_data(self, device: int) -> TensorDataset:
+        if device not in self._lacking:
+            return super().device_data(device)
+        if self._rows is None:
+            raise IndexError("no device")
+        return TensorDataset(self._x[: self._rows], self._y[: self._rows])
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        return Trained(1, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason", "last"),
+    [(None, "IndexError", "IndexError: no device"), (0, "DataError", "its data set is empty")],
+    ids=["raises", "empty"],
+)
+def test_device_without_data_rests_and_its_error_is_told_once(
+    rows: int | None, reason: str, last: str
+) -> None:
+    told: list[str] = []
+    found = run("run.versions=40", task=Lacking(2, 3, rows=rows), on_error=told.append)
+    assert found.state == "finished"
+    assert [*found.given_up] == [f"raised {reason}"]
+    assert [*found.failing] == [2, 3]
+    [one] = told
+    assert one.startswith("the task raised on device ")
+    assert one.endswith(last)
 
 
 class Wrong(Small):

@@ -117,4 +117,4 @@ async def test_each_version_is_written_once_by_a_process_killed_ten_times(
     }.items():  # fmt: skip
         assert [one.step for one in client.get_metric_history(run.info.run_id, key)] == steps, key
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"a": "1"}
+    assert run.data.params == {"a": "1", "goal.bits": "min"}

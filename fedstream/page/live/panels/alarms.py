@@ -17,7 +17,7 @@ from fedstream.broker.messages import OUTCOMES
 from fedstream.observe.display import duration
 from fedstream.page.live.scene import Scene
 from fedstream.terminal import counted
-from fedstream.trainer.goals import MOST_RELAPSES, RECENT, Swings
+from fedstream.trainer.goals import MOST_RELAPSES, Swings
 
 Severity = Literal["critical", "warning"]
 AlarmState = Literal["firing", "pending", "quiet", "unknown"]
@@ -151,12 +151,9 @@ def _metric_swings(scene: Scene, rule: AlarmRule) -> Evidence:
     measured, most, text = scene.measured[-_MEASURED:], [0], ""
     for one in measured:
         swings.add(one.metrics)
-        name, worst = max(
-            ((name, relapses.count) for name, relapses in swings.items()),
-            key=lambda one: one[1], default=("", 0),
-        )  # fmt: skip
-        most.append(worst)
-        text = f"{name} fell back {counted(worst, 'time')} in {RECENT} measurements"
+        worst = swings.worst
+        most.append(worst.times if worst else 0)
+        text = str(worst or "")
     at = np.searchsorted([one.time for one in measured], scene.gauged["time"], side="right")
     return Evidence(text, _while_running(scene, np.array(most)[at] > rule.threshold))
 

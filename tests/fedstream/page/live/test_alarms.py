@@ -102,7 +102,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (
         "FedstreamMetricSwings",
         {"gauged": LONG, "measured": measured("error", 0.0, 0.9, 0.1, 0.9, 0.2, 0.8, 0.1)},
-        "error fell back 3 times in 20 measurements",
+        "error fell back 3 times in 7 measurements",
     ),
     ("FedstreamDeadLetters", {"gauged": gauged(seconds=70, dead=2), "dead": 2}, "2 dead letters"),
     (

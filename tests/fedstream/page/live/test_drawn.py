@@ -41,7 +41,7 @@ def test_the_headline_has_progress_and_numbers() -> None:
 def test_the_headline_names_failing_devices() -> None:
     assert "failing and resting" not in headline(scene())
     text = headline(scene(failing={3: Failing(6, 1.0, "raised OSError")}))
-    assert "device 3 (6 tasks in a row, raised OSError)" in text
+    assert "device 3 failed 6 tasks in a row (raised OSError)" in text
 
 
 def test_foreign_text_is_escaped() -> None:
