@@ -12,7 +12,7 @@ import time
 if sys.platform == "linux":
 
     def uptime() -> float:
-        """Seconds on a clock that nobody sets, and that goes on while the machine sleeps."""
+        """The machine's uptime in seconds, with its sleep; setting a clock doesn't change it."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 else:

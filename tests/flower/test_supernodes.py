@@ -219,5 +219,6 @@ async def test_stock_supernodes_train_a_run(
     uploads = [one.upload for one in records if isinstance(one, Taken)]
     assert {one.device for one in uploads} == {*DEVICES}
     assert {one.site for one in uploads} == {"gateway"}
-    assert {one.samples - one.device for one in uploads} == {10}  # each partition is its device
+    claims = {(one.claimed or one.samples) - one.device for one in uploads}
+    assert claims == {10}  # each partition is its device
     assert {one.loss for one in uploads} == {0.125}  # the run configuration of the app

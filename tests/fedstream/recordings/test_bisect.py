@@ -186,7 +186,10 @@ def test_bisect_blames_no_update_for_an_adopted_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--below", 0.01), "accuracy never went below 0.01 after a better value, in the 31"),
+        (
+            ("--below", 0.01),
+            "accuracy never went below 0.01 after a better value, in the 31 versions measured",
+        ),
         (("--below", 1.1), "accuracy was below 1.1 in all 31 versions measured"),
     ],
 )

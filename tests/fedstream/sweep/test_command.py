@@ -111,7 +111,7 @@ def test_a_configuration_that_is_wrong_is_named_before_anything_runs(
     [
         ((), "name what to vary with --over"),
         (("--over", "solver.lr=0..1"), "a range needs --random N"),
-        (("--over", "solver.lr=1,2", "--goal", "most"), "'most' is not one of 'max', 'min'"),
+        (("--over", "solver.lr=1,2", "--goal", "most"), "--goal most: must be max or min"),
         (("--over", "task.seed=1,2"), "task.seed has no effect"),
         (("--over", "solver.lrr=1,2"), "fedstream: solver.lrr = 1 (from --over): unknown key"),
     ],

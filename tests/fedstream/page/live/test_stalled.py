@@ -147,7 +147,7 @@ def test_no_device_is_available() -> None:
 def test_no_device_works() -> None:
     failing = {device: Failing(4, NOW + 9, "raised OSError") for device in range(10)}
     said = told(idle(failing=failing))
-    assert "no device works, and each is asked less and less often: device 0 (4 tasks" in said
+    assert "no device works, and each is asked less and less often: device 0 failed 4" in said
     del failing[9]
     assert "no device works" not in told(idle(failing=failing))
 
