@@ -6,7 +6,7 @@ import re
 import ssl
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from fedstream.broker.errors import ConfigError
 
@@ -31,7 +31,7 @@ class TlsSettings(_Table):
 class SentinelSettings(_Table):
     """The sentinels that know which Redis is the master."""
 
-    nodes: Annotated[tuple[str, ...], Field(min_length=1)]  # "host:port", or "host": port 26379
+    nodes: tuple[str, ...] = ()  # "host:port", or "host": port 26379
     master: str = "fedstream"
     username: str | None = None  # of the sentinels themselves
     password: Secret = None
@@ -49,6 +49,16 @@ class RedisSettings(_Table):
     cluster: bool = False
     # For one round trip, or one window of chunks. Liveness expects a sign of life within 30 s.
     timeout_s: float = Field(default=10.0, gt=0, le=20)
+
+    @field_validator("sentinel")
+    @classmethod
+    def _sentinel_has_nodes(cls, sentinel: SentinelSettings | None) -> SentinelSettings | None:
+        """None for a password alone: a deployment may hand it out whether or not it is needed."""
+        if sentinel is None or sentinel.nodes:
+            return sentinel
+        if sentinel.model_fields_set - {"password"}:
+            raise ValueError("redis.sentinel.nodes: name at least one, as in [\"host:26379\"]")
+        return None
 
     @model_validator(mode="after")
     def _agree(self) -> RedisSettings:

@@ -46,6 +46,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 _PREFIX = "FEDSTREAM_"
 _TAGS = ("kind", "name")  # the fields that choose between alternative tables
+_ITEMS = ""  # in a table that adds items to a list: the key of that list
 _SHOWN = 80  # characters of an invalid value that a message shows
 
 
@@ -95,10 +96,11 @@ def load(
     ``options`` are keys with their own command-line option; they override the sets.
 
     ``FEDSTREAM_<SECTION>__<KEY>`` sets a configuration key, at any depth; names without a double
-    underscore are ignored (Kubernetes sets ``FEDSTREAM_<SERVICE>_PORT`` and the like). Values from
-    environment and sets are parsed as TOML, or else taken as strings. A layer that changes the
-    ``kind`` or ``name`` of a table with alternatives drops the keys that earlier layers set in it:
-    they belonged to the other kind.
+    underscore are ignored (Kubernetes sets ``FEDSTREAM_<SERVICE>_PORT`` and the like). A key below
+    a list adds an item to it: ``FEDSTREAM_COORDINATOR__SITES__A=site-a``, in the order of the
+    names. Values from environment and sets are parsed as TOML, or else taken as strings. A layer
+    that changes the ``kind`` or ``name`` of a table with alternatives drops the keys that earlier
+    layers set in it: they belonged to the other kind.
 
     ``trusted`` is false for the file of a recording: a plug-in that the file alone names is not
     loaded, because that would run its program. ``keys``: tables, or keys of tables, to read of the
@@ -219,7 +221,7 @@ def _put(tree: _Tree, keys: Sequence[str], node: _Tree | _Leaf) -> None:
     for key in keys[:-1]:
         below = tree.get(key)
         if not isinstance(below, dict):
-            below = tree[key] = {}
+            below = tree[key] = _items(below)
         tree = below
     tree[keys[-1]] = node
 
@@ -233,8 +235,15 @@ def _merge(below: _Tree, above: _Tree, types: list[object], *, recorded: bool) -
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(node, dict):
             node = _merge(old, node, _inside(types, key), recorded=recorded)
+        elif isinstance(node, dict):
+            node = _items(old) | node
         merged[key] = node
     return merged
+
+
+def _items(node: _Tree | _Leaf | None) -> _Tree:
+    """A list as the beginning of a table that adds items to it; empty for anything else."""
+    return {_ITEMS: node} if isinstance(node, _Leaf) and isinstance(node.value, list) else {}
 
 
 def _check_trusted(
@@ -259,7 +268,8 @@ def _check_trusted(
                 )
     known = _chosen(types, node)
     for name, below in node.items():
-        _check_trusted(below, _inside(known, name), source, (*key, name))
+        inner = types if name == _ITEMS else _inside(known, name)
+        _check_trusted(below, inner, source, (*key, name))
 
 
 def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
@@ -278,7 +288,7 @@ def _validate(schema: type[M], tree: _Tree, at: Sequence[str] = ()) -> M:
         return schema.model_validate_json(to_json(_plain(tree)))
     except ValidationError as error:
         wrong = [_Wrong(schema, tree, one, at) for one in error.errors(include_url=False)]
-        if any([item.becomes_text() or item.becomes_default() for item in wrong]):  # noqa: C419
+        if any([item.is_mended() for item in wrong]):  # noqa: C419
             return _validate(schema, tree, at)
         lines: dict[str, list[str]] = {}
         left: set[str] = set()
@@ -324,6 +334,26 @@ class _Wrong:
         if "discriminator" in details.get("ctx", {}):
             self.key.append(details["ctx"]["discriminator"].strip("'"))
         self.node = _find(tree, self.key)
+
+    def is_mended(self) -> bool:
+        """Change the value to what was meant; return whether it could be changed."""
+        return self.becomes_list() or self.becomes_text() or self.becomes_default()
+
+    def becomes_list(self) -> bool:
+        """Make a list of a table that adds items to it; return whether it did so."""
+        table, holder = self.node, _find(self.tree, self.key[:-1])
+        if self.details["type"] not in ("list_type", "tuple_type") or not isinstance(table, dict):
+            return False
+        assert isinstance(holder, dict)  # noqa: S101  (a table is in a table)
+        key = str(self.key[-1])
+        if _ITEMS in table:
+            items = _plain(table.pop(_ITEMS))
+        else:
+            models = [one for one in self.holder if _is_model(one) and key in one.model_fields]
+            items = models[0].model_fields[key].get_default(call_default_factory=True)
+        added = [_plain(table[name]) for name in sorted(table)]
+        holder[key] = _Leaf([*(items or ()), *added], ", ".join(dict.fromkeys(_sources(table))))
+        return True
 
     def becomes_text(self) -> bool:
         """Replace a value by its text where a string is expected; return whether it did so.

@@ -26,6 +26,11 @@ def entry(manifests: Manifests, workload: str, name: str) -> dict[str, Any]:
     return next(one for one in container(manifests, workload)["env"] if one["name"] == name)
 
 
+def _without(some: dict[str, Any], name: str) -> None:
+    """Removes a variable from a container's environment."""
+    some["env"] = [one for one in some["env"] if one["name"] != name]
+
+
 def config(manifests: Manifests, start: str) -> dict[str, str]:
     """What a generated ConfigMap holds."""
     found = next(
@@ -112,6 +117,22 @@ BREAKS: dict[str, tuple[Change, str]] = {
             volume for volume in pod(m, "trainer")["volumes"] if volume["name"] == "data"
         )["persistentVolumeClaim"].update(claimName="data"),
         r"references: Deployment trainer: there is no PersistentVolumeClaim 'data'",
+    ),
+    "a namespace that is deleted with the overlay": (
+        lambda m: m.put(
+            {
+                "apiVersion": "v1",
+                "kind": "Namespace",
+                "metadata": {
+                    "name": "fedstream",
+                    "labels": {
+                        f"pod-security.kubernetes.io/{mode}": "restricted"
+                        for mode in ("enforce", "audit", "warn")
+                    },
+                },
+            }
+        ),
+        r"references: Namespace fedstream: is deleted with the overlay",
     ),
     "a budget for no pods": (
         lambda m: m.get("PodDisruptionBudget", "trainer")["spec"]["selector"]["matchLabels"].update(
@@ -243,10 +264,6 @@ BREAKS: dict[str, tuple[Change, str]] = {
         lambda m: pod(m, "trainer")["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
         r"restricted: Deployment trainer: volume 'x' is of kind hostPath",
     ),
-    "a namespace that enforces nothing": (
-        lambda m: m.get("Namespace", "fedstream")["metadata"]["labels"].clear(),
-        r"restricted: Namespace fedstream",
-    ),
     "no limit": (
         lambda m: container(m, "trainer")["resources"]["limits"].pop("memory"),
         r"restricted: Deployment trainer, container trainer: no limits\.memory",
@@ -365,6 +382,12 @@ BREAKS: dict[str, tuple[Change, str]] = {
         ),
         r"exposure: Deployment coordinator: an Ingress leads to it, and it asks for no token",
     ),
+    "an Ingress to a coordinator whose token may be missing": (
+        lambda m: entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN")["valueFrom"][
+            "secretKeyRef"
+        ].update(optional=True),
+        r"exposure: Deployment coordinator: .* it asks for no token of a Secret",
+    ),
     "an Ingress to a coordinator whose token is in the manifest": (
         lambda m: entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN").update(
             {"value": "0123456789abcdef", "valueFrom": {}}
@@ -404,22 +427,22 @@ SITES: dict[str, tuple[Change, str]] = {
         r"settings: StatefulSet site-a, .*: is not Redis's user 'trainer-site-a'",
     ),
     "a site that nobody serves": (
-        lambda m: config(m, "fedstream-run").update(FEDSTREAM_COORDINATOR__SITES='["pool"]'),
+        lambda m: config(m, "fedstream-run").pop("FEDSTREAM_COORDINATOR__SITES__SITE_A"),
         r"sites: StatefulSet site-a: coordinator\.sites does not name 'site-a'",
     ),
     "a site without a user": (
-        lambda m: pod(m, "redis")["initContainers"][0]["env"].pop(),
+        lambda m: _without(pod(m, "redis")["initContainers"][0], "FEDSTREAM_PASSWORD_SITE_SITE_A"),
         r"sites: StatefulSet site-a: Redis's users are made without FEDSTREAM_PASSWORD_SITE_SITE_A",
     ),
 }
 
 GATEWAYS: dict[str, tuple[Change, str]] = {
     "a gateway whose site nobody serves": (
-        lambda m: config(m, "fedstream-run").update(FEDSTREAM_COORDINATOR__SITES='["pool"]'),
+        lambda m: config(m, "fedstream-run").pop("FEDSTREAM_COORDINATOR__SITES__GATEWAY"),
         r"sites: StatefulSet gateway: coordinator\.sites does not name 'gateway'",
     ),
     "a gateway without a user": (
-        lambda m: pod(m, "redis")["initContainers"][0]["env"].pop(),
+        lambda m: _without(pod(m, "redis")["initContainers"][0], "FEDSTREAM_PASSWORD_GATEWAY"),
         r"sites: StatefulSet gateway: Redis's users are made without FEDSTREAM_PASSWORD_GATEWAY",
     ),
     "a gateway that is a trainer's user": (
@@ -431,29 +454,14 @@ GATEWAYS: dict[str, tuple[Change, str]] = {
         r"settings: StatefulSet gateway, .*: http\.port = 8080, the port named http is 8443",
     ),
     "an autoscaler that every apply undoes": (
-        lambda m: m.put(
-            {
-                "apiVersion": "autoscaling/v2",
-                "kind": "HorizontalPodAutoscaler",
-                "metadata": {"name": "g", "namespace": "fedstream"},
-                "spec": {
-                    "scaleTargetRef": {"kind": "StatefulSet", "name": "gateway"},
-                    "maxReplicas": 2,
-                },
-            }
-        ),
-        r"settings: HorizontalPodAutoscaler g: every apply would set back what it has set",
+        lambda m: m.get("StatefulSet", "gateway")["spec"].update(replicas=2),
+        r"settings: HorizontalPodAutoscaler gateway: every apply would set back what it has set",
     ),
-    "an autoscaler without metrics": (
-        lambda m: m.put(
-            {
-                "apiVersion": "autoscaling/v2",
-                "kind": "HorizontalPodAutoscaler",
-                "metadata": {"name": "g", "namespace": "fedstream"},
-                "spec": {"scaleTargetRef": {"kind": "Deployment", "name": "g"}, "maxReplicas": 2},
-            }
+    "an autoscaler of nothing": (
+        lambda m: m.get("HorizontalPodAutoscaler", "gateway")["spec"]["scaleTargetRef"].update(
+            name="gateways"
         ),
-        r"settings: HorizontalPodAutoscaler g: nothing collects the metrics that it follows",
+        r"settings: HorizontalPodAutoscaler gateway: there is no StatefulSet 'gateways'",
     ),
     "a route without TLS": (
         lambda m: m.get("HTTPRoute", "gateway")["spec"]["parentRefs"][0].pop("sectionName"),
@@ -464,7 +472,7 @@ GATEWAYS: dict[str, tuple[Change, str]] = {
         r"exposure: StatefulSet gateway: gateway\.names .* differ in 'new\.example\.org'",
     ),
     "a gateway that takes signatures for any host": (
-        lambda m: config(m, "fedstream-run").pop("FEDSTREAM_GATEWAY__NAMES"),
+        lambda m: config(m, "fedstream-run").pop("FEDSTREAM_GATEWAY__NAMES__ROUTE"),
         r"exposure: StatefulSet gateway: gateway\.names .* differ in 'devices\.example\.org'",
     ),
     "a route to no port": (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import re
 import textwrap
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
 from tests.k8s.policy.checks import CHECKS, findings
 from tests.k8s.policy.sources import sources
-from tests.k8s.policy.targets import K8S, ROOT, on_base, renderings
+from tests.k8s.policy.targets import K8S, ROOT, differences, largest, on_base, renderings
 from tests.k8s.policy.workloads import BY_THE_OPERATOR
 
 HOW_TO = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "how-to").glob("*.md")))
@@ -59,6 +60,15 @@ def broken(manifests: Manifests, change: Callable[[Manifests], object]) -> list[
     return list(findings(Manifests(list(those))))  # anew: a change may rename
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("names", largest(), ids=" ".join)
+def test_the_order_of_components_does_not_matter(names: tuple[str, ...]) -> None:
+    """The reverse of an order has every pair the other way round."""
+    shuffled = [*names]
+    random.Random(0).shuffle(shuffled)
+    assert list(differences([names, names[::-1], shuffled])) == []
+
+
 def test_images_are_named_in_one_place() -> None:
     assert list(sources()) == []
 
@@ -82,6 +92,14 @@ def test_mistakes_are_detected(what: str, rendering: Rendering) -> None:
     change, expected = BREAKS[what]
     lines = broken(rendering("overlay production"), change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
+
+
+def test_a_namespace_that_enforces_nothing_is_detected(rendering: Rendering) -> None:
+    def changed(manifests: Manifests) -> None:
+        manifests.get("Namespace", "fedstream")["metadata"]["labels"].clear()
+
+    lines = broken(rendering("overlay dev"), changed)
+    assert lines == ["restricted: Namespace fedstream: does not enforce 'restricted'"]
 
 
 def test_keda_works_with_rounds(rendering: Rendering) -> None:
@@ -127,7 +145,7 @@ def test_operators_objects_are_documented() -> None:
 def test_documented_objects_are_valid() -> None:
     """What is to be copied from there would be taken by a cluster."""
     kinds = sorted(one["kind"] for one in OBJECTS)
-    assert kinds == ["Kustomization", "PersistentVolume", "Pod"]
+    assert kinds == ["Kustomization", "PersistentVolume", "PersistentVolumeClaim", "Pod"]
     cluster = Manifests(one for one in OBJECTS if one["kind"] != "Kustomization")
     assert list(CHECKS["schemas"](cluster)) == []
     claim = cluster.get("Pod", "journal")["spec"]["volumes"][0]["persistentVolumeClaim"]

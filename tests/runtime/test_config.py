@@ -136,6 +136,39 @@ def test_a_table_replaces_a_value_and_the_last_set_wins() -> None:
     assert load_sets("run.seed=1", "run.seed=2").run.seed == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "environ", "sets", "tags"),
+    [
+        ("", {"A": "a"}, (), ("first", "a")),
+        ("", {"B": "b", "A": "x"}, (), ("first", "x", "b")),
+        ('tags = ["file"]', {"A": "a"}, ("run.tags.z=z",), ("file", "a", "z")),
+        ('tags = ["file"]', {"": '["env"]', "A": "a"}, (), ("env", "a")),
+        ("", {"A": "a"}, ("run.tags=['alone']",), ("alone",)),
+    ],
+)
+def test_keys_below_a_list_add_items(
+    tmp_path: Path, text: str, environ: dict[str, str], sets: tuple[str, ...], tags: tuple[str, ...]
+) -> None:
+    """So that parts of a deployment that don't know each other can each add theirs."""
+
+    class Tagged(Section):
+        tags: tuple[str, ...] = ("first",)
+
+    class Whole(Section):
+        run: Tagged = Tagged()
+
+    path = tmp_path / "run.toml"
+    path.write_text(f"[run]\n{text}\n")
+    given = {f"FEDSTREAM_RUN__TAGS__{name}".rstrip("_"): value for name, value in environ.items()}
+    assert load(Whole, path=path, environ=given, sets=sets).run.tags == tags
+
+
+def test_invalid_added_item_is_named() -> None:
+    assert refusal(FEDSTREAM_RUN__TAGS__A="[1]") == (
+        "run.tags[0] = [1] (from FEDSTREAM_RUN__TAGS__A): must be a valid string"
+    )
+
+
 def test_changing_the_kind_drops_the_other_kinds_keys(tmp_path: Path) -> None:
     text = '[strategy]\nname = "fedasync"\nalpha = 0.3\n'
     settings = load_file(tmp_path, text, "strategy.name=fedbuff", "strategy.k=3")

@@ -42,7 +42,8 @@ def exposure(manifests: Manifests) -> Iterator[str]:
             for entry in coordinator.containers[0]["env"]
             if entry["name"] == "FEDSTREAM_HTTP__TOKEN"
         ]
-        if not tokens or "secretKeyRef" not in tokens[0].get("valueFrom", {}):
+        secret = tokens[0].get("valueFrom", {}).get("secretKeyRef") if tokens else None
+        if secret is None or secret.get("optional"):
             yield (
                 f"{coordinator.name}: an Ingress leads to it, and it asks for no token of a Secret"
             )

@@ -64,7 +64,8 @@ def _source(manifests: Manifests, workload: Workload, volume: Manifest) -> Itera
         if name is not None and held(manifests, kind, name) is None:
             yield f"{workload.name}: there is no {kind} {name!r}"
     claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-    if claim is not None and manifests.find("PersistentVolumeClaim", claim) is None:
+    found = manifests.find("PersistentVolumeClaim", claim or "")
+    if claim and not found and ("PersistentVolumeClaim", claim) not in BY_THE_OPERATOR:
         yield f"{workload.name}: there is no PersistentVolumeClaim {claim!r}"
 
 
@@ -85,6 +86,8 @@ def _environment(manifests: Manifests) -> Iterator[str]:
                     if wanted is None:
                         continue
                     keys = held(manifests, kind, wanted["name"])
+                    if wanted.get("optional"):  # one that the operator may add
+                        keys = BY_THE_OPERATOR.get((kind, wanted["name"]), keys)
                     if keys is None:
                         yield f"{name}: there is no {kind} {wanted['name']!r}"
                     elif wanted["key"] not in keys:
@@ -129,7 +132,9 @@ def _entrances(manifests: Manifests) -> Iterator[str]:
                 ports = {port["name"] for port in service["spec"]["ports"]} if service else set()
                 if wanted["port"].get("name") not in ports:
                     yield f"{name}: there is no port {wanted['port']} of Service {wanted['name']!r}"
-                if path["path"] != "/v1":
+                if (
+                    path["path"] != "/v1" and wanted["name"] != "coordinator"
+                ):  # that also has a page
                     yield f"{name}: {path['path']} lets out more than the API"
     for route in manifests.of("HTTPRoute"):
         name = f"HTTPRoute {route['metadata']['name']}"
@@ -198,11 +203,11 @@ def _monitor(manifests: Manifests, monitor: Manifest) -> Iterator[str]:
             yield f"{name}: there is no port {endpoint['port']!r}"
 
 
-def _claims(manifests: Manifests) -> Iterator[str]:
-    for claim in manifests.of("PersistentVolumeClaim"):
-        volume = ("PersistentVolume", claim["spec"].get("volumeName", ""))
-        if volume not in BY_THE_OPERATOR:
-            yield f"PersistentVolumeClaim {claim['metadata']['name']}: nobody makes {volume}"
+def _kept(manifests: Manifests) -> Iterator[str]:
+    """What `kubectl delete -k` must not take along, where the journal is to outlive the pods."""
+    if any("volumeClaimTemplates" in one["spec"] for one in manifests.of("StatefulSet")):
+        for one in manifests.of("Namespace", "PersistentVolumeClaim"):
+            yield f"{one['kind']} {one['metadata']['name']}: is deleted with the overlay"
 
 
 def _unused(manifests: Manifests) -> Iterator[str]:
@@ -228,5 +233,5 @@ def _unused(manifests: Manifests) -> Iterator[str]:
 
 
 _CHECKS = (
-    _own_labels, _volumes, _environment, _services, _entrances, _selectors, _claims, _unused,
+    _own_labels, _volumes, _environment, _services, _entrances, _selectors, _kept, _unused,
 )  # fmt: skip

@@ -196,8 +196,6 @@ def _followed(manifests: Manifests, scaler: Manifest) -> Iterator[str]:
         yield f"HorizontalPodAutoscaler {name}: there is no {target['kind']} {target['name']!r}"
     elif "replicas" in found["spec"]:
         yield f"HorizontalPodAutoscaler {name}: every apply would set back what it has set"
-    if not manifests.of("ServiceMonitor"):
-        yield f"HorizontalPodAutoscaler {name}: nothing collects the metrics that it follows"
 
 
 def _scaled(manifests: Manifests, scaled: Manifest, found: Settings) -> Iterator[str]:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from tests.k8s.cluster.manifests import Manifests, rendered
+from tests.k8s.cluster.manifests import Manifest, Manifests, rendered
 
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "k8s"
 
-# What an overlay of one's own may put on top of production (device-owners takes the place of what
-# KEDA scales).
-_WITH = {
+# Components that others refuse to be without.
+NEEDS: Mapping[str, tuple[str, ...]] = {
     "ingress": ("redis-tls",),
     "gateway-ingress": ("redis-tls", "gateway"),
     "gateway-route": ("redis-tls", "gateway"),
-    "gateway-scaling": ("monitoring", "gateway"),
 }
-ADDITIONS = (
-    "redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data", "site", "sinks", "gateway"
-)  # fmt: skip
+# Components that take each other's place.
+APART = [
+    {"redis-aof", "redis-sentinel"}, {"redis-aof", "external-redis"},
+    {"redis-sentinel", "external-redis"}, {"redis-tls", "external-redis"},
+    {"device-owners", "keda"}, {"device-owners", "gpu"},
+]  # fmt: skip
+ADDITIONS = ("redis-aof", "redis-sentinel", "gpu", "no-data", "site", "sinks", "gateway")
 
 
 def overlays() -> list[str]:
@@ -45,7 +50,52 @@ def combinations() -> dict[str, tuple[str, ...]]:
 
     Each alone, but for what it is refused without.
     """
-    return {name: (*_WITH.get(name, ()), name) for name in components()}
+    return {name: (*NEEDS.get(name, ()), name) for name in components()}
+
+
+def together(number: int) -> list[tuple[str, ...]]:
+    """The sets of so many components that do not exclude each other."""
+    found = itertools.combinations(components(), number)
+    return [names for names in found if not any(pair <= {*names} for pair in APART)]
+
+
+def largest() -> list[tuple[str, ...]]:
+    """The sets of components that no other component can be added to."""
+    found: list[set[str]] = [set(components())]
+    for pair in APART:
+        parted = [those - {name} for those in found if pair <= those for name in pair]
+        found = [those for those in found if not pair <= those] + parted
+    return sorted({tuple(sorted(one)) for one in found if not any(one < other for other in found)})
+
+
+def differences(orders: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The objects that differ between the first order of components and another one."""
+    first, *others = orders
+    expected = _objects(first)
+    for order in others:
+        found = _objects(order)
+        for key in expected.keys() | found.keys():
+            if expected.get(key) != found.get(key):
+                yield f"{' '.join(key)}: with {', '.join(first)} and with {', '.join(order)}"
+
+
+def _objects(order: Sequence[str]) -> dict[tuple[str, str], Any]:
+    return {_key(one): _in_order(one) for one in on_base(*order)}
+
+
+def _key(one: Manifest) -> tuple[str, str]:
+    return one["kind"], one["metadata"]["name"]
+
+
+def _in_order(value: Any) -> Any:
+    """An object with lists of named things by name: their order means nothing to Kubernetes."""
+    if isinstance(value, dict):
+        return {key: _in_order(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        items = [_in_order(one) for one in value]
+        named = all(isinstance(one, dict) and "name" in one for one in items)
+        return sorted(items, key=itemgetter("name")) if named else items
+    return value
 
 
 def renderings() -> Mapping[str, Callable[[], Manifests]]:

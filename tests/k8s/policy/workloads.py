@@ -34,7 +34,7 @@ BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
     ("Secret", "fedstream-site-a"): frozenset(("password",)),
     ("Secret", "fedstream-http"): frozenset(("token",)),
     ("ConfigMap", "fedstream-redis-ca"): frozenset(("ca.crt",)),
-    ("PersistentVolume", "fedstream-data"): frozenset(),
+    ("PersistentVolumeClaim", "fedstream-data"): frozenset(),
 }
 
 
