@@ -12,7 +12,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.coordinator.gateway import receipts
-from fedstream.coordinator.gateway.app import GatewayApp
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import (
@@ -87,21 +86,3 @@ def scene(hand: Hand, redis: RedisSettings) -> Scene:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways that don't wait long for a decision."""
     monkeypatch.setattr(receipts, "WAIT_S", 0.2)
-
-
-@pytest.fixture
-def by_aiohttp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Methods of requests for models and of uploads that came to aiohttp's handlers."""
-    found: list[str] = []
-    for name in ("_model", "_upload"):
-        handler = getattr(GatewayApp, name)
-
-        async def noted(
-            self: GatewayApp, request: web.Request, handler: Any = handler
-        ) -> web.StreamResponse:
-            found.append(request.method)
-            response: web.StreamResponse = await handler(self, request)
-            return response
-
-        monkeypatch.setattr(GatewayApp, name, noted)
-    return found
