@@ -46,7 +46,7 @@ MANY = 0.7  # of the devices wait at any time once all have come; the others are
 BACK_S = 60.0  # in which they come back after a restart
 LOOK_S = 0.25
 SCRAPE_S = 10.0  # between two looks at metrics while nothing happens, as of a Prometheus
-SETTLE_S = 15.0  # from the scheduler's start until tasks are counted
+SETTLE_S = 10.0  # from the first tasks until they are counted
 # For ten thousand devices.
 MEMORY_MB, IDLE_SHARE, TASKS_PER_S = 700.0, 0.08, 200.0
 POLL_S, RETRY_S = 50.0, (1.0, 10.0)
@@ -284,6 +284,7 @@ def measured(asked: Asked) -> dict[str, Any]:
         found["arrivals"] = cost(before, Look.now(at), asked.devices)
         found["idle"] = idle(at, asked.seconds)
         at.start("scheduler")
+        at.wait("tasks", lambda: at.version() >= asked.in_flight)
         time.sleep(SETTLE_S)
         before = Look.now(at)
         time.sleep(asked.seconds)
