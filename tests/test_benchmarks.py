@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import re
@@ -14,10 +15,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import chain, flat, gateway
+from benchmarks import chain, flat, gateway, gateway_devices
 from benchmarks.gateway_devices import ADMITTED, LATE
 from benchmarks.results import conditions, keep
+from fedstream.broker.client import RedisSettings
 from fedstream.local.redis_server import RedisServer
+from tests.coordinator.gateway.phones import INVITE, invite
+from tests.coordinator.gateway.places import coordinating, owned_by, serving
+from tests.support import Hand, wait_until
 
 # A crowd that is told to stop while it forks; its members end by themselves, but later.
 STOPPED = """
@@ -134,6 +139,29 @@ def test_gateways_page_says_which_bounds_were_held() -> None:
     assert "| after a restart: all devices are back | not within 60 s |" in text
     assert "| offer to receipt, p99 | 99.0 ms |" in text
     assert "| gateway | devices |\n|---|---|\n| 2.00 | 1.00 |" in text
+
+
+async def test_devices_of_the_gateways_benchmark_do_tasks(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    events: list[tuple[str, float]] = []
+    await hand.create()
+    await invite(hand)
+    async with coordinating(hand, redis), serving(hand, redis, identity=None) as at:
+        device = asyncio.create_task(
+            gateway_devices.live(
+                gateway_devices.SharedTls(at.url), 3, INVITE, tmp_path / "3", hand.layout,
+                lambda *event: events.append(event),
+            )
+        )  # fmt: skip
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        await wait_until(lambda: events)
+        [(name, ms)] = events
+        assert (name, ms > 0) == (ADMITTED, True)
+        device.cancel()
+        await asyncio.wait({device})
+        assert device.cancelled()
 
 
 def test_results_are_kept_as_figures_and_as_a_page(tmp_path: Path) -> None:
