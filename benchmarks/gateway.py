@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import redis
@@ -109,10 +109,16 @@ class Cluster:
     def start(self, role: str, *sets: str) -> None:
         """Start a service; the gateway's log says where it listens."""
         words = [word for one in sets for word in ("--set", one)]
-        with self._log(role).open("ab") as log:
-            self.processes[role] = subprocess.Popen(
-                [sys.executable, "-m", "fedstream", role, "--name", f"{role}-0", *words],
-                env=self.env, cwd=ROOT, stderr=log,
+        self.begin(role, "fedstream", role, "--name", f"{role}-0", *words)
+
+    def begin(
+        self, name: str, module: str, *words: object, stdout: IO[bytes] | None = None
+    ) -> None:
+        """Start a process of this name; what it says of failures goes to its log."""
+        with self._log(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, words)],
+                env=self.env, cwd=ROOT, stdout=stdout, stderr=log,
             )  # fmt: skip
 
     def start_gateway(self) -> None:
@@ -240,11 +246,10 @@ class Devices:
         self._files = [folder / f"devices-{part}" for part in range(parts)]
         for part, file in enumerate(self._files):
             with file.open("wb") as out:
-                at.processes[file.name] = subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.gateway_devices", "--url", at.url,
-                     "--ca", at.ca, "--invites", invites, "--part", f"{part}/{parts}",
-                     "--arrivals", str(asked.arrivals / parts)],
-                    env=at.env, cwd=ROOT, stdout=out,
+                at.begin(
+                    file.name, "benchmarks.gateway_devices", "--url", at.url, "--ca", at.ca,
+                    "--invites", invites, "--part", f"{part}/{parts}",
+                    "--arrivals", asked.arrivals / parts, stdout=out,
                 )  # fmt: skip
 
     def events(self, begin: float, end: float) -> list[tuple[float, str]]:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks import echo
@@ -175,12 +174,8 @@ def main() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         await crowd(SharedTls(options.url, options.ca), mine, folder, options.arrivals)
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        suppress(asyncio.CancelledError),
-    ):
-        runner.run(until_told(Path(folder)))
+    with tempfile.TemporaryDirectory() as folder, suppress(asyncio.CancelledError):
+        asyncio.run(until_told(Path(folder)))
 
 
 if __name__ == "__main__":

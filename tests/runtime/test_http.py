@@ -45,6 +45,7 @@ class Site:
     def __init__(self) -> None:
         self.stopping = False
         self.released = asyncio.Event()  # which a handler waits for
+        self.waiting: web.Request | None = None  # its request
         self.sent = 0  # slices of the long answer that a connection took
         self.ports: dict[str, int] = {}
         self.registry = CollectorRegistry()
@@ -89,8 +90,9 @@ class Site:
             finally:
                 self.sent += 1
 
-        async def waiting(_request: web.Request) -> web.Response:
+        async def waiting(request: web.Request) -> web.Response:
             self.sent += 1
+            self.waiting = request
             await self.released.wait()
             return web.json_response({"waited": True})
 
@@ -630,6 +632,18 @@ async def test_client_that_sends_on_behind_a_request_is_not_read(behind: bytes) 
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(writer.drain(), 0.5)
         writer.transport.abort()
+        http.released.set()
+
+
+@pytest.mark.parametrize("behind", [b"", b"G", get("/short")])
+async def test_client_that_goes_away_while_it_waits_is_noticed(behind: bytes) -> None:
+    async with site() as http:
+        _, writer = await http.connected()
+        writer.write(get("/waiting"))
+        await wait_until(lambda: http.sent == 1)
+        writer.write(behind)
+        writer.close()
+        await wait_until(lambda: http.waiting is not None and http.waiting.transport is None)
         http.released.set()
 
 
