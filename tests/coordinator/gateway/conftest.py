@@ -39,6 +39,7 @@ async def replica(hand: Hand) -> AsyncIterator[Replica]:
         settings = GatewaySettings.model_validate({
             "site": site, "secret": secret, "body_s": 0.2, "names": names,
             "attestation": about.pop("attestation", {"kind": "none"}),
+            "device_rate": about.pop("device_rate", 20.0),
         })  # fmt: skip
         auth = Auth(ledger, settings, None, **about)
 
