@@ -22,8 +22,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from redis import exceptions
-from redis._parsers import _AsyncHiredisParser
-from redis.asyncio.connection import Connection, parse_url
+from redis.asyncio.connection import Connection, DefaultParser, parse_url
 from redis.crc import key_slot
 
 from fedstream.broker.clock import Clock, uptime
@@ -81,7 +80,6 @@ class Client:
             "socket_timeout": None,  # a single time-out covers the whole exchange instead
             "socket_connect_timeout": settings.timeout_s,
             "driver_info": None,
-            "parser_class": _AsyncHiredisParser,
             "client_name": name or None,
         }
         self._timeout_s = settings.timeout_s
@@ -404,7 +402,7 @@ class Client:
         reader, writer = connection._reader, connection._writer  # noqa: SLF001
         if reader is None or writer is None or reader.at_eof() or writer.transport.is_closing():
             raise exceptions.ConnectionError("Connection closed by server.")  # or reset
-        link = Link(writer, _AsyncHiredisParser.parse_error, self._buffer)
+        link = Link(writer, DefaultParser.parse_error, self._buffer)
         connection._reader = connection._writer = None  # noqa: SLF001
         return link
 

@@ -10,7 +10,7 @@ because not everybody installs all of them:
 - ``torch-cuda.txt``: torch and torchvision from the package index, with their dependencies on
   Linux: several gigabytes. On macOS this is a CPU build too.
 - ``runtime.txt``: fedstream's other dependencies, with those of a gateway, also for Flower's
-  supernodes, and of the load laboratory: the image has them.
+  supernodes: the image has them.
 - ``dev.txt``: additional dependencies of the tests.
 - ``flower.txt``: fedstream's other dependencies beside Flower, which wants older releases of some,
   and what its tests need. Together with torch, a separate environment.
@@ -122,7 +122,7 @@ def _write(name: str, packages: Mapping[str, str]) -> None:
 def _write_project() -> None:
     known = read("torch-cuda") | read("runtime") | read("dev")
     project, pins = ROOT / "pyproject.toml", ("--constraint", ROOT / "constraints.txt")
-    runtime = _compiled(known, project, "--extra", "supernodes", "--extra", "load", *pins)
+    runtime = _compiled(known, project, "--extra", "supernodes", *pins)
     every = _compiled(known | runtime, project, "--extra", "dev", *pins)
     if differing := [name for name in runtime if _pin(runtime[name]) != _pin(every[name])]:
         raise SystemExit(f"the tests need other versions of {', '.join(differing)}")

@@ -27,7 +27,6 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.connections import Entrance, SecuredConnection, ServedConnection
 from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.problems import problem
-from fedstream.runtime.quick import QUICK, Idle, QuickRoute, QuickRoutes
 from fedstream.runtime.tls import CurrentTls, TlsBuffers
 
 if TYPE_CHECKING:
@@ -234,7 +233,6 @@ def application(
         if isinstance(route, web.RouteDef):
             route = web.RouteDef(route.method, route.path, route.handler, expecting | route.kwargs)
         route.register(app.router)
-    app[QUICK] = QuickRoutes(route for route in routes if isinstance(route, QuickRoute))
     app.on_response_prepare.append(end_connection)
     return app
 
@@ -259,15 +257,13 @@ async def listening(
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 
-    entrance, idle = Entrance(crowd, log, refused), Idle(http.idle_s)
-    quick = app.get(QUICK, QuickRoutes())  # pages have none
-    buffers = TlsBuffers()
+    entrance, buffers = Entrance(crowd, log, refused), TlsBuffers()
 
     def connection() -> ServedConnection:
         assert runner.server is not None  # noqa: S101  (it was set up)
         return ServedConnection(
             runner.server, loop=loop, http=http, entrance=entrance if tls is None else None,
-            quick=quick, idle=idle, log=log, refused=refused,
+            log=log, refused=refused,
         )  # fmt: skip
 
     def connected() -> ServedConnection | SecuredConnection:

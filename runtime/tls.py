@@ -1,6 +1,5 @@
 """TLS for many connections of which most are idle: what one holds does not grow with its traffic.
 
-Services have it for their clients' connections, the load laboratory for those of its devices.
 asyncio's and uvloop's own TLS keep, for as long as a connection lasts, a read buffer of 256 KiB
 and two buffers as large as the most that ever was in them: half a megabyte once a model has gone
 each way. Here all connections share their buffers, each for the length of one call. What is read is
@@ -64,8 +63,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """
 
     __slots__ = (
-        "_above", "_buffers", "_context", "_has_begun", "_has_failed", "_host", "_make", "_steps",
-        "_timer", "_tls", "_wire", "_within_s",
+        "_above", "_buffers", "_context", "_has_begun", "_has_failed", "_make", "_steps", "_timer",
+        "_tls", "_wire", "_within_s",
     )  # fmt: skip
     # Both from when there is a socket.
     _tls: ssl.SSLObject
@@ -73,17 +72,14 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def __init__(
         self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffers: TlsBuffers, *,
-        within_s: float, host: str | None = None,
+        within_s: float,
     ) -> None:  # fmt: skip
-        """``make``: the protocol above. ``buffers``: of the loop.
-        ``within_s``: to agree on TLS. ``host``: the server's name, for a client's connection.
-        """
+        """``make``: the protocol above. ``buffers``: of the loop. ``within_s``: to agree on TLS."""
         super().__init__()
         self._make = make
         self._context = context
         self._buffers = buffers
         self._within_s = within_s
-        self._host = host
         self._has_begun = self._has_failed = False
         self._above: asyncio.Protocol | None = None
         self._timer: asyncio.TimerHandle | None = None  # running until TLS is agreed on
@@ -96,13 +92,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport
         self._tls = self._context.wrap_bio(
-            self._buffers.incoming, self._buffers.outgoing, server_side=self._host is None,
-            server_hostname=self._host,
-        )  # fmt: skip
+            self._buffers.incoming, self._buffers.outgoing, server_side=True
+        )
         self._steps = _STEPS
         self._step()
-        if self._host is not None:  # a client speaks first
-            self._agrees()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffers.sealed
@@ -138,8 +131,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         if self._timer is not None:
             self._timer.cancel()
             if self._has_begun:  # probes of an open port, which say nothing, are no failures
-                # As many clients do that don't trust us.
-                self._fails("tls", f"the {'client' if self._host is None else 'server'} went away")
+                self._fails("tls", "the client went away")  # as many do that don't trust us
         if self._above is not None:
             self._above.connection_lost(exc)  # type: ignore[arg-type]
 

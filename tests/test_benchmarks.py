@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import chain, flat, gateway, plan
-from benchmarks.results import RESULTS, conditions, keep
+from benchmarks import chain, flat, gateway, gateway_devices
+from benchmarks.gateway_devices import ADMITTED, LATE
+from benchmarks.results import conditions, keep
+from fedstream.broker.client import RedisSettings
 from fedstream.local.redis_server import RedisServer
-from fedstream.planning import StepCosts, TaskCost
+from tests.coordinator.gateway.phones import INVITE, invite
+from tests.coordinator.gateway.places import coordinating, owned_by, serving
+from tests.support import Hand, wait_until
 
 # A crowd that is told to stop while it forks; its members end by themselves, but later.
 STOPPED = """
@@ -102,17 +106,17 @@ def test_most_devices_that_came_back_within_a_second() -> None:
     assert gateway.most_per_s([(0.0, 7.0)]) == 7
 
 
-def gateways(*, tasks: float, p99: float) -> dict[str, Any]:
+def gateways(*, tasks: float) -> dict[str, Any]:
     """What the gateway's benchmark may find."""
-    ms = {"p50": 10.0, "p99": p99, "max": 2 * p99}
+    events = [(float(ms), name) for ms in range(101) for name in (ADMITTED, LATE)]
     return {
         "arrivals": {"ms": {"gateway": 4.0}},
         "idle": {
-            "polls": 9900.0, "memory_mb": 500.0, "share": {"gateway": 0.04, "load": 0.06},
+            "polls": 9900.0, "memory_mb": 500.0, "share": {"gateway": 0.04, "devices": 0.06},
         },
         "work": {
-            "per_s": tasks, "memory_mb": 590.0, "ms": {"gateway": 2.0, "load": 1.0},
-            "report": {"task_ms": ms, "laboratory": {"lag_ms": ms}},
+            "per_s": tasks, "memory_mb": 590.0, "ms": {"gateway": 2.0, "devices": 1.0},
+            "events": gateway.summed(events),
         },
         "restart": {"half_s": 3.0, "all_s": None, "most_per_s": 900.0},
     }  # fmt: skip
@@ -120,20 +124,44 @@ def gateways(*, tasks: float, p99: float) -> dict[str, Any]:
 
 def test_gateways_page_says_which_bounds_were_held() -> None:
     results = {
-        "machine": {"cores": 2}, "load": 0.1, "found": gateways(tasks=299.0, p99=100.0),
+        "machine": {"cores": 2}, "load": 0.1, "found": gateways(tasks=199.0),
         "asked": {"devices": 10_000, "parameters": 61_706, "in_flight": 16},
     }  # fmt: skip
     text = gateway.page(results)
     held = dict(re.findall(r"^ *(.+?): .*: (held|MISSED)$", text, re.MULTILINE))
     assert held == {
         "gateway's memory, MB": "held", "gateway's share of a core, idle": "held",
-        "tasks per second": "MISSED", "offer to receipt, p99, ms": "held",
+        "tasks per second": "MISSED",
     }  # fmt: skip
     # 3 ms a task, of which 0.1 of a core was for devices that wait; 1.9 cores are left.
-    most = 1000 * 1.9 / (3.0 - 100 / 299)
+    most = 1000 * 1.9 / (3.0 - 100 / 199)
     assert f"| tasks that would keep all cores busy, by what each cost | {most:.0f}/s |" in text
     assert "| after a restart: all devices are back | not within 60 s |" in text
-    assert "| gateway | laboratory |\n|---|---|\n| 2.00 | 1.00 |" in text
+    assert "| offer to receipt, p99 | 99.0 ms |" in text
+    assert "| gateway | devices |\n|---|---|\n| 2.00 | 1.00 |" in text
+
+
+async def test_devices_of_the_gateways_benchmark_do_tasks(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    events: list[tuple[str, float]] = []
+    await hand.create()
+    await invite(hand)
+    async with coordinating(hand, redis), serving(hand, redis, identity=None) as at:
+        device = asyncio.create_task(
+            gateway_devices.live(
+                gateway_devices.SharedTls(at.url), 3, INVITE, tmp_path / "3", hand.layout,
+                lambda *event: events.append(event),
+            )
+        )  # fmt: skip
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        await wait_until(lambda: events)
+        [(name, ms)] = events
+        assert (name, ms > 0) == (ADMITTED, True)
+        device.cancel()
+        await asyncio.wait({device})
+        assert device.cancelled()
 
 
 def test_results_are_kept_as_figures_and_as_a_page(tmp_path: Path) -> None:
@@ -149,23 +177,3 @@ def test_results_are_kept_as_figures_and_as_a_page(tmp_path: Path) -> None:
 
 def test_conditions_are_said_in_a_line() -> None:
     assert conditions({"cores": 2, "system": "Linux"}) == "cores 2, system Linux"
-
-
-def test_plans_assume_what_was_measured() -> None:
-    """Else `python -m benchmarks.plan` is due."""
-    results = json.loads((RESULTS / "gateway.json").read_text())
-    costs = plan.costs_of(results)
-    source, page = plan.SOURCE.read_text(), plan.PAGE.read_text()
-    assert (plan.with_defaults(source, costs), plan.with_table(page, costs)) == (source, page)
-    assert costs == StepCosts()
-
-
-def test_costs_that_are_written_are_the_defaults() -> None:
-    costs = plan.rounded(
-        replace(StepCosts(), arrival_ms=1.23456, gateway=TaskCost(2.34567, 3.0), models_kept=1234)
-    )
-    assert (costs.arrival_ms, costs.gateway, costs.models_kept) == (1.23, TaskCost(2.35, 3.0), 1234)
-    written = plan.with_defaults(plan.SOURCE.read_text(), costs)
-    assert "arrival_ms: float = 1.23  # gateway" in written
-    assert "gateway: TaskCost = TaskCost(2.35, 3.0)\n" in written
-    assert "models_kept: int = 1234  # in Redis" in written

@@ -6,12 +6,11 @@ the limits allow. Nothing of it ends the service.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
@@ -23,11 +22,6 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.quick_check_ins import (
-    AnswerCancelled,
-    QuickCheckIns,
-    check_in_of,
-)
 from fedstream.coordinator.gateway.quotas import Quotas
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.protocol import headers
@@ -42,8 +36,6 @@ from fedstream.protocol.messages import (
     Surrender,
 )
 from fedstream.runtime.crowd import network_of
-from fedstream.runtime.plain import response
-from fedstream.runtime.quick import QuickRoute
 
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler
@@ -56,8 +48,6 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.uploads import Uploads
-    from fedstream.runtime.plain import PlainRequest
-    from fedstream.runtime.quick import Exchange
     from fedstream.runtime.service import Context
 
 CHECK_IN: Final = "/v1/check-in"
@@ -71,12 +61,6 @@ class Recognition(Protocol):
 
     async def device_of(self, request: web.Request) -> int:
         """The device that a request proves to be of. Raises Refusal (401), Unavailable."""
-
-    def known(self, headers: Mapping[str, str]) -> int | None:
-        """The same, if it is known without asking anybody; else None.
-
-        ``headers``: by name, in small letters.
-        """
 
 
 @dataclass(frozen=True)
@@ -110,18 +94,13 @@ class GatewayApp:
         self._quotas = Quotas(settings.device_rate, settings.address_rate)
         self._rng = random.Random()
         self._opened: Opened | None = None
-        self._waits: QuickCheckIns | None = None
-        self._answering: set[asyncio.Task[None]] = set()
         self._openapi = json.dumps(openapi.document()).encode()
 
     def open(self, opened: Opened) -> None:
         """Begin to serve devices."""
         self._opened = opened
-        self._waits = QuickCheckIns(
-            opened.check_ins, self._desk, self._answered, self._is_stopping
-        )  # fmt: skip
 
-    def routes(self, *others: web.RouteDef) -> Sequence[web.AbstractRouteDef]:
+    def routes(self, *others: web.RouteDef) -> Sequence[web.RouteDef]:
         """All routes under /v1, each within the limits; ``others``: of enrolment and uploads."""
         own = (
             web.post(CHECK_IN, self._check_in),
@@ -143,14 +122,8 @@ class GatewayApp:
             web.route("*", "/{path:.*}", self._no_route),
         )
         return [
-            QuickRoute("POST", CHECK_IN, self._quick_check_in),
-            QuickRoute("GET", MODEL, self._quick_model),
-            QuickRoute("POST", upload_requests.PATH, self._quick_upload, in_parts=True),
-            QuickRoute("PATCH", upload_requests.PATH, self._quick_upload, in_parts=True),
-            *(
-                web.RouteDef(route.method, route.path, self.answering(route.handler), route.kwargs)
-                for route in own
-            ),
+            web.RouteDef(route.method, route.path, self.answering(route.handler), route.kwargs)
+            for route in own
         ]
 
     async def device_of(self, request: web.Request) -> int:
@@ -175,51 +148,13 @@ class GatewayApp:
         device = await self.device_of(request)
         said = await self.said(request, CheckIn)
         request.protocol.keep_alive(True)  # ends aiohttp's timer for connections without a request
-        offer = await self._running().check_ins.answer(device, said, _AiohttpLine(request))
-        status, about, body = self._offered(offer)
-        return web.Response(status=status, headers=about, body=body)
-
-    def _quick_check_in(
-        self, request: PlainRequest, exchange: Exchange, _names: Mapping[str, str]
-    ) -> bool:
-        """Take a check-in by a device that is known without asking anybody."""
-        if self._opened is None or self._waits is None:
-            return False
-        device, said = self._identity.known(request.headers), check_in_of(request)
-        if device is None or said is None or not self._charged(request, exchange, device):
-            return False
-        check_ins = self._opened.check_ins
-        if check_ins.only_waits(device, said):
-            self._waits.wait(device, said, exchange)
-        else:
-            self._begin(self._answer_check_in(device, said, exchange), exchange, CHECK_IN)
-        return True
-
-    async def _answer_check_in(self, device: int, said: CheckIn, exchange: Exchange) -> None:
-        offer = await self._running().check_ins.answer(device, said, exchange)
-        self._answer(exchange, *self._offered(offer))
-
-    def _charged(self, request: PlainRequest, exchange: Exchange, device: int) -> bool:
-        """Whether a request is within the quotas, and was charged to them."""
-        network = self._network(exchange.remote, request.headers.get("x-forwarded-for", ""))
-        return self._quotas.take_both(network, device)
-
-    def _answered(self, said: bytes | Exception | None) -> bytes:
-        """The response to a check-in that waited: with an offer, without one, or to an error."""
-        if isinstance(said, Exception):
-            status, about, body = self._failed(said, CHECK_IN)
-        else:
-            status, about, body = self._offered(said)
-        if self._is_stopping():
-            about[hdrs.CONNECTION] = "close"
-        return response(status, about, body)
-
-    def _offered(self, offer: bytes | None) -> tuple[int, dict[str, str], bytes]:
-        """The status, headers and body of the answer to a check-in."""
+        offer = await self._running().check_ins.answer(
+            device, said, lambda: request.transport is not None
+        )
         if offer is not None:
-            return 200, {hdrs.CONTENT_TYPE: headers.CONTENT_TYPE}, offer
+            return web.Response(body=offer, content_type=headers.CONTENT_TYPE)
         wait_s = math.ceil(self._rng.uniform(*self._settings.retry_s))
-        return 204, {hdrs.RETRY_AFTER: str(wait_s)}, b""
+        return web.Response(status=204, headers={hdrs.RETRY_AFTER: str(wait_s)})
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
@@ -259,79 +194,13 @@ class GatewayApp:
         return _json(Nothing())
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
-        return await self._uploaded(request, await self.device_of(request))
-
-    def _quick_upload(
-        self, request: PlainRequest, exchange: Exchange, names: Mapping[str, str]
-    ) -> bool:
-        """Take a request to an upload, of a device that is known without asking anybody."""
-        device = self._identity.known(request.headers)
-        if self._opened is None or device is None or _INTEROP in request.headers:
-            return False
-        if not self._charged(request, exchange, device):
-            return False
-        upload = upload_requests.PlainUpload(request, names, exchange.incoming(request))
-        self._begin(self._answer_upload(upload, device, exchange), exchange, upload.path)
-        return True
-
-    async def _answer_upload(
-        self, request: upload_requests.PlainUpload, device: int, exchange: Exchange
-    ) -> None:
-        said = await self._uploaded(request, device)
-        assert said.body is None or isinstance(said.body, bytes)  # noqa: S101  (see there)
-        self._answer(exchange, said.status, dict(said.headers), said.body or b"")
-
-    async def _uploaded(self, request: upload_requests.UploadRequest, device: int) -> web.Response:
-        """Answer a request to an upload, whichever route has it. Raises Refusal."""
+        device = await self.device_of(request)
         self._heard(device)
         if self._is_stopping() and request.method in ("POST", "PATCH"):
             raise self._not_yet()
         return await self._running().uploads.answer(request, device)
 
     # the rest
-
-    def _quick_model(
-        self, request: PlainRequest, exchange: Exchange, names: Mapping[str, str]
-    ) -> bool:
-        """Take a request for all of a model that one write can send."""
-        device = self._identity.known(request.headers)
-        if device is None or self._is_stopping() or _CONDITIONS & request.headers.keys():
-            return False
-        head = self._models.quick(names["digest"], device)
-        if head is None or not self._charged(request, exchange, device):
-            return False
-        self._heard(device)
-        if not self._models.send(head, device, exchange):
-            sending = self._models.send_soon(head, device, exchange, self._is_stopping)
-            self._begin(sending, exchange, request.target)
-        return True
-
-    def _begin(self, answer: Coroutine[None, None, None], exchange: Exchange, path: str) -> None:
-        """Answer a request that a quick route has taken, in a task."""
-
-        async def answered() -> None:
-            try:
-                await answer
-            except Exception as error:  # whatever it is, the device has to be answered
-                if exchange.is_open:
-                    self._answer(exchange, *self._failed(error, path))
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._answering.discard(task)
-            if task.cancelled():
-                answer.close()
-                if exchange.is_open:
-                    self._answer(exchange, *self._failed(AnswerCancelled(), path))
-
-        task = asyncio.create_task(answered(), name=path)
-        self._answering.add(task)
-        task.add_done_callback(ended)
-
-    def _answer(self, exchange: Exchange, status: int, about: dict[str, str], body: bytes) -> None:
-        is_last = self._is_stopping() or status in _UNREAD
-        if is_last:
-            about[hdrs.CONNECTION] = "close"
-        exchange.answer(response(status, about, body), is_last=is_last)
 
     def _heard(self, device: int) -> None:
         self._desk.heard(device, time.monotonic())
@@ -383,11 +252,7 @@ class GatewayApp:
                 refusal = self._refusal(error, request.path)
                 if refusal is None:
                     raise
-            status, about, body = self._refused(refusal)
-            response = web.Response(status=status, headers=about, body=body)
-            if status in _UNREAD:
-                response.force_close()  # the rest of the body is not read
-            return response
+            return self._refused(refusal)
 
         return answer
 
@@ -408,25 +273,20 @@ class GatewayApp:
             case _:
                 return None
 
-    def _failed(self, error: Exception, path: str) -> tuple[int, dict[str, str], bytes]:
-        """The status, headers and body of what an error is answered, outside of aiohttp."""
-        refusal = self._refusal(error, path)
-        if refusal is None:
-            refusal = Refusal(500, "internal", "internal error: the gateway's log says which")
-            self._running().context.log.error("request failed", path=path, exc_info=error)
-        return self._refused(refusal)
-
-    def _refused(self, refusal: Refusal) -> tuple[int, dict[str, str], bytes]:
-        """The status, headers and body of a refusal, which is counted."""
+    def _refused(self, refusal: Refusal) -> web.Response:
+        """The answer to a request that is refused, which is counted."""
         if self._opened is not None:
             self._opened.metrics.refused(refusal.reason)
         about = dict(refusal.headers)
         if refusal.retry_after_s is not None:
-            # Not all at once: whoever was refused together would come together again.
+            # Not all at once: devices that were refused together would come together again.
             wait_s = refusal.retry_after_s * self._rng.uniform(1.0, 2.0)
             about[hdrs.RETRY_AFTER] = str(math.ceil(wait_s))
         body, about[hdrs.CONTENT_TYPE] = refusal.document()
-        return refusal.status, about, body
+        response = web.Response(status=refusal.status, headers=about, body=body)
+        if refusal.status in _UNREAD:
+            response.force_close()  # the rest of the body is not read
+        return response
 
     def _network(self, peer: str, forwarded: str) -> str:
         """Whom a request is charged to: the peer, or what the first of our own proxies says."""
@@ -449,19 +309,6 @@ class GatewayApp:
 
 
 _UNREAD = (408, 413)
-_INTEROP = headers.INTEROP.lower()  # of clients that want interim responses
-_CONDITIONS = frozenset({"range", "if-range", "if-none-match"})
-
-
-class _AiohttpLine:
-    """The connection of a request that waits."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-
-    @property
-    def is_open(self) -> bool:
-        return self._request.transport is not None
 
 
 def _json(message: Body) -> web.Response:

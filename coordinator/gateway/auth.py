@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Final
 
@@ -227,22 +227,6 @@ class Auth:
         if registration is None or key != _thumbprint(registration):
             raise untrusted("the device was revoked, or has enrolled with another key")
         return device
-
-    def known(self, headers: Mapping[str, str]) -> int | None:
-        """The device that a request's token is for, if both were asked for lately; else None.
-
-        ``headers``: by name, in small letters.
-        """
-        given, secret = headers.get("authorization", ""), self._registry.known_secret()
-        if secret is None or not given.startswith("Bearer "):
-            return None
-        claims = self._verified.known(given.removeprefix("Bearer "), secret, self._clock())
-        if claims is None:
-            return None
-        device, key = claims
-        registration = self._registry.known(device)
-        is_its = registration is not None and key == _thumbprint(registration)
-        return device if is_its else None
 
     async def revoked(self) -> frozenset[int]:
         """The devices that an operator has revoked. Raises Unavailable."""

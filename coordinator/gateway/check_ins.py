@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.refusals import Refusal
@@ -23,17 +24,11 @@ if TYPE_CHECKING:
 _TOGETHER_S = 0.25
 _LONG_S = 10.0  # a wait of which that much does not matter
 
-
-class WaitingLine(Protocol):
-    """The connection of a device that waits."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the device is still there."""
+IsThere: TypeAlias = Callable[[], bool]  # whether a device that waits is still connected
 
 
 class CheckIns:
-    """What check-ins are answered, whichever way they came."""
+    """Answers check-ins."""
 
     def __init__(
         self,
@@ -59,7 +54,7 @@ class CheckIns:
         self._stop = stop
         self._update = update
 
-    async def answer(self, device: int, said: CheckIn, line: WaitingLine) -> bytes | None:
+    async def answer(self, device: int, said: CheckIn, is_there: IsThere) -> bytes | None:
         """The offer of a task; None: there was none, for as long as the device waited.
 
         Raises Refusal.
@@ -84,39 +79,16 @@ class CheckIns:
         self._desk.arrive(device, time.monotonic())
         if self._desk.first(device) is not None:
             await self._current.look()  # the task may have come a while ago
-        end = self.end_of_wait(asyncio.get_running_loop().time(), said)
-        return await self.go_on(device, said, end, line)
+        return await self._wait(device, said, is_there)
 
-    def only_waits(self, device: int, said: CheckIn) -> bool:
-        """Whether a check-in has nothing to do but wait: it is neither refused nor answered now."""
-        current = self._current
-        return (
-            not self._stop.is_set()
-            and current.has_begun
-            and not current.is_over
-            and self._desk.is_present(device)
-            and self._desk.first(device) is None
-            and not self._desk.answered(device, said.nonce)[0]
-            and device < current.run.devices
-            and said.eligible
-            and device not in current.head.quarantines.by_device
-            and offers.model_format(current.head) in said.formats
-            and min(said.wait_s, self._settings.poll_s) > 0
-        )
-
-    def end_of_wait(self, now: float, said: CheckIn) -> float:
-        """When a check-in's wait ends, by the loop's clock."""
-        return shared_end(now, min(said.wait_s, self._settings.poll_s))
-
-    async def go_on(
-        self, device: int, said: CheckIn, end: float, line: WaitingLine
-    ) -> bytes | None:
-        """Offer a task, as soon as there is one until ``end``; None: there was none.
+    async def _wait(self, device: int, said: CheckIn, is_there: IsThere) -> bytes | None:
+        """Offer a task, as soon as there is one; None: there was none in time.
 
         The answer is noted, to be repeated, unless the device said something newer meanwhile, hung
         up, or may not take part any more. Raises Refusal.
         """
         loop = asyncio.get_running_loop()
+        end = shared_end(loop.time(), min(said.wait_s, self._settings.poll_s))
         while (offer := await self._offer(device, said)) is None:
             if end <= loop.time() or self._stop.is_set():
                 break
@@ -128,18 +100,18 @@ class CheckIns:
             finally:
                 timer.cancel()
                 self._desk.unpark(device, poll)
-            if woken == "replaced" or not self.waited(device, line):
+            if woken == "replaced" or not self._waited(device, is_there):
                 return None
         self._desk.answer(device, said.nonce, offer)
         return offer
 
-    def waited(self, device: int, line: WaitingLine) -> bool:
+    def _waited(self, device: int, is_there: IsThere) -> bool:
         """Note that a device has waited till now; False if it has hung up.
 
         Then it was not there till now, and no task is offered to it. Raises Refusal if there are no
         more tasks.
         """
-        if not line.is_open:
+        if not is_there():
             return False
         self._desk.heard(device, time.monotonic())
         self.check_run()

@@ -115,10 +115,6 @@ class Current:
             await self.look()
         return self._known.get(digest)
 
-    def known(self, digest: str) -> Head | None:
-        """The same without asking anybody."""
-        return self._known.get(digest)
-
     def forget(self, digest: str) -> None:
         """Note that a version's model is gone."""
         self._known.pop(digest, None)

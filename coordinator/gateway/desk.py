@@ -11,28 +11,20 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.protocol.messages import ATTEMPT_DIGITS
 
 if TYPE_CHECKING:
+    import asyncio
+
     from fedstream.broker.messages import Assignment
     from fedstream.broker.streams import Entry
 
 # Why a check-in's wait ends: there is a task; there was none in time; it does not count any more,
 # as what came later took its place.
 Woken: TypeAlias = Literal["look", "nothing", "replaced"]
-
-
-class Poll(Protocol):
-    """A check-in that waits, such as a future."""
-
-    def done(self) -> bool:
-        """Whether its wait has ended."""
-
-    def set_result(self, why: Woken, /) -> None:
-        """End its wait: it goes on once the desk has done what it is doing."""
 
 
 @dataclass(slots=True)
@@ -72,7 +64,7 @@ class _Seat:
     is_here: bool = False  # whether it made one, or only a task waits for it
     is_listed: bool = True  # among those present: others are sent no tasks
     tasks: list[Held] = field(default_factory=list)  # in the order in which they came
-    poll: Poll | None = None  # that waits
+    poll: asyncio.Future[Woken] | None = None  # of a check-in that waits
     nonce: str = ""  # of the last check-in that was answered
     answer: bytes | None = None  # to it; None: no task
 
@@ -179,7 +171,7 @@ class Desk:
 
     # check-ins that wait
 
-    def park(self, device: int, poll: Poll, now: float) -> None:
+    def park(self, device: int, poll: asyncio.Future[Woken], now: float) -> None:
         """Let a device's check-in wait; one that waits already has to go.
 
         Raises Refusal as :meth:`arrive` does.
@@ -190,7 +182,7 @@ class Desk:
         seat.poll = poll
         self.polls += 1
 
-    def unpark(self, device: int, poll: Poll) -> None:
+    def unpark(self, device: int, poll: asyncio.Future[Woken]) -> None:
         """End the wait of a check-in, if it still waits."""
         seat = self._seats.get(device)
         if seat is not None and seat.poll is poll:

@@ -78,9 +78,7 @@ class ModelSource:
         self._until.close()
 
     async def piece(self, begin: int, end: int) -> memoryview:
-        """Some bytes from ``begin`` on, and before ``end``: of a model that :func:`is_one_piece`,
-        all. Raises BlobMissing, BlobDamaged.
-        """
+        """Some bytes from ``begin`` on, and before ``end``. Raises BlobMissing, BlobDamaged."""
         volume, stored = self._volume, self._stored
         if volume is not None and volume.is_wanted_back and stored and stored.readers.has_room:
             self._volume, self._data = None, memoryview(b"")
@@ -97,11 +95,6 @@ class ModelSource:
     def _read_from_redis(self) -> None:
         assert self._stored is not None  # noqa: S101  (one of the two is there)
         self._until.enter_context(self._stored.readers.place())
-
-
-def is_one_piece(size: int) -> bool:
-    """Whether one write sends a model of so many bytes."""
-    return size <= SLICE
 
 
 async def send(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,12 @@ from fedstream.coordinator.gateway.model_source import (
     InRedis,
     ModelSource,
     RedisReaders,
-    is_one_piece,
     send,
 )
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.protocol import headers
-from fedstream.runtime.plain import response as plain_response
 from fedstream.wire import format_of
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from fedstream.broker.records import Head
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.settings import GatewaySettings
-    from fedstream.runtime.quick import Exchange
 
 _OF_A_DEVICE = 2  # downloads at once: one that was cut, and the next
 _BYTES = "application/octet-stream"
@@ -97,38 +94,6 @@ class ModelCopies:
         with self._place(device), self._reading(head), await self._source(head) as source:
             return await about.send(source, self._within_s)
 
-    def quick(self, digest: str, device: int) -> Head | None:
-        """The version of a model that a device can be sent in one write, if nothing need be asked
-        to know that.
-        """
-        head = self._current.known(digest)
-        if head is None or not is_one_piece(self._size(head)) or self._busy_with(device):
-            return None
-        return head
-
-    def send(self, head: Head, device: int, exchange: Exchange) -> bool:
-        """Send all of a model that :meth:`quick` has found, if it is in memory: whether it is."""
-        volume = self._copies.there(head.given)
-        if volume is not None:
-            until = ExitStack()
-            until.enter_context(self._place(device))
-            _send(head, until.enter_context(volume.read()), exchange, until, is_last=False)
-        return volume is not None
-
-    async def send_soon(
-        self, head: Head, device: int, exchange: Exchange, is_stopping: Callable[[], bool]
-    ) -> None:
-        """Send all of a model that :meth:`quick` has found, once it was read. Raises Refusal.
-
-        ``is_stopping``: whether connections end with their next response.
-        """
-        with ExitStack() as until:
-            until.enter_context(self._place(device))
-            with self._reading(head):
-                source = until.enter_context(await self._source(head))
-                data = await source.piece(0, self._size(head))
-            _send(head, data, exchange, until.pop_all(), is_last=is_stopping())
-
     async def get_changes(
         self, request: web.Request, device: int
     ) -> tuple[web.StreamResponse, int]:
@@ -181,19 +146,13 @@ class ModelCopies:
             raise _superseded(digest)
         return head
 
-    def _busy_with(self, device: int) -> str | None:
-        """Why a device can't download anything now."""
-        if self.downloads >= self._most:
-            return f"{self._most} downloads are in progress"
-        if self._downloading[device] >= _OF_A_DEVICE:
-            return f"{_OF_A_DEVICE} downloads of this device are in progress"
-        return None
-
     @contextmanager
     def _place(self, device: int) -> Iterator[None]:
         """One of the downloads at a time. Raises Refusal."""
-        if (why := self._busy_with(device)) is not None:
-            raise _busy(why)
+        if self.downloads >= self._most:
+            raise _busy(f"{self._most} downloads are in progress")
+        if self._downloading[device] >= _OF_A_DEVICE:
+            raise _busy(f"{_OF_A_DEVICE} downloads of this device are in progress")
         self.downloads += 1
         self._downloading[device] += 1
         try:
@@ -265,17 +224,6 @@ class ModelCopies:
         return head.encoded.size if head.encoded else self._current.run.layout.nbytes
 
 
-def _send(
-    head: Head, data: memoryview, exchange: Exchange, until: ExitStack, *, is_last: bool
-) -> None:
-    """Send all of a version's model. ``until``: left once it was taken."""
-    about = {**_about(head.given, model_format(head)), hdrs.CONTENT_TYPE: _BYTES}
-    if is_last:
-        about[hdrs.CONNECTION] = "close"
-    first = plain_response(200, about, more=len(data))
-    exchange.answer(first, data, is_last=is_last, then=until.close)
-
-
 class _About:
     """What a request asks for of some bytes, and how it is answered."""
 
@@ -283,7 +231,12 @@ class _About:
         """Raises Refusal if there are no such bytes."""
         self._request = request
         tag = f'"{digest}"'
-        self._headers = _about(digest, format_)
+        self._headers = {
+            hdrs.ETAG: tag,
+            hdrs.CACHE_CONTROL: "private, max-age=31536000, immutable",
+            hdrs.ACCEPT_RANGES: "bytes",
+            headers.FORMAT: format_,
+        }
         self.status, self._begin, self._end, self._size = 200, 0, size, size
         known = request.headers.get(hdrs.IF_NONE_MATCH)
         if known is not None and (known.strip() == "*" or tag in known):
@@ -329,16 +282,6 @@ class _About:
         response = web.StreamResponse(status=self.status, headers=self._headers)
         response.content_type, response.content_length = _BYTES, size
         return response
-
-
-def _about(digest: str, format_: str) -> dict[str, str]:
-    """The headers of an answer with bytes of this digest."""
-    return {
-        hdrs.ETAG: f'"{digest}"',
-        hdrs.CACHE_CONTROL: "private, max-age=31536000, immutable",
-        hdrs.ACCEPT_RANGES: "bytes",
-        headers.FORMAT: format_,
-    }
 
 
 def byte_range(asked: str, size: int) -> tuple[int, int] | None:

@@ -22,10 +22,6 @@ class Quota:
         self._buckets = Buckets(per_s, at_once=max(2.0, 2 * per_s), remembered=_REMEMBERED)
         self._clock = clock
 
-    def has_room(self, who: Hashable) -> bool:
-        """Whether one more request is within the quota."""
-        return not self._buckets.wait_s(who, self._clock())
-
     def take(self, who: Hashable) -> None:
         """Charge one request. Raises Refusal if there were too many."""
         now = self._clock()
@@ -52,11 +48,3 @@ class Quotas:
     def take_device(self, device: int) -> None:
         """Charge it to its device, too. Raises Refusal likewise."""
         self._device.take(device)
-
-    def take_both(self, network: str, device: int) -> bool:
-        """Charge a request to both, or to neither if one of them has no room: whether it was."""
-        if not (self._address.has_room(network) and self._device.has_room(device)):
-            return False
-        self.take_address(network)
-        self.take_device(device)
-        return True

@@ -58,14 +58,6 @@ class Registry:
         await self._look()
         return self._secret
 
-    def known_secret(self) -> bytes | None:
-        """The same, if the last look was not long ago; else None."""
-        return self._secret if self._is_fresh() else None
-
-    def known(self, device: int) -> Registration | None:
-        """A device that may take part, if that was found lately; else None."""
-        return self._found.get(device) if self._is_fresh() else None
-
     async def get(self, device: int) -> Registration | None:
         """A device that may take part; None if it has not enrolled or is revoked.
 

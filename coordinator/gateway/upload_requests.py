@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from aiohttp import HttpVersion11, hdrs, web
-from multidict import CIMultiDict, MultiMapping
 
 from fedstream.coordinator.gateway.parts import UploadPart
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.protocol import headers
 from fedstream.protocol.messages import BadBody, UpdateReport
-from fedstream.runtime.plain import PlainRequest
-from fedstream.runtime.quick import IncomingBody
 
 T = TypeVar("T")
 
@@ -23,58 +20,6 @@ METHODS: Final = (hdrs.METH_POST, hdrs.METH_HEAD, hdrs.METH_PATCH, hdrs.METH_DEL
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SUPPORTED = "HTTP/1.1 104 Upload Resumption Supported\r\n"
-
-
-class UploadBody(Protocol):
-    """A request's body, as it comes."""
-
-    async def readany(self) -> bytes:
-        """The next bytes; none at its end."""
-
-
-class UploadRequest(Protocol):
-    """A request to an upload, from aiohttp or from a quick route."""
-
-    @property
-    def method(self) -> str:
-        """Such as POST."""
-
-    @property
-    def path(self) -> str:
-        """Of the upload."""
-
-    @property
-    def match_info(self) -> Mapping[str, str]:
-        """The path's ``task`` and ``attempt``."""
-
-    @property
-    def headers(self) -> MultiMapping[str]:
-        """Their names in any case."""
-
-    @property
-    def content_length(self) -> int | None:
-        """Bytes of the body; None if it doesn't say."""
-
-    @property
-    def body_exists(self) -> bool:
-        """Whether there is a body."""
-
-    @property
-    def content(self) -> UploadBody:
-        """The body."""
-
-
-class PlainUpload:
-    """A plain request to an upload."""
-
-    def __init__(self, request: PlainRequest, names: Mapping[str, str], body: IncomingBody) -> None:
-        self.method = request.method
-        self.path = request.target
-        self.match_info = names
-        self.headers = CIMultiDict(request.headers)
-        self.content_length = len(request.body) + request.missing
-        self.body_exists = self.content_length > 0
-        self.content = body
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +31,7 @@ class Creation:
     part: UploadPart  # in its body
 
 
-def creation(request: UploadRequest) -> Creation:
+def creation(request: web.Request) -> Creation:
     """Parse the headers of a request to create an upload. Raises Refusal."""
     completes, size = _completes(request), _size(request)
     length = stated_length(request)
@@ -100,7 +45,7 @@ def creation(request: UploadRequest) -> Creation:
     return Creation(length, report, UploadPart(0, size, completes))
 
 
-def part(request: UploadRequest) -> UploadPart:
+def part(request: web.Request) -> UploadPart:
     """Parse the headers of a request to go on with an upload. Raises Refusal."""
     media_type = request.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0]
     if media_type.strip().lower() != headers.PARTIAL:
@@ -114,12 +59,12 @@ def part(request: UploadRequest) -> UploadPart:
     return UploadPart(offset, _size(request), _completes(request))
 
 
-def stated_length(request: UploadRequest) -> int | None:
+def stated_length(request: web.Request) -> int | None:
     """How many bytes the upload is to have in all; None if this request doesn't say."""
     return _header(request, headers.LENGTH, headers.integer)
 
 
-def _header(request: UploadRequest, name: str, parse: Callable[[str, str], T]) -> T | None:
+def _header(request: web.Request, name: str, parse: Callable[[str, str], T]) -> T | None:
     """A header's value; None without it. Raises Refusal if it is malformed or there twice."""
     values = request.headers.getall(name, ())
     if not values:
@@ -138,14 +83,14 @@ def _report(name: str, value: str) -> UpdateReport:
     return UpdateReport.decode(value)
 
 
-def _completes(request: UploadRequest) -> bool:
+def _completes(request: web.Request) -> bool:
     completes = _header(request, headers.COMPLETE, headers.boolean)
     if completes is None:
         raise Refusal(400, "malformed", f"{headers.COMPLETE} must say whether this is the end")
     return completes
 
 
-def _size(request: UploadRequest) -> int | None:
+def _size(request: web.Request) -> int | None:
     """Bytes of a request's body; None if it doesn't say. Raises Refusal if they are coded."""
     if hdrs.CONTENT_ENCODING in request.headers:
         raise Refusal(415, "malformed", "content codings are not supported: send the bytes alone")
@@ -156,24 +101,20 @@ async def wait_for_checks(_request: web.Request) -> None:
     """Send no 100 (Continue) ahead of a handler that may refuse the body."""
 
 
-async def go_ahead(request: UploadRequest) -> None:
-    """Have a client send the body that waits for 100 (Continue), which no plain request does."""
-    if not isinstance(request, web.Request):
-        return
+async def go_ahead(request: web.Request) -> None:
+    """Have a client send the body that waits for 100 (Continue)."""
     expected = request.headers.get(hdrs.EXPECT, "").lower()
     if request.version == HttpVersion11 and expected == "100-continue":
         await request.writer.write(_CONTINUE)
         request.writer.output_size = 0  # the response is still to come
 
 
-async def announce(request: UploadRequest, about: Mapping[str, str]) -> None:
+async def announce(request: web.Request, about: Mapping[str, str]) -> None:
     """Send an interim response (104) to a client that wants any, and reads ours.
 
     By the draft, such a client names the version of it that it speaks. Others may take any interim
     response but 100 for the final one, as Python's ``http.client`` does.
     """
-    if not isinstance(request, web.Request):  # quick routes leave such clients to aiohttp
-        return
     said = request.headers.getall(headers.INTEROP, ())
     if request.version != HttpVersion11 or [*said] != [headers.INTEROP_VERSION]:
         return

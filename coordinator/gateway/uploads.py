@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.turns import Turn
-    from fedstream.coordinator.gateway.upload_requests import UploadRequest
     from fedstream.coordinator.gateway.upload_stops import Revoked
     from fedstream.protocol.messages import UpdateReport
     from fedstream.wire import Format
@@ -121,7 +120,7 @@ class Uploads:
         """Wait until no request to an upload is being answered."""
         await self._turns.end()
 
-    async def answer(self, request: UploadRequest, device: int) -> web.Response:
+    async def answer(self, request: web.Request, device: int) -> web.Response:
         """Answer a device's request to its upload; ``device`` is that of its token.
 
         Raises Refusal, and BrokerError while Redis is away or full: the upload goes on later, after
@@ -181,7 +180,7 @@ class Uploads:
 
     # the four methods
 
-    async def _create(self, request: UploadRequest, mine: _Mine) -> web.Response:
+    async def _create(self, request: web.Request, mine: _Mine) -> web.Response:
         """Begin with a first part, with all of it, or with nothing yet.
 
         The same again begins nothing; another report begins anew.
@@ -206,7 +205,7 @@ class Uploads:
             return await self._whole(request, mine, note)
         return await self._received(request, mine, note, part, anew=not goes_on)
 
-    async def _append(self, request: UploadRequest, mine: _Mine) -> web.Response:
+    async def _append(self, request: web.Request, mine: _Mine) -> web.Response:
         """Go on where the upload has got to; or hear again what became of it."""
         part = upload_requests.part(request)
         note, at = await self._begun(mine)
@@ -217,11 +216,11 @@ class Uploads:
             raise Refusal(400, "length", f"the upload was to have {note.length} bytes")
         return await self._received(request, mine, note, part)
 
-    async def _look(self, _request: UploadRequest, mine: _Mine) -> web.Response:
+    async def _look(self, _request: web.Request, mine: _Mine) -> web.Response:
         note, at = await self._begun(mine)
         return upload_answers.state(204, note, at)
 
-    async def _cancel(self, _request: UploadRequest, mine: _Mine) -> web.Response:
+    async def _cancel(self, _request: web.Request, mine: _Mine) -> web.Response:
         """Forget the upload; the task stays in hand."""
         note, _ = await self._begun(mine)
         if note.complete:
@@ -265,7 +264,7 @@ class Uploads:
         finally:
             self._receiving -= places
 
-    async def _whole(self, request: UploadRequest, mine: _Mine, note: UploadNote) -> web.Response:
+    async def _whole(self, request: web.Request, mine: _Mine, note: UploadNote) -> web.Response:
         """An update of one chunk, all of it in this request: written together with its answer."""
         found: list[bytearray] = []
         note = note.model_copy(update={"complete": True})
@@ -283,7 +282,7 @@ class Uploads:
 
     async def _received(
         self,
-        request: UploadRequest,
+        request: web.Request,
         mine: _Mine,
         note: UploadNote,
         part: UploadPart,
@@ -318,7 +317,7 @@ class Uploads:
 
     async def _take(
         self,
-        request: UploadRequest,
+        request: web.Request,
         mine: _Mine,
         chunks: Chunks,
         use: Callable[[int, bytearray], Awaitable[None]],

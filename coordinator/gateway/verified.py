@@ -55,11 +55,6 @@ class VerifiedTokens:
                 del self._known[next(iter(self._known))]
         return found.device, found.key
 
-    def known(self, token: str, secret: bytes, now: float) -> tuple[int, object] | None:
-        """The same for a token that was shown before; None if it wasn't, or has ended."""
-        found = self._known.get(_name(token)) if secret == self._secret else None
-        return None if found is None or now >= found.ends else (found.device, found.key)
-
     def _verify(self, token: str) -> _Claims:
         try:
             claims = jwt.decode(

@@ -42,7 +42,7 @@ _COMMANDS = {
         "evaluator": "services:evaluator", "sinks": "services:sinks",
         "gateway": "services:gateway",
     },
-    "Take part in a run": {"device": "device:device", "load": "load:load", "plan": "plan:plan"},
+    "Take part in a run": {"device": "device:device"},
 }  # fmt: skip
 """By panel of the help and name: the module in this room, and the function or group there."""
 _WITH_RULES = ("run", "simulate", "replay")  # their help has a strategy's keys

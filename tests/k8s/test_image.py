@@ -40,14 +40,14 @@ def environment(service: str) -> dict[str, str]:
 
 
 def in_the_image() -> set[str]:
-    """The packages: what we depend on, gateways too, for supernodes too, loads, and so on."""
+    """The packages: what we depend on, gateways too, for supernodes too, and so on."""
     python = re.search(r"^ARG PYTHON=([\d.]+)-", DOCKERFILE, re.MULTILINE)
     assert python
     target = {"python_full_version": python[1], "extra": ""}
     found: set[str] = set()
     project = PACKAGE["project"]
     extras = project["optional-dependencies"]
-    more = [*extras["gateway"], *extras["supernodes"], *extras["load"]]
+    more = [*extras["gateway"], *extras["supernodes"]]
     todo = [*project["dependencies"], *(one for one in more if "fedstream[" not in one)]
     while todo:
         wanted = Requirement(todo.pop())

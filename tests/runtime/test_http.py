@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
 import socket
 import ssl
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 SLICE = 1 << 16
+LONG = 1 << 24  # bytes of an answer that fits into no socket
 _SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
 QUEUED = int(_SOMAXCONN.read_text()) if _SOMAXCONN.exists() else 0  # that this system allows
 CROWD = 1500
@@ -42,6 +44,8 @@ class Site:
 
     def __init__(self) -> None:
         self.stopping = False
+        self.released = asyncio.Event()  # which a handler waits for
+        self.waiting: web.Request | None = None  # its request
         self.sent = 0  # slices of the long answer that a connection took
         self.ports: dict[str, int] = {}
         self.registry = CollectorRegistry()
@@ -86,12 +90,23 @@ class Site:
             finally:
                 self.sent += 1
 
+        async def waiting(request: web.Request) -> web.Response:
+            self.sent += 1
+            self.waiting = request
+            await self.released.wait()
+            return web.json_response({"waited": True})
+
+        async def long(_request: web.Request) -> web.Response:
+            self.sent += 1
+            return web.Response(body=bytes(LONG))
+
         async def full(_request: web.Request) -> web.Response:
             return problem(503, "full", retry_after_s=7)
 
         return [
             web.get("/short", short), web.get("/endless", endless), web.get("/broken", broken),
             web.get("/full", full), web.get("/last", last), web.get("/reading", reading),
+            web.get("/waiting", waiting), web.get("/long", long),
         ]  # fmt: skip
 
     async def connected(self, port: str = "port") -> tuple[asyncio.StreamReader, Any]:
@@ -605,3 +620,84 @@ async def test_stopping_service_closes_connections_with_its_responses() -> None:
         http.stopping = True
         for path, port in paths.items():
             assert (await http.said(get(path), port))[1]["connection"] == "close"
+
+
+@pytest.mark.parametrize("behind", [b"x", get("/short"), get("/short", "Content-Length: 100000")])
+async def test_client_that_sends_on_behind_a_request_is_not_read(behind: bytes) -> None:
+    async with site() as http:
+        _, writer = await http.connected()
+        writer.write(get("/waiting"))
+        await wait_until(lambda: http.sent == 1)
+        writer.write(behind * ((1 << 26) // len(behind)))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(writer.drain(), 0.5)
+        writer.transport.abort()
+        http.released.set()
+
+
+@pytest.mark.parametrize("behind", [b"", b"G", get("/short")])
+async def test_client_that_goes_away_while_it_waits_is_noticed(behind: bytes) -> None:
+    async with site() as http:
+        _, writer = await http.connected()
+        writer.write(get("/waiting"))
+        await wait_until(lambda: http.sent == 1)
+        writer.write(behind)
+        writer.close()
+        await wait_until(lambda: http.waiting is not None and http.waiting.transport is None)
+        http.released.set()
+
+
+async def test_request_in_hand_is_answered_before_the_end() -> None:
+    async with site() as http:
+        reader, writer = await http.connected()
+        writer.write(get("/waiting"))
+        await wait_until(lambda: http.sent == 1)
+        asyncio.get_running_loop().call_later(0.2, http.released.set)  # the service is ending then
+    assert (await answer(reader))[2] == {"waited": True}
+    assert await is_closed(reader)
+    writer.close()
+
+
+async def test_end_does_not_wait_for_ever_for_an_answer() -> None:
+    async with asyncio.timeout(30):
+        async with site() as http:
+            reader, writer = await http.connected()
+            writer.write(get("/waiting"))
+            await wait_until(lambda: http.sent == 1)
+        assert await is_closed(reader)
+    writer.close()
+
+
+async def test_answer_that_is_being_read_is_read_before_the_end() -> None:
+    async with site() as http:
+        reader, writer = await http.connected()
+        writer.write(get("/long"))
+        await wait_until(lambda: http.sent == 1)
+        taken = asyncio.create_task(reader.read())
+    assert len(await taken) > LONG
+    writer.close()
+
+
+def test_connection_is_not_idle_by_our_own_delay() -> None:
+    """uvloop runs timers before it reads what has come while it was busy."""
+
+    async def busy() -> None:
+        async with site(idle_s=0.2) as http:
+            reader, writer = await http.connected()
+            wire = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+
+            def block() -> None:
+                loop.remove_reader(another)
+                wire.send(get("/short"))  # in time
+                time.sleep(0.5)
+
+            loop = asyncio.get_running_loop()
+            one, another = socket.socketpair()
+            loop.add_reader(another, block)
+            one.send(b"x")
+            assert (await answer(reader))[0] == 200
+            for each in (writer, wire, one, another):
+                each.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(busy())

@@ -12,7 +12,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.coordinator.gateway import receipts
-from fedstream.coordinator.gateway.app import GatewayApp
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import (
@@ -40,6 +39,7 @@ async def replica(hand: Hand) -> AsyncIterator[Replica]:
         settings = GatewaySettings.model_validate({
             "site": site, "secret": secret, "body_s": 0.2, "names": names,
             "attestation": about.pop("attestation", {"kind": "none"}),
+            "device_rate": about.pop("device_rate", 20.0),
         })  # fmt: skip
         auth = Auth(ledger, settings, None, **about)
 
@@ -87,21 +87,3 @@ def scene(hand: Hand, redis: RedisSettings) -> Scene:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways that don't wait long for a decision."""
     monkeypatch.setattr(receipts, "WAIT_S", 0.2)
-
-
-@pytest.fixture
-def by_aiohttp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Methods of requests for models and of uploads that came to aiohttp's handlers."""
-    found: list[str] = []
-    for name in ("_model", "_upload"):
-        handler = getattr(GatewayApp, name)
-
-        async def noted(
-            self: GatewayApp, request: web.Request, handler: Any = handler
-        ) -> web.StreamResponse:
-            found.append(request.method)
-            response: web.StreamResponse = await handler(self, request)
-            return response
-
-        monkeypatch.setattr(GatewayApp, name, noted)
-    return found

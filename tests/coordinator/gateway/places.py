@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,10 +40,6 @@ class ByHeader:
         if "Device" not in request.headers:
             raise Refusal(401, "token", "no token")
         return int(request.headers["Device"])
-
-    def known(self, headers: Mapping[str, str]) -> int | None:
-        said = headers.get("device", "")
-        return int(said) if said.isdecimal() else None
 
 
 BY_HEADER = ByHeader()

@@ -19,12 +19,10 @@ from yarl import URL
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
-from fedstream.coordinator.gateway.invites import new_invite
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
 from fedstream.device.errors import NotNow
-from fedstream.load.laboratory import LoadOptions, LoadReport, load
 from tests.coordinator.gateway.places import Place, serving
 from tests.support import Hand, counted, wait_until
 
@@ -82,26 +80,6 @@ async def test_device_with_a_certificate_comes_through(
     async with serving(hand, redis, **authorities.settings) as place:
         assert await asked(https(place), authorities, own) == 404  # by the gateway's routes
         assert counted(place.context, REFUSED, reason="certificate") == 0
-
-
-async def test_laboratorys_devices_all_show_one(
-    redis: RedisSettings, hand: Hand, authorities: Authorities
-) -> None:
-    await hand.create()
-    own = authorities.issued(authorities.of_devices)
-    async with serving(hand, redis, **authorities.settings) as place:
-
-        async def enrolled(cert: Path | None) -> LoadReport:
-            address = GatewayAddress(https(place), authorities.ca, cert)
-            invites = {device: new_invite(device) for device in (0, 1)}  # nobody gave them out
-            return await load(LoadOptions(address, invites, 1.0), asyncio.Event())
-
-        found = await enrolled(own)
-        assert found.tally.ended == {"invite": 2}
-        assert counted(place.context, REFUSED, reason="certificate") == 0
-        found = await enrolled(None)
-        assert found.tally.events["connections lost"] > 0
-        assert counted(place.context, REFUSED, reason="certificate") > 0
 
 
 async def test_device_without_one_is_told_what_it_may_need(

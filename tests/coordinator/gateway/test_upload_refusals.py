@@ -1,4 +1,4 @@
-"""What can be no update, or no part of one: refused alike by quick routes and by aiohttp."""
+"""What can be no update, or no part of one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.broker.client import RedisSettings
 from tests.coordinator.gateway.uploading import (
-    BY_AIOHTTP,
     DEVICE,
     SEVERAL,
     Scene,
@@ -20,13 +18,6 @@ from tests.coordinator.gateway.uploading import (
     connected,
     queued,
 )
-from tests.support import Hand
-
-
-@pytest.fixture(params=[{}, BY_AIOHTTP], ids=["quick", "aiohttp"])
-def scene(hand: Hand, redis: RedisSettings, request: pytest.FixtureRequest) -> Scene:
-    return Scene(hand, redis, request.param)
-
 
 # what is refused before a byte is read
 

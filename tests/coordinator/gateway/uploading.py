@@ -8,7 +8,7 @@ import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,6 @@ from tests.support import Hand, counted, wait_until
 
 DEVICE = 3
 FORTY_FOUR_MB = 11_000_000  # parameters of 4 bytes
-# A client that wants interim responses, of a draft that is not ours: aiohttp serves it.
-BY_AIOHTTP = {headers.INTEROP: "0"}
 CHUNKS = 5
 SEVERAL = CHUNKS * CHUNK // 4 - 1000  # parameters of an update of five chunks
 
@@ -48,7 +46,6 @@ class Sender:
     device: int
     sent: int = 0  # bytes of bodies
     offset: int = 0  # as the gateway said last
-    always: dict[str, str] = field(default_factory=dict)  # headers of each request
 
     @property
     def path(self) -> str:
@@ -56,7 +53,7 @@ class Sender:
 
     def about(self, **more: str) -> dict[str, str]:
         """Headers: of the token's device, and these."""
-        own = {"Device": str(self.device), **self.always}
+        own = {"Device": str(self.device)}
         return own | {_dashed(name): said for name, said in more.items()}
 
     def creating(self, *, complete: bool = True, length: int | None = None) -> dict[str, str]:
@@ -218,22 +215,16 @@ class Sending:
 class Scene:
     """A run with a task in hand, and the device that has trained it."""
 
-    def __init__(
-        self, hand: Hand, redis: RedisSettings, always: dict[str, str] | None = None
-    ) -> None:
-        """``always``: headers of each request to an upload."""
+    def __init__(self, hand: Hand, redis: RedisSettings) -> None:
         self.hand = hand
         self.redis = redis
-        self._always = always or {}
 
     async def phone(
         self, at: Place, wire: Format = F32, *, device: int = DEVICE, **report: Any
     ) -> Sender:
         """A device that has trained a task, but sent nothing."""
         offer = await offered(self.hand, at, device)
-        sender = trained(self.hand, offer, wire, **report)
-        sender.always = self._always
-        return sender
+        return trained(self.hand, offer, wire, **report)
 
     async def sending(self, at: Place, phone: Sender, count: int) -> Sending:
         """A device that has sent so many bytes, on a connection that stays open."""

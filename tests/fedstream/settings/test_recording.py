@@ -178,7 +178,6 @@ def test_what_a_configuration_names_runs_only_to_train_or_to_serve(
         "dead drop": ("1-0", "--yes"), "dead show": ("1-0",), "purge": ("--yes",),
         "devices quarantine": (1,), "devices release": (1,), "devices invite": (1,),
         "devices revoke": (1,), "devices admit": (1,),
-        "load": ("--url", "https://127.0.0.1:1", "--devices", 1, "--yes-elsewhere"),
     }  # fmt: skip
     asked = {
         name
