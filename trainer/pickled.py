@@ -4,7 +4,7 @@ A task that is defined in a notebook, or in the script that starts a run, has no
 process could import. It is pickled by value into the run's own folder.
 
 Reading a pickle runs whatever it says, so only a file that nobody but this user can have written is
-read: it is never received from anywhere (docs/decisions/0031).
+read: it is never received from anywhere (docs/decisions/0032).
 """
 
 from __future__ import annotations
