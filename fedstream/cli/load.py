@@ -151,7 +151,7 @@ def load(
     if invites is not None:
         taking_part = _from_file(invites, devices)
     else:
-        site = live_settings(config).gateway.site
+        site = live_settings(config, redis=redis, run=run).gateway.site
         taking_part = ask(
             config, redis, run,
             lambda client, keys: invited(client, keys, site, devices, replace=yes_enrolled),
