@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,12 @@ class Client:
         if self._path is not None:
             return str(self._path)
         return f"{self._place[0]}:{self._place[1]}" if self._place else str(self._guide)
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """A context like that of new connections, from the files as they are now; None: no TLS."""
+        options = {key: value for key, value in self._options.items() if key != "path"}
+        found = getattr(self._make(**options), "ssl_context", None)
+        return cast(ssl.SSLContext, found.get()) if found is not None else None
 
     def bind(self, key: str) -> None:
         """Use the node of this key's slot from now on; only matters in a cluster."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedstream.broker.digest import Digester, algorithm_of
-from fedstream.broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError, distrust
 from fedstream.device.connection import Reply
 from fedstream.load.answer import AnswerReader
 from fedstream.load.connection import CutOff, LoadConnection, Untrusted, connect
@@ -79,9 +79,9 @@ class LoadedGateway:
         except Untrusted as error:
             if self._has_worked:  # it may be renewed just now
                 raise
+            unsigned = "name the authority that signed it with --ca FILE"
             raise ConfigError(
-                f"the certificate of {self._base} is not trusted: {error}: name the authority "
-                "that signed it with --ca FILE"
+                f"{self._base} is not trusted: {distrust(str(error), unsigned)}"
             ) from error
         self._has_worked = True
         return found

@@ -258,8 +258,8 @@ async def test_nobody_there_is_a_connection_lost(tally: LoadTally) -> None:
 @pytest.mark.parametrize(
     ("name", "client", "why"),
     [
-        ("other.example", trusting(), "IP address mismatch"),
-        ("127.0.0.1", trusting(trustme.CA()), "unable to get local issuer certificate"),
+        ("other.example", trusting(), "is not for 127.0.0.1: issue one that names 127.0.0.1"),
+        ("127.0.0.1", trusting(trustme.CA()), "unable to get local issuer certificate.*--ca FILE"),
     ],
     ids=["another-name", "another-authority"],
 )
@@ -267,7 +267,7 @@ async def test_gateways_that_are_not_trusted_get_no_request(
     name: str, client: ssl.SSLContext, why: str, tally: LoadTally
 ) -> None:
     async with scripted(NOTHING, tls=server_tls(name)) as its:
-        said = rf"the certificate of {its.url} is not trusted: .*{why}.*--ca FILE"
+        said = rf"^{its.url} is not trusted: .*{why}$"
         with pytest.raises(ConfigError, match=said):
             await line_to(its, tally, tls=client).ask("a", "GET", "/a")
     assert its.asked == []
