@@ -123,10 +123,16 @@ class Client:
             return str(self._path)
         return f"{self._place[0]}:{self._place[1]}" if self._place else str(self._guide)
 
+    @property
+    def places(self) -> list[Address]:
+        """Configured addresses: Redis's, each Sentinel's, or those of a cluster's known nodes."""
+        if self._guide is not None:
+            return list(self._guide.nodes)
+        return [self._place] if self._place is not None else []
+
     def tls_context(self) -> ssl.SSLContext | None:
         """A context like that of new connections, from the files as they are now; None: no TLS."""
-        options = {key: value for key, value in self._options.items() if key != "path"}
-        found = getattr(self._make(**options), "ssl_context", None)
+        found = getattr(self._make(**self._options), "ssl_context", None)
         return cast(ssl.SSLContext, found.get()) if found is not None else None
 
     def bind(self, key: str) -> None:
