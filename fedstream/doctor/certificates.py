@@ -81,7 +81,8 @@ async def examine(settings: RedisSettings, *, now: float) -> list[Finding]:
     findings: list[Finding] = []
     if settings.sentinel is not None or settings.cluster:
         try:
-            named = await _named(settings, [one for one in first if not looks[one].wrong + looks[one].away])
+            asked = [one for one in first if not looks[one].wrong and not looks[one].away]
+            named = await _named(settings, asked)
         except BrokerError as error:
             findings.append(not_checked(f"{_ABOUT} of others", str(error)))
         else:

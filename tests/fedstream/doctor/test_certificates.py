@@ -144,8 +144,8 @@ LACKING = {
     "idle star": (
         (*NAMES, "*.sentinels"),
         (
-            f"warning of {HOSTS}: it names {', '.join(NAMES)}, *.sentinels; *.sentinels {NO_STAR} -> "
-            f"name each host\nok of {HOSTS}; ends in 90 days"
+            f"warning of {HOSTS}: it names {', '.join(NAMES)}, *.sentinels; *.sentinels {NO_STAR} "
+            f"-> name each host\nok of {HOSTS}; ends in 90 days"
         ),
     ),
 }
