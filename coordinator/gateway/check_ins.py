@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.runtime.flood import Flood
 
 if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk, Woken
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
@@ -44,12 +47,15 @@ class CheckIns:
         tasks: Tasks,
         metrics: GatewayMetrics,
         stop: asyncio.Event,
+        log: FilteringBoundLogger,
         *,
         update: Format,
     ) -> None:
         """``update``: the format that devices send updates in, if they can. ``stop``: set once
         nobody is to wait any more.
         """
+        self._log = log
+        self._other_tasks = Flood(burst=1, per_s=0.0)  # a line for each
         self._settings = settings
         self._desk = desk
         self._current = current
@@ -74,6 +80,10 @@ class CheckIns:
             raise Refusal(
                 403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
             )
+        if differs := run.difference(said.layout, said.devices):
+            if self._other_tasks.passes(differs) is not None:
+                self._log.warning("a device's task is not the run's", device=device, reason=differs)
+            raise Refusal(409, "another task", differs)
         if not said.eligible or device in head.quarantines.by_device:
             self._desk.leave(device)
             return None
@@ -98,6 +108,7 @@ class CheckIns:
             and self._desk.first(device) is None
             and not self._desk.answered(device, said.nonce)[0]
             and device < current.run.devices
+            and not current.run.difference(said.layout, said.devices)
             and said.eligible
             and device not in current.head.quarantines.by_device
             and offers.model_format(current.head) in said.formats

@@ -195,3 +195,20 @@ async def test_who_waits_is_answered_if_the_offer_is_cancelled(
         assert (answer.status, answer.json["reason"]) == (500, "internal")
         assert counted(place.context, "fedstream_gateway_refused_total", reason="internal") == 1
         assert not offering
+
+
+async def test_only_a_device_that_names_another_task_is_refused(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """Older devices name none; a refusal does not wait, though the device is present."""
+    await hand.create()
+    ours = {"layout": hand.layout.signature, "devices": 10}
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        assert (await place.check_in(3)).status == 204
+        async with waiting(place, **ours) as asks:
+            for wrong in ({"layout": "0" * 64}, {"devices": 9}):
+                refused = await place.check_in(3, wait_s=50, **ours | wrong)
+                assert (refused.status, refused.json["reason"]) == (409, "another task")
+            assert not asks.done()
+            await hand.open(device=3)
+            assert (await asks).offer.task.device == 3
