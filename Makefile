@@ -57,8 +57,8 @@ flower: .venv-flower/installed  ## the tests of Flower apps, in an environment t
 docs: .venv-docs/installed  ## the documentation as a site, in site/; a broken link or anchor fails
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # Material is maintained until May 2027; then Zensical
 
-k8s-check: .venv/installed .venv-checkov/installed  ## the manifests in k8s/, without a cluster
-	$(BIN)/python -m tests.k8s.policy
+k8s-check: .venv/installed .venv-checkov/installed  ## the manifests in k8s/, without a cluster; with CERTIFICATE=tls.crt OVERLAY=FOLDER whether Redis's certificate has all names
+	$(BIN)/python -m tests.k8s.policy $(if $(CERTIFICATE),--certificate $(CERTIFICATE) $(OVERLAY))
 
 chaos: .venv/installed  ## 420 faults in real pipelines; the tables in benchmarks/results (a quarter of an hour)
 	$(BIN)/python -m tests.chaos --faults 240

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,18 @@ class Client:
         if self._path is not None:
             return str(self._path)
         return f"{self._place[0]}:{self._place[1]}" if self._place else str(self._guide)
+
+    @property
+    def places(self) -> list[Address]:
+        """Configured addresses: Redis's, each Sentinel's, or those of a cluster's known nodes."""
+        if self._guide is not None:
+            return list(self._guide.nodes)
+        return [self._place] if self._place is not None else []
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """A context like that of new connections, from the files as they are now; None: no TLS."""
+        found = getattr(self._make(**self._options), "ssl_context", None)
+        return cast(ssl.SSLContext, found.get()) if found is not None else None
 
     def bind(self, key: str) -> None:
         """Use the node of this key's slot from now on; only matters in a cluster."""

@@ -22,6 +22,10 @@
 
 from __future__ import annotations
 
+import re
+
+_ANOTHERS = re.compile(r"certificate is not valid for '(.*)'")
+
 
 class FedstreamError(Exception):
     """Base of every error that fedstream raises on purpose."""
@@ -111,3 +115,20 @@ def innermost(error: BaseException) -> BaseException:
         # One that was never raised itself has the group's.
         error = first.with_traceback(first.__traceback__ or error.__traceback__)
     return error
+
+
+def distrust(said: str, unsigned: str) -> str:
+    """Why a server's certificate is not trusted, and what to change, from OpenSSL's words for it.
+
+    ``unsigned``: what to change if no known authority has signed it.
+    """
+    if found := _ANOTHERS.search(said):
+        host = found[1]
+        _, dot, rest = host.partition(".")
+        star = f", not *.{rest}, which matches no name" if dot and "." not in rest else ""
+        return f"its certificate is not for {host}: issue one that names {host}{star}"
+    if "expired" in said:
+        return "its certificate, or the authority's, has expired: renew it"
+    if "not yet valid" in said:
+        return "its certificate is not valid yet: correct this machine's clock, or wait"
+    return f"its certificate is refused ({said.strip()}): {unsigned}"

@@ -6,7 +6,14 @@ import re
 
 from redis import exceptions
 
-from fedstream.broker.errors import BrokerError, Foreign, NoScript, OutOfMemory, Unavailable
+from fedstream.broker.errors import (
+    BrokerError,
+    Foreign,
+    NoScript,
+    OutOfMemory,
+    Unavailable,
+    distrust,
+)
 
 _DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't|ACL failure")
 # MISCONF: a snapshot failed. BUSY: a script has run for too long. Errors raised inside a script
@@ -58,10 +65,8 @@ def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM " in text:
         return OutOfMemory(f"{where} is full: {text}")
     if untrusted := _UNTRUSTED.search(text):
-        return BrokerError(
-            f"{where} is not trusted: {untrusted[1].strip()}: its certificate must be for this "
-            "address, and redis.tls.ca must name its authority"
-        )
+        why = distrust(untrusted[1], "redis.tls.ca must name the authority that signed it")
+        return BrokerError(f"{where} is not trusted: {why}")
     if isinstance(error, exceptions.AskError) and not is_guided:
         return BrokerError(f"{where} is a node of a cluster: set redis.cluster = true")
     passing = (

@@ -67,6 +67,22 @@ class Run:
     start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
     goal: Mapping[str, Goal] = field(default_factory=dict)  # of metrics, as the task declares them
 
+    def difference(self, layout: str | None, devices: int | None) -> str:
+        """How a device's task differs from the run's, in words; '' if it does not.
+
+        ``layout``: the signature of its model's. ``devices``: over how many its data is split.
+        None: not known.
+        """
+        ours, found = self.layout, []
+        if layout is not None and layout != ours.signature:
+            found.append(
+                f"its model's layout is {layout[:12]}, the run's is {ours.signature[:12]} "
+                f"({ours.parameters} parameters in {len(ours.tensors)} tensors)"
+            )
+        if devices is not None and devices != self.devices:
+            found.append(f"its data is split over {devices} devices, the run has {self.devices}")
+        return "; ".join(found)
+
     def record(self) -> list[str | bytes]:
         return flattened(
             {name: value for name, value in self.__dict__.items() if name != "layout"}

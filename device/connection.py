@@ -23,7 +23,7 @@ from typing import Self, TypeVar
 
 import aiohttp
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.broker.errors import FedstreamError, distrust
 from fedstream.device.address import GatewayAddress
 from fedstream.device.errors import NotNow, TurnedAway
 from fedstream.protocol import headers as wire_headers
@@ -208,10 +208,8 @@ class Connection:
     def _untrusted(self, error: Exception) -> str:
         why = getattr(error, "certificate_error", error)
         said = getattr(why, "verify_message", "") or str(why)
-        return (
-            f"the certificate of {self.base} is not trusted: {said}: name the authority that "
-            "signed it with --ca FILE"
-        )
+        unsigned = "name the authority that signed it with --ca FILE"
+        return f"{self.base} is not trusted: {distrust(said, unsigned)}"
 
 
 async def replied(response: aiohttp.ClientResponse, what: str) -> Reply:

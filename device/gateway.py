@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.device.connection import Connection, Reply, date_of, retry_after
 from fedstream.device.errors import NotNow
 from fedstream.protocol.headers import as_bearer
@@ -71,11 +71,19 @@ class OwnGateway:
         return enrolled
 
     async def check_in(self, asks: CheckIn) -> Offer | float:
-        """A task, or in how many seconds to ask again. Raises RunOver."""
+        """A task, or in how many seconds to ask again.
+
+        Raises RunOver, and ConfigError if the device's task is not the run's.
+        """
         reply = await self._asked(
-            "POST", "/v1/check-in", asks.encode(), what="the check-in", expected={200, 204, 410},
-            wait_s=asks.wait_s,
+            "POST", "/v1/check-in", asks.encode(), what="the check-in",
+            expected={200, 204, 409, 410}, wait_s=asks.wait_s,
         )  # fmt: skip
+        if reply.status == 409:
+            raise ConfigError(
+                f"{reply.refusal('this task')}: name the task that the run was made with (--task), "
+                "with as many devices (--set task.devices=N)"
+            )
         if reply.status == 204:
             after_s = retry_after(reply.headers)
             return _PAUSE_S if after_s is None else after_s

@@ -44,6 +44,7 @@ class DeviceOptions:
     load: Callable[[], Task]  # called once, in the thread that trains
     solvers: Solvers
     devices: DeviceSettings  # how it pretends to be slow, or to drop out
+    run_devices: int | None = None  # task.devices; None: as the task says
     threads: int = 1  # of torch
     place: Processor = "cpu"
     invite: str | None = None  # None: it has enrolled before
@@ -136,5 +137,6 @@ def _worker(
     training = LocalTraining(learner, options.solvers, thread, folder, save_s=options.save_s)
     return DeviceWorker(
         gateway, folder, training, learner.layout,
+        run_devices=options.run_devices or learner.task.run_devices,
         devices=options.devices, say=say, show=show, once=options.once,
     )  # fmt: skip

@@ -59,12 +59,14 @@ class DeviceWorker:
         training: LocalTraining,
         layout: Layout,
         *,
+        run_devices: int | None,
         devices: DeviceSettings,
         say: Callable[[str], None],
         show: Callable[[str], None],
         once: bool = False,
     ) -> None:
-        """``layout``: of the task's model. ``devices``: how the device pretends to be slow.
+        """``layout``: of the task's model. ``run_devices``: over how many devices its data is
+        split; None: unknown. ``devices``: how the device pretends to be slow.
 
         ``say`` gets a line about what happened, ``show`` a few words about what is going on.
         ``once``: stop after one answered task.
@@ -73,6 +75,7 @@ class DeviceWorker:
         self._folder = folder
         self._training = training
         self._layout = layout
+        self._run_devices = run_devices
         self._devices = devices
         self._say = say
         self._show = show
@@ -121,8 +124,9 @@ class DeviceWorker:
         while True:
             self._show("waiting for a task")
             asks = CheckIn(
-                nonce=new_nonce(), wait_s=_CHECK_IN_S, formats=FORMATS, has=self._models.has
-            )
+                nonce=new_nonce(), wait_s=_CHECK_IN_S, formats=FORMATS, has=self._models.has,
+                layout=self._layout.signature, devices=self._run_devices,
+            )  # fmt: skip
             found = await self._gateway.check_in(asks)
             if isinstance(found, float):
                 waited_s = time.monotonic() - began

@@ -132,6 +132,9 @@ class CheckIn(Body):
     # Formats of models that it can read, the best first.
     formats: Annotated[tuple[FormatName, ...], Field(max_length=16)] = ("f32",)
     has: Digest | None = None  # the model that it has
+    # Of the device's own task, to be those of the run; None: not said, or any.
+    layout: Sha256 | None = None  # the signature of its model's
+    devices: AtLeastOne | None = None  # over how many its data is split
 
 
 class OfferedTask(Body):

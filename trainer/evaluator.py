@@ -25,7 +25,7 @@ from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.fairness import PerDevice, device_metrics, spread
 from fedstream.trainer.goals import Swings, ends_run
 from fedstream.trainer.placement import Processor, Threads, check, placed
-from fedstream.trainer.task import measured, untrained
+from fedstream.trainer.task import check_run, measured, untrained
 from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ class Evaluator:
         name: str,
         load: Callable[[], Task],
         target: float | None,
+        run_devices: int | None = None,
     ) -> None:
+        """``run_devices``: task.devices; None: as the task says."""
+        self._run_devices = run_devices
         self._settings = settings
         self._keys = keys
         self._name = name
@@ -110,6 +113,8 @@ class Evaluator:
     def _prepare(self) -> None:
         import torch
 
+        from fedstream.trainer.vector import layout_of
+
         place = self._settings.device
         check("evaluator.device", place)
         torch.set_num_threads(self._settings.threads)
@@ -118,6 +123,7 @@ class Evaluator:
         self._data: Dataset[object] | None = data if data is None else placed(data, place)
         self._swings = Swings(self._learning.goal)
         self._module: nn.Module = untrained(self._learning).to(place)
+        self._layout = layout_of(self._module)
 
     async def _step(self) -> None:
         """Evaluate the newest version if it is due, else wait for the next."""
@@ -127,6 +133,9 @@ class Evaluator:
         except NoRun:
             await self._models.read(count=1000)  # its first version comes with it
             return
+        devices = self._run_devices or self._learning.run_devices
+        each = devices if self._settings.per_device != "never" else None
+        check_run(run, self._keys.name, self._layout, each, self.role)
         if run.state == "finished":  # since that head was read, perhaps: now it is the last one
             head = await self._ledger.head()
         if head is not None and self._measures and self._is_due(head, run.state):

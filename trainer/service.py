@@ -21,7 +21,7 @@ from aiohttp import web
 from structlog.contextvars import bind_contextvars, reset_contextvars
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, LayoutMismatch, NoRun
+from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, NoRun
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
@@ -47,6 +47,7 @@ from fedstream.trainer.patience import Patience
 from fedstream.trainer.saved_work import SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from fedstream.trainer.solvers import Cancelled, SolverSettings
+from fedstream.trainer.task import check_run
 from fedstream.wire import F32
 
 if TYPE_CHECKING:
@@ -82,9 +83,10 @@ class Trainer:
         participation: Sequence[ParticipationGroup] = (),
         wire: Format = F32,
         rests: Backoff | None = None,
+        run_devices: int | None = None,
     ) -> None:
         """``wire``: that updates are sent in. ``rests``: how long to rest after each task that is
-        given up; None: five seconds at most.
+        given up; None: five seconds at most. ``run_devices``: task.devices; None: as the task says.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)
@@ -93,6 +95,7 @@ class Trainer:
         self._keys = keys
         self._name = name
         self._load = load
+        self._run_devices = run_devices
         self._participation = participation
         self._wire = wire
         self._rests = rests or Backoff(0.01, _REST_S, rng=random.Random())
@@ -168,8 +171,8 @@ class Trainer:
     async def _join(self, context: Context, learner: Learner) -> bool:
         """Join the run; False if it doesn't exist yet.
 
-        Raises LayoutMismatch if the run has another model, ConfigError if solver and strategy don't
-        fit together.
+        Raises LayoutMismatch if the run has another model, ConfigError if it has another number of
+        devices, or if solver and strategy don't fit together.
         """
         try:
             with self._patience.asking():
@@ -177,14 +180,8 @@ class Trainer:
         except NoRun:
             await pause(context.stop, _ASKS_S)
             return False
-        ours, theirs = learner.layout, run.layout.without_controls()
-        if theirs != ours:
-            raise LayoutMismatch(
-                f"the model of this trainer's task has {ours.parameters} parameters in "
-                f"{len(ours.tensors)} tensors, but run {self._keys.name!r} was made with "
-                f"{run.layout.parameters} in {len(run.layout.tensors)}: give every service the "
-                "same task, or purge the run"
-            )
+        devices = self._run_devices or learner.task.run_devices
+        check_run(run, self._keys.name, learner.layout, devices, self.role)
         if bool(run.layout.controls) != self._solvers.usual.controls:
             raise ConfigError(
                 f"solver.kind = {self._solvers.usual.kind!r}: run {self._keys.name!r} was made "

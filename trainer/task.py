@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Model
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import gather, samples_of
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
+    from fedstream.broker.layout import Layout
+    from fedstream.broker.records import Run
     from fedstream.trainer.solvers import SolverSettings, Trained, Work
 
 _EVALUATION_BATCH = 512
@@ -113,6 +115,11 @@ class Task(ABC):
         if not answers:
             raise NoLabels("there is nothing to evaluate: every label is -100, which doesn't count")
         return {"accuracy": hits / answers, "loss": loss / answers}
+
+    @property
+    def run_devices(self) -> int | None:
+        """The number of devices of the runs that this task is for; None: any number."""
+        return self.devices
 
     def joined(self, devices: int) -> None:
         """Take note that this trainer joined a run of so many devices; by default, nothing.
@@ -267,3 +274,22 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
         return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"metrics() did not return a dict of names and numbers: {error}") from error
+
+
+def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str) -> None:
+    """Check that a service's task is that of the run ``name``.
+
+    ``ours``: the layout of the task's model. ``devices``: over how many the task's data is split;
+    None: any number. Raises LayoutMismatch, ConfigError.
+    """
+    if run.layout.without_controls() != ours:
+        raise LayoutMismatch(
+            f"the model of this {role}'s task has {ours.parameters} parameters in "
+            f"{len(ours.tensors)} tensors, but run {name!r} was made with {run.layout.parameters} "
+            f"in {len(run.layout.tensors)}: give every service the same task, or purge the run"
+        )
+    if devices not in (None, run.devices):
+        raise ConfigError(
+            f"task.devices: the data of this {role}'s task is split over {devices} devices, but "
+            f"run {name!r} was made with {run.devices}: give every service the same number"
+        )

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.runtime.flood import Flood
 
 if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk, Woken
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
@@ -39,12 +42,15 @@ class CheckIns:
         tasks: Tasks,
         metrics: GatewayMetrics,
         stop: asyncio.Event,
+        log: FilteringBoundLogger,
         *,
         update: Format,
     ) -> None:
         """``update``: the format that devices send updates in, if they can. ``stop``: set once
         nobody is to wait any more.
         """
+        self._log = log
+        self._other_tasks = Flood(burst=1, per_s=0.0)  # a line for each
         self._settings = settings
         self._desk = desk
         self._current = current
@@ -69,6 +75,10 @@ class CheckIns:
             raise Refusal(
                 403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
             )
+        if differs := run.difference(said.layout, said.devices):
+            if self._other_tasks.passes(differs) is not None:
+                self._log.warning("a device's task is not the run's", device=device, reason=differs)
+            raise Refusal(409, "another task", differs)
         if not said.eligible or device in head.quarantines.by_device:
             self._desk.leave(device)
             return None

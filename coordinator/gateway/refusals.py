@@ -37,6 +37,7 @@ RefusalReason: TypeAlias = Literal[
     "length",  # of an upload: unknown, or not what was announced
     "taken over",  # by a newer request for the same upload
     "complete",  # so the upload can't be cancelled any more
+    "another task",  # than the run's: of another layout, or number of devices
     "format",  # none that the device can read, or not the one that was asked for
     "run over",
     # how much, and how fast

@@ -174,7 +174,7 @@ class Gateway:
             )  # fmt: skip
             check_ins = CheckIns(
                 self._settings, self._desk, self._current, self._models, tasks, metrics,
-                context.stop, update=self._update,
+                context.stop, context.log, update=self._update,
             )  # fmt: skip
             opened = Opened(context, check_ins, tasks, moves, uploads, metrics)
             self._app.open(opened)

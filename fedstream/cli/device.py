@@ -105,6 +105,7 @@ def device(
         folder or key.with_name(f"{key.name}.state"),
         load=partial(loaded, settings.task),
         solvers=Solvers(settings.solver, settings.solvers), devices=settings.devices,
+        run_devices=settings.task.devices,
         threads=settings.trainer.threads, place=settings.trainer.device,
         invite=invite, attestation=attestation_in(attestation), once=once,
     )  # fmt: skip

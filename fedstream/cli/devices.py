@@ -134,7 +134,7 @@ def devices_invite(
     from fedstream.observe import report
     from fedstream.operate import enrolment as page
 
-    seconds, at = page.seconds_of(expires), _site(site, config)
+    seconds, at = page.seconds_of(expires), _site(site, config, redis, run)
     made = ask(
         config, redis, run,
         lambda client, keys: page.invite(client, keys, at, devices, seconds=seconds),
@@ -157,7 +157,7 @@ def devices_enrolled(
     from fedstream.observe import report
     from fedstream.operate import enrolment as page
 
-    at = _site(site, config)
+    at = _site(site, config, redis, run)
     found = ask(config, redis, run, lambda client, keys: page.read(client, keys, at))
     if as_json:
         verbatim(report.as_json(page.plain(found)) + "\n")
@@ -198,7 +198,7 @@ def _set_access(
 ) -> None:
     from fedstream.operate import enrolment as page
 
-    at = _site(site, config)
+    at = _site(site, config, redis, run)
     changed = ask(
         config, redis, run,
         lambda client, keys: page.set_access(client, keys, at, devices, admit=admit),
@@ -206,5 +206,7 @@ def _set_access(
     page.tell_access(devices, changed, admit=admit)
 
 
-def _site(given: str | None, config: Config) -> str:
-    return live_settings(config).gateway.site if given is None else check_name("--site", given)
+def _site(given: str | None, config: Config, redis: Url, run: RunName) -> str:
+    if given is not None:
+        return check_name("--site", given)
+    return live_settings(config, redis=redis, run=run).gateway.site

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL, check_name
+from fedstream.broker.keys import POOL
 from fedstream.cli.options import (
     AsJson,
     ChangedRules,
@@ -52,8 +52,9 @@ def status(
     elif redis is not None:
         raise ConfigError("--url asks a coordinator and --redis asks Redis: give only one")
     else:
-        settings = live_settings(config)
-        about = page.fetch(url, run or settings.run.name, settings.http.token)
+        asked = ("run.name", "http.token")  # not redis, which is not asked
+        settings = live_settings(config, redis=None, run=run, keys=asked)
+        about = page.fetch(url, settings.run.name, settings.http.token)
     if as_json:
         verbatim(report.as_json(about) + "\n")
     else:
@@ -69,7 +70,7 @@ def top(
     """Watch a run: rate, staleness, queue, trainers, accuracy. Quit with q or Ctrl-C."""
     from fedstream.observe.top import watch
 
-    journal = Path(live_settings(config).journal.dir)
+    journal = Path(live_settings(config, redis=redis, run=run).journal.dir)
     ask(config, redis, run, lambda client, keys: watch(client, keys, journal, once=once))
 
 
@@ -238,7 +239,7 @@ def purge(
     """Delete all of a run's keys from Redis."""
     from fedstream.operate import presence
 
-    name = run or live_settings(config).run.name
+    name = live_settings(config, redis=redis, run=run).run.name
     for database, keys in ask(
         config, redis, run, lambda client, _keys: presence.elsewhere(client)
     ).items():
@@ -282,18 +283,17 @@ def acl(
     from fedstream.coordinator.sites import served
     from fedstream.operate import acl as page
 
-    settings = live_settings(config)
+    settings = live_settings(config, redis=None, run=run)
     if database := Client(settings.redis, "").database:
         raise ConfigError(
             f"redis.url names database {database}, but a run whose Redis has users must be in "
             "database 0: users have the same rights in every database, and may not change theirs"
         )
-    name = check_name("--run", run) if run else settings.run.name
     known = served(settings.coordinator.sites, settings.coordinator.trusted_sites)
     named = site or [one for one in known if one != POOL]
     gateways = [one for one in named if one == settings.gateway.site]
     trainers = [one for one in named if one not in gateways]
-    text = page.file_of(name, os.environ, trainers, gateways)
+    text = page.file_of(settings.run.name, os.environ, trainers, gateways)
     if out is None:
         verbatim(text)
     else:

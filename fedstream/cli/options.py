@@ -205,12 +205,16 @@ def settings_of(
 
 
 def live_settings(
-    path: Path | None, *, redis: str | None = None, run: str | None = None
+    path: Path | None, *, redis: str | None, run: str | None, keys: Collection[str] = _LIVE
 ) -> Settings:
-    """Read what a command needs that looks at a live run; no program that the file names runs."""
+    """Read ``keys``, which a command needs that looks at a live run; no program of the file runs.
+
+    ``redis``, ``run``: the command's own options. Both are always passed, because keys are checked
+    together: a CA in the environment is wrong without the URL of --redis.
+    """
     from fedstream.settings.config import options, read
 
-    return read(path, (), options(redis=redis, run=run), trusted=False, keys=_LIVE)
+    return read(path, (), options(redis=redis, run=run), trusted=False, keys=keys)
 
 
 def recorded_programs(folder: Path, *, trust: bool, changed: bool) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.records import Run, Tally
 from fedstream.broker.rights import ROLES
-from fedstream.doctor import gateway, rights, run, server, task, volume
+from fedstream.doctor import certificates, gateway, rights, run, server, task, volume
 from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
 from fedstream.operate.presence import elsewhere, in_words, serving
 from fedstream.settings.services import DEVICES
@@ -118,6 +118,7 @@ class _Look:
     async def all(self) -> list[Finding]:
         """Collect every finding about Redis and the run in it."""
         redis = self._settings.redis
+        shown = await certificates.examine(redis, now=self._now())
         try:
             await self._client.call("PING")
         except BrokerError as error:
@@ -131,10 +132,11 @@ class _Look:
                 change = "correct redis.url or redis.tls"
             return [
                 problem("redis", str(error), change),
+                *shown,
                 not_checked("redis and the run in it", "Redis could not be asked"),
             ]
         how = " over TLS" if urlsplit(redis.url).scheme == "rediss" else ""
-        findings = [ok("redis", f"{self._client.address} answers user {self._user!r}{how}")]
+        findings = [ok("redis", f"{self._client.address} answers user {self._user!r}{how}"), *shown]
         for about, check in (
             ("redis latency", self._latency), ("clock", self._clock),
             ("redis server", self._server), ("redis databases", self._databases),

@@ -11,14 +11,13 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY
 from fedstream.coordinator.gateway.settings import OTHER_FILES, GatewaySettings
 from fedstream.coordinator.sites import served
+from fedstream.doctor.certificates import DAY, ENDS_S, in_words, is_idle_star, lifetime
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
     from fedstream.settings.config import Settings
 
 RESTART_S = 60.0  # that a new process, or a pod on another node, may take to serve again
-_DAY = 86_400.0
-_ENDS_S = 14 * _DAY  # warn if a certificate ends sooner
 
 
 def is_gateways(user: str) -> bool:
@@ -72,18 +71,11 @@ def _certificate(settings: GatewaySettings, now: float) -> Finding:
             "issue it for the hosts in the URL that devices use",
         )
     names = f"for {', '.join(found.names)}"
-    days = (found.ends - now) / _DAY
-    if now < found.begins:
-        return problem(about, f"{names}: is not valid yet", "correct this machine's clock, or wait")
-    if days < 0:
-        return problem(about, f"{names}: ended {-days:.0f} days ago", "renew it")
-    if days * _DAY < _ENDS_S:
-        return warning(
-            about,
-            f"{names}: ends in {days:.0f} days",
-            "renew it: gateways serve it within seconds",
-        )
-    return ok(about, f"{names}; ends in {days:.0f} days")
+    renew = "renew it: gateways serve it within seconds"
+    life = lifetime(about, names, begins=found.begins, ends=found.ends, now=now, renew=renew)
+    if life.level == "ok" and any(map(is_idle_star, found.names)):
+        return warning(about, in_words(found.names), "name each host")
+    return life
 
 
 def _authorities(file: str, now: float) -> Finding:
@@ -103,8 +95,8 @@ def _authorities(file: str, now: float) -> Finding:
                 f"{one.subject}: may not sign certificates, so no device's is accepted by it",
                 "name the authority that signs those of devices",
             )
-        if one.ends - now < _ENDS_S:
-            days = (one.ends - now) / _DAY
+        if one.ends - now < ENDS_S:
+            days = (one.ends - now) / DAY
             when = f"ends in {days:.0f} days" if days > 0 else f"ended {-days:.0f} days ago"
             return (warning if days > 0 else problem)(
                 about, f"{one.subject}: {when}", "add its successor to the file"

@@ -86,6 +86,10 @@ class FlowerTask(Task):
     def model(self) -> nn.Module:
         return self._model()
 
+    @property
+    def run_devices(self) -> int | None:
+        return None if self._follows_run else self.devices
+
     def joined(self, devices: int) -> None:
         if self._follows_run:
             self.devices = devices

@@ -216,7 +216,7 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         settings.trainer, settings.solver, settings.devices, settings.lease,
         keys=keys, redis=settings.redis, name=name, load=load,
         solvers=settings.solvers, participation=settings.participation,
-        wire=settings.wire.of_updates,
+        wire=settings.wire.of_updates, run_devices=settings.task.devices,
     )  # fmt: skip
     return service, settings.trainer.drain_s
 
@@ -231,7 +231,7 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
 
     service = Evaluator(
         settings.evaluator, keys=keys, redis=settings.redis, name=name,
-        load=load, target=settings.run.target_accuracy,
+        load=load, target=settings.run.target_accuracy, run_devices=settings.task.devices,
     )  # fmt: skip
     return service, settings.evaluator.drain_s
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+
+import trustme
 
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
@@ -37,3 +41,21 @@ def signed(folder: Path, name: str, by: str, *addresses: str) -> None:
         "-CAcreateserial", "-out", f"{name}.crt", "-days", "2", "-extfile", f"{name}.ext",
         cwd=folder,
     )  # fmt: skip
+
+
+def is_accepted(name: str, host: str) -> bool:
+    """Whether OpenSSL, as Python uses it, accepts a certificate with this name for ``host``."""
+    authority = trustme.CA()
+    ours, theirs = ssl.create_default_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.configure_trust(ours)
+    authority.issue_cert(name).configure_cert(theirs)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ours.wrap_bio(back, there, server_hostname=host)
+    server = theirs.wrap_bio(there, back, server_side=True)
+    try:
+        for side in (client, server, client):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError:
+        return False
+    return True

@@ -148,7 +148,7 @@ async def test_unknown_authority_is_not_trusted(guarded: Guarded, ca: str | None
 
 
 async def test_certificate_for_another_address_is_not_trusted(misplaced: Guarded) -> None:
-    with pytest.raises(BrokerError, match=r"IP address mismatch"):
+    with pytest.raises(BrokerError, match=r"is not for 127\.0\.0\.1: issue one that names 127"):
         await answer(misplaced.settings())
 
 
@@ -195,8 +195,8 @@ def test_unusable_certificate_files_are_reported_at_start(
         ),
         (['redis.sentinel.nodes=["a:1", "b:x"]'], "redis.sentinel.nodes: 'b:x' is not an address"),
         (['redis.sentinel.nodes=["a:70000"]'], "redis.sentinel.nodes: 'a:70000' is not an address"),
-        (["redis.sentinel.nodes=[]"], "redis.sentinel.nodes = []"),
-        (["redis.sentinel.master=m"], "redis.sentinel.nodes: required, but not given"),
+        (["redis.sentinel.nodes=[]"], "redis.sentinel.nodes: name at least one"),
+        (["redis.sentinel.master=m"], "redis.sentinel.nodes: name at least one"),
     ],
 )
 def test_conflicting_keys_are_both_named(sets: list[str], says: str) -> None:

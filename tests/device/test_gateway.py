@@ -295,17 +295,24 @@ async def test_gateway_is_trusted_by_its_authority(
         assert await OwnGateway(connection, own._key, 7).check_in(ASKS) == 0.0
 
 
-@pytest.mark.parametrize("name", ["localhost", "elsewhere.example"])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("localhost", "local issuer certificate.*name the authority that signed it with --ca FILE"),
+        ("elsewhere.example", "is not for localhost: issue one that names localhost"),
+    ],
+)
 async def test_certificate_that_is_not_trusted_ends_it_with_advice(
-    gateway: FakeGateway, authority: trustme.CA, tmp_path: Path, said: list[str], name: str
-) -> None:
+    gateway: FakeGateway, authority: trustme.CA, tmp_path: Path, said: list[str], name: str,
+    advice: str,
+) -> None:  # fmt: skip
     trusted = trustme.CA() if name == "localhost" else authority
     trusted.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     async with (
         secured(gateway, authority.issue_cert(name)) as url,
         Connection(GatewayAddress(url, ca=tmp_path / "ca.pem"), said.append) as connection,
     ):
-        with pytest.raises(FedstreamError, match=r"is not trusted: .*--ca FILE") as refused:
+        with pytest.raises(FedstreamError, match=rf"is not trusted: .*{advice}$") as refused:
             await connection.once("GET", "/")
     assert not isinstance(refused.value, NotNow)
 

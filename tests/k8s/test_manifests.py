@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+import trustme
 import yaml
 
 from fedstream import __version__
+from tests.broker.certificates import is_accepted
 from tests.k8s.breaks import BREAKS, GATEWAYS, SITES, config, container, pod, replace
 from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
+from tests.k8s.policy.__main__ import main
+from tests.k8s.policy.certificate import covers, missing, redis_hosts
 from tests.k8s.policy.checks import CHECKS, findings
 from tests.k8s.policy.sources import sources
 from tests.k8s.policy.targets import K8S, ROOT, differences, largest, on_base, renderings
@@ -165,6 +169,55 @@ def test_documented_commands_name_existing_objects(rendering: Rendering) -> None
     there = {(one["kind"], one["metadata"]["name"]) for one in every}
     wanted = {(kinds.get(kind, "Service"), name) for kind, name in objects}
     assert wanted - there == set()
+
+
+def test_documented_certificate_has_the_names_that_pods_connect_to(rendering: Rendering) -> None:
+    [text] = re.findall(r"^subjectAltName=(.*)$", HOW_TO, re.MULTILINE)
+    names = text.replace("DNS:", "").split(",")
+    alone = rendering("overlay production")
+    sentinels = rendering("production with redis-sentinel")
+    hosts = ["redis", "localhost", *redis_hosts(sentinels)]  # the second by port-forward
+    assert sorted(names) == sorted(hosts)
+    assert redis_hosts(alone) == ["redis"]
+    assert redis_hosts(rendering("base with redis-sentinel")) == []  # without TLS
+    assert list(missing(sentinels, names)) == list(missing(alone, names)) == []
+    stars = ["redis", "*.redis-nodes", "*.sentinels"]
+    assert list(missing(alone, stars)) == []
+    lines = list(missing(sentinels, stars))
+    assert len(lines) == 6
+    assert "is not for redis-0.redis-nodes, to which services connect (it names redis" in lines[3]
+    assert "*.sentinels matches no name" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("redis", "Redis"), ("redis", "redis2"), ("*.sentinels", "a.sentinels"), ("*.a.b", "x.a.b"),
+        ("*.a.b", "x.y.a.b"), ("*.a.b", "a.b"), ("*.A.b", "x.a.B"),
+    ],
+)  # fmt: skip
+def test_names_are_compared_as_openssl_does(name: str, host: str) -> None:
+    assert covers(name, host) == is_accepted(name, host)
+
+
+@pytest.mark.process
+def test_certificate_that_lacks_names_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tls.crt"
+    trustme.CA().issue_cert("localhost").cert_chain_pems[0].write_to_path(file)
+
+    def code(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["k8s-check", "--certificate", *arguments])
+        return main()
+
+    assert code(str(file)) == 1  # of the overlay production
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{file}: is not for redis, to which services connect (it names local")
+    assert code(str(file), str(K8S / "overlays" / "dev")) == 0
+    assert code(str(tmp_path / "none")) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(": No such file or directory")
 
 
 def test_own_overlay_builds_on_production(tmp_path: Path, rendering: Rendering) -> None:

@@ -44,6 +44,7 @@ OFFER: dict[str, Any] = {
 }  # fmt: skip
 CHECK_IN: dict[str, Any] = {
     "nonce": "n" * 22, "eligible": True, "wait_s": 50, "formats": ["f32"], "has": None,
+    "layout": DIGEST, "devices": 10,
 }  # fmt: skip
 REPORT: dict[str, Any] = {
     "digest": DIGEST, "samples": 5, "steps": 10, "lr": 0.1, "loss": None, "seconds": 1.5,

@@ -55,12 +55,13 @@ def make(hand: Hand, redis: RedisSettings, task: Task) -> Make:
         participation: Sequence[ParticipationGroup] = (),
         rests: Backoff | None = None,
         wire: Format = F32,
+        run_devices: int | None = None,
     ) -> Trainer:
         return Trainer(
             settings or TrainerSettings(), solver, devices or DeviceSettings(),
             lease or LeaseSettings(seconds=60), keys=hand.keys, redis=redis, name=name,
             load=lambda: task, solvers=solvers, participation=participation, rests=rests,
-            wire=wire,
+            wire=wire, run_devices=run_devices,
         )  # fmt: skip
 
     return trainer

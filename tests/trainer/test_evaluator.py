@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError, LayoutMismatch
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.fairness import PerDevice
 from fedstream.trainer.vector import layout_of
@@ -49,6 +51,27 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
         {"accuracy": pytest.approx(0.2)},
         {"accuracy": pytest.approx(0.4)},
     ]
+
+
+async def test_evaluator_of_another_task_exits_with_an_error(
+    hand: Hand, redis: RedisSettings, task: Adds
+) -> None:
+    """Instead of a traceback for each version. Devices count only if they are measured."""
+    hand.layout = layout_of(Point())
+    await hand.create()
+
+    def evaluator(per_device: PerDevice, task: Adds) -> Evaluator:
+        return Evaluator(
+            EvaluatorSettings(per_device=per_device), keys=hand.keys, redis=redis,
+            name="evaluator", load=lambda: task, target=None, run_devices=7,
+        )  # fmt: skip
+
+    with pytest.raises(LayoutMismatch, match=r"evaluator's task has 5 parameters in 1 tensors"):
+        await asyncio.wait_for(evaluator("never", Adds(5)).run(context()), 60)
+    with pytest.raises(ConfigError, match=r"split over 7 devices, but run .* was made with 10"):
+        await asyncio.wait_for(evaluator("last", task).run(context()), 60)
+    async with running(evaluator("never", task), context()):
+        await wait_until(lambda: hand.events("evaluation"))
 
 
 async def test_it_measures_a_run_as_soon_as_there_is_one(

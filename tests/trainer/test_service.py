@@ -11,7 +11,7 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import FedstreamError, LayoutMismatch
+from fedstream.broker.errors import ConfigError, FedstreamError, LayoutMismatch
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Presence, Upload
 from fedstream.trainer.settings import TrainerSettings
@@ -123,6 +123,27 @@ async def test_trainer_with_another_model_exits_with_an_error(hand: Hand, make: 
     other = make(task=Adds(5))
     with pytest.raises(LayoutMismatch, match=r"5 parameters in 1 tensors, but run .* 4 in 1"):
         await asyncio.wait_for(other.run(context()), 60)
+
+
+async def test_trainer_of_another_number_of_devices_exits_with_an_error(
+    hand: Hand, make: Make
+) -> None:
+    """Its task would raise DataError for some, and split its data otherwise for all."""
+    await hand.create()
+    words = r"split over 7 devices, but run .* was made with 10: give every service the same number"
+    task = Adds()
+    task.devices = 7
+    with pytest.raises(ConfigError, match=words):
+        await asyncio.wait_for(make(task=task).run(context()), 60)
+    with pytest.raises(ConfigError, match=words):
+        await asyncio.wait_for(make(run_devices=7).run(context()), 60)
+
+    async def takes_part() -> bool:
+        return any(not one.leaves for one in await hand.words(Presence))
+
+    assert not await takes_part()
+    async with running(make(task=task, run_devices=10), context()):  # the configuration decides
+        await wait_until(takes_part)
 
 
 async def test_trainer_may_exit_with_the_run(hand: Hand, make: Make) -> None:

@@ -22,6 +22,7 @@ from fedstream.local import run
 from fedstream.observe import display, status
 from fedstream.strategies import RULES
 from fedstream.trainer.tasks import BUILT_IN
+from tests.broker.certificates import authority
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -184,6 +185,55 @@ def test_missing_run_is_a_one_line_error(
         said = capsys.readouterr().err
         assert said.startswith("fedstream: there is no run 'nobody'")
         assert said.count("\n") == 1
+
+
+def _asking_redis(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The path and parameters of every command with an option --redis."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _asking_redis(command, (*path, name))
+        elif any("--redis" in parameter.opts for parameter in command.params):
+            yield (*path, name), command.params
+
+
+@pytest.mark.process
+def test_options_override_the_environment_before_it_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """redis.tls needs a rediss:// URL, which --redis brings; a wrong name gives way to --run."""
+    authority(tmp_path, "ca")
+    monkeypatch.setenv("FEDSTREAM_REDIS__TLS__CA", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("FEDSTREAM_RUN__NAME", "not valid")
+    waiting = {  # would wait for Redis, so something else is wrong
+        "run": (1, "no journal"), "replay": (1, "no journal"),
+    }  # fmt: skip
+    required = {
+        "run": ["--resume", "--out", str(tmp_path), "--set", "run.name=demo"],
+        "replay": [str(tmp_path)],
+        "load": ["--url", "https://127.0.0.1:1", "--devices", "1"],
+        "devices quarantine": ["3"], "devices release": ["3"], "devices invite": ["3"],
+        "devices revoke": ["3"], "devices admit": ["3"], "dead show": ["x"],
+    }  # fmt: skip
+    wrong = {}
+    for path, parameters in _asking_redis(typer.main.get_group(application())):
+        command = " ".join(path)
+        options = {option for parameter in parameters for option in parameter.opts}
+        name = ["--run", "demo"] if "--run" in options else []
+        code = fedstream(
+            *path, *required.get(command, ()), "--redis", "rediss://127.0.0.1:1/0", *name
+        )
+        shown = capsys.readouterr()
+        said = shown.err + shown.out
+        expected = waiting.get(command, (1, "127.0.0.1:1 does not answer"))
+        if code != expected[0] or expected[1] not in said:
+            wrong[command] = code, said
+    assert wrong == {}
+    # what asks no Redis needs no redis.url
+    assert fedstream("status", "--url", "http://127.0.0.1:1", "--run", "demo") == 1
+    assert "http://127.0.0.1:1" in capsys.readouterr().err
+    monkeypatch.delenv("FEDSTREAM_REDIS__TLS__CA")
+    assert fedstream("acl", "--run", "demo") == 2
+    assert "FEDSTREAM_PASSWORD_COORDINATOR" in capsys.readouterr().err
 
 
 def test_a_command_is_loaded_alone_and_is_the_same() -> None:

@@ -1,29 +1,43 @@
 """``python -m tests.k8s.policy``: all checks of k8s/, with what was found and how much there was.
 
+With ``--certificate FILE [OVERLAY]`` only whether Redis's certificate names all that the pods of an
+overlay connect to.
+
 Exit codes: 0 all is well, 1 something is not, 2 kubectl or checkov is missing. Without kubectl it
 says so and leaves with 0, unless the environment says FEDSTREAM_CI=1: there nothing is skipped.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
-from tests.k8s.cluster.manifests import kubectl
+from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.gateway.certificate import certificate_in
+from tests.k8s.cluster.manifests import kubectl, rendered
+from tests.k8s.policy.certificate import missing
 from tests.k8s.policy.checkov import PROGRAM, checkov, exceptions
 from tests.k8s.policy.checks import CHECKS, findings
 from tests.k8s.policy.schemas import VERSIONS
 from tests.k8s.policy.sources import sources
-from tests.k8s.policy.targets import ADDITIONS, combinations, components, overlays, renderings
+from tests.k8s.policy.targets import ADDITIONS, K8S, combinations, components, overlays, renderings
 
 
 def main() -> int:
     """Renders, checks, prints. The exit code."""
     began = time.monotonic()
+    parser = argparse.ArgumentParser(prog="k8s-check")
+    parser.add_argument("--certificate", type=Path, metavar="FILE")
+    parser.add_argument("overlay", type=Path, nargs="?", default=K8S / "overlays" / "production")
+    given = parser.parse_args()
     if kubectl() is None:
         sys.stderr.write("k8s-check: skipped: kubectl is not on PATH\n")
         return 2 if os.environ.get("FEDSTREAM_CI") == "1" else 0
+    if given.certificate is not None:
+        return _certificate(given.certificate, given.overlay)
     if not PROGRAM.is_file():
         sys.stderr.write(
             f"k8s-check: {PROGRAM} is not installed: run make .venv-checkov/installed\n"
@@ -31,16 +45,16 @@ def main() -> int:
         return 2
     wrong = [f"sources: {line}" for line in sources()]
     try:
-        rendered = {name: render() for name, render in renderings().items()}
+        found = {name: render() for name, render in renderings().items()}
     except AssertionError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    for name, manifests in rendered.items():
+    for name, manifests in found.items():
         wrong += [f"{name}: {line}" for line in findings(manifests)]
-    verdict = checkov(rendered, exceptions())
+    verdict = checkov(found, exceptions())
     wrong += [f"checkov: {line}" for line in verdict.wrong]
     sys.stderr.writelines(f"{line}\n" for line in wrong)
-    objects = sum(len(list(manifests)) for manifests in rendered.values())
+    objects = sum(len(list(manifests)) for manifests in found.values())
     excepted = ", ".join(f"{check} {times}" for check, times in verdict.excepted.items())
     sys.stdout.write(
         f"rendered    {len(overlays())} overlays, {len(components())} components in "
@@ -53,6 +67,18 @@ def main() -> int:
         f"k8s-check   {len(wrong)} wrong, {time.monotonic() - began:.0f} s\n"
     )
     return 1 if wrong else 0
+
+
+def _certificate(file: Path, overlay: Path) -> int:
+    """Says which names the certificate lacks. The exit code."""
+    try:
+        lacks = list(missing(rendered(overlay), certificate_in(file.read_bytes()).names))
+    except OSError as error:
+        lacks = [f"cannot be read: {error.strerror}"]
+    except (AssertionError, ConfigError) as error:
+        lacks = [f"cannot be compared with the names in {overlay}: {error}"]
+    sys.stderr.writelines(f"{file}: {line}\n" for line in lacks)
+    return 1 if lacks else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,210 @@
+"""`fedstream doctor`'s check of certificates: those of Redis and its Sentinels, by their names."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, distrust
+from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
+
+if TYPE_CHECKING:
+    from fedstream.broker.places import Address
+
+_ABOUT = "redis certificate"
+DAY = 86_400.0
+ENDS_S = 14 * DAY  # warn if a certificate ends sooner
+_ANOTHERS = (62, 64)  # OpenSSL's errors for a certificate of other hosts, or of other addresses
+_ANY_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME: an expired certificate says when it ended
+_REPLACE = (
+    "issue it again, and replace it where Redis and the Sentinels read it (on Kubernetes the "
+    "Secret fedstream-redis-tls)"
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a server shows. Times in seconds since 1970."""
+
+    names: tuple[str, ...]  # hosts and addresses (subjectAltName)
+    begins: float
+    ends: float
+
+
+def is_idle_star(name: str) -> bool:
+    """Whether a certificate's name has a star that OpenSSL lets stand for nothing.
+
+    It accepts one only as the whole first label, in front of two labels or more.
+    """
+    first, _, rest = name.partition(".")
+    return "*" in name and (first != "*" or "*" in rest or "." not in rest)
+
+
+def in_words(names: Sequence[str]) -> str:
+    """A certificate's names, with those that match nothing."""
+    idle = [name for name in names if is_idle_star(name)]
+    text = f"names {', '.join(names) or 'nothing'}"
+    if not idle:
+        return text
+    return f"{text}; {', '.join(idle)} matches no name: a star needs two labels behind it"
+
+
+def lifetime(
+    about: str, text: str, *, begins: float, ends: float, now: float, renew: str
+) -> Finding:
+    """Whether a certificate is valid now, and for how long. ``text``: what else is known of it."""
+    days = (ends - now) / DAY
+    if now < begins:
+        return problem(about, f"{text}: is not valid yet", "correct this machine's clock, or wait")
+    if days < 0:
+        return problem(about, f"{text}: ended {-days:.0f} days ago", renew)
+    if days * DAY < ENDS_S:
+        return warning(about, f"{text}: ends in {days:.0f} days", renew)
+    return ok(about, f"{text}; ends in {days:.0f} days")
+
+
+async def examine(settings: RedisSettings, *, now: float) -> list[Finding]:
+    """Look at the certificate of every server that services may connect to.
+
+    These are the host in redis.url, or each Sentinel with the master and replicas that it knows, or
+    each node of a cluster. Without TLS there are no findings.
+    """
+    if urlsplit(settings.url).scheme != "rediss":
+        return []
+    first = Client(settings, "doctor").places
+    looks = await _looked(settings, first)
+    findings: list[Finding] = []
+    if settings.sentinel is not None or settings.cluster:
+        try:
+            asked = [one for one in first if not looks[one].wrong and not looks[one].away]
+            named = await _named(settings, asked)
+        except BrokerError as error:
+            findings.append(not_checked(f"{_ABOUT} of others", str(error)))
+        else:
+            others = [one for one in dict.fromkeys(named) if one not in looks]
+            looks |= await _looked(settings, others)
+    return [*_judged(looks, now), *findings]
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What became of a connection to one server."""
+
+    shown: Shown | None = None
+    wrong: str = ""  # why services would not trust it, in OpenSSL's words
+    is_anothers: bool = False  # because it is for other names
+    away: str = ""  # why there was no connection
+
+
+async def _looked(settings: RedisSettings, places: Sequence[Address]) -> dict[Address, _Look]:
+    client = Client(settings, "doctor")
+    looks = await asyncio.gather(*(_look(client, one, settings.timeout_s) for one in places))
+    return dict(zip(places, looks, strict=True))
+
+
+async def _look(client: Client, place: Address, within_s: float) -> _Look:
+    """Connect as services do; if the certificate is refused, once more to see it. Sends nothing."""
+    strict, open_minded = client.tls_context(), client.tls_context()
+    assert strict is not None and open_minded is not None  # noqa: S101, PT018  (the URL is rediss)
+    open_minded.check_hostname = False
+    open_minded.verify_flags |= _ANY_TIME
+    try:
+        async with asyncio.timeout(within_s):
+            try:
+                return _Look(await _greeted(place, strict))
+            except ssl.SSLCertVerificationError as error:
+                refused = error
+            wrong, is_anothers = refused.verify_message, refused.verify_code in _ANOTHERS
+            try:
+                return _Look(await _greeted(place, open_minded), wrong, is_anothers)
+            except ssl.SSLCertVerificationError:  # of a stranger: what it says means nothing
+                return _Look(None, wrong)
+    except TimeoutError:
+        return _Look(away=f"no answer within {within_s:g} s")
+    except ConnectionRefusedError:  # whose text names the address again
+        return _Look(away="connection refused")
+    except OSError as error:
+        return _Look(away=str(error.strerror or error))
+
+
+async def _greeted(place: Address, context: ssl.SSLContext) -> Shown | None:
+    """The certificate of a server; None if the context asks for none. Raises OSError."""
+    _, writer = await asyncio.open_connection(*place, ssl=context, server_hostname=place[0])
+    found = writer.get_extra_info("peercert")
+    writer.transport.abort()
+    if not found:
+        return None
+    return Shown(
+        tuple(name for _, name in found.get("subjectAltName", ())),
+        ssl.cert_time_to_seconds(found["notBefore"]),
+        ssl.cert_time_to_seconds(found["notAfter"]),
+    )
+
+
+async def _named(settings: RedisSettings, trusted: Sequence[Address]) -> list[Address]:
+    """The master and replicas that a Sentinel knows, or a cluster's nodes.
+
+    Asks only ``trusted`` servers, since asking takes a password. Raises BrokerError.
+    """
+    error = BrokerError("no server with a trusted certificate could be asked for their addresses")
+    sentinel = settings.sentinel
+    for host, port in trusted:
+        netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        plain = {"url": urlsplit(settings.url)._replace(netloc=netloc, path="").geturl()}
+        if sentinel is not None:
+            plain |= {"username": sentinel.username, "password": sentinel.password}
+        alone = settings.model_copy(update=plain | {"sentinel": None, "cluster": False})
+        client = Client(alone, "doctor")
+        try:
+            if sentinel is None:
+                slots = await client.call("CLUSTER", "SLOTS")
+                nodes = [node for _, _, *nodes in slots for node in nodes]
+                return [(n[0].decode() if n[0] else host, int(n[1])) for n in nodes]
+            asked = ("GET-MASTER-ADDR-BY-NAME", "REPLICAS")
+            master, replicas = [
+                await client.call("SENTINEL", one, sentinel.master) for one in asked
+            ]
+            rows = [dict(zip(row[::2], row[1::2], strict=True)) for row in replicas]
+            places = [*([master] if master else ()), *((row[b"ip"], row[b"port"]) for row in rows)]
+            return [(place[0].decode(), int(place[1])) for place in places]
+        except BrokerError as one:
+            error = one
+        finally:
+            await client.close()
+    raise error
+
+
+def _judged(looks: dict[Address, _Look], now: float) -> Iterator[Finding]:
+    """One finding for all servers of which the same is to be said."""
+    alike: dict[_Look, list[Address]] = {}
+    for place, look in looks.items():
+        alike.setdefault(look, []).append(place)
+    for look, places in alike.items():
+        at = ", ".join(f"{host}:{port}" for host, port in places)
+        hosts = ", ".join(dict.fromkeys(host for host, _ in places))
+        shown = look.shown
+        if look.away:
+            yield not_checked(_ABOUT, f"{at}: {look.away}")
+        elif shown is None and look.wrong:
+            unsigned = "redis.tls.ca must name the authority that signed it"
+            yield problem(_ABOUT, f"of {at}: {distrust(look.wrong, unsigned)}", _REPLACE)
+        elif shown is None:
+            yield not_checked(_ABOUT, f"{at}: redis.url says not to look at certificates")
+        else:
+            if look.is_anothers:
+                named = f"is not for {hosts}: it {in_words(shown.names)}"
+                yield problem(_ABOUT, named, f"{_REPLACE}, with the names {hosts}")
+            elif any(map(is_idle_star, shown.names)):
+                yield warning(_ABOUT, f"of {hosts}: it {in_words(shown.names)}", "name each host")
+            life = lifetime(
+                _ABOUT, f"of {hosts}", begins=shown.begins, ends=shown.ends, now=now, renew=_REPLACE
+            )
+            if look.wrong and not look.is_anothers and life.level == "ok":  # the authority's end
+                yield problem(_ABOUT, f"of {at}: {distrust(look.wrong, '')}", _REPLACE)
+            elif life.level != "ok" or not look.is_anothers:
+                yield life

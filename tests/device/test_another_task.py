@@ -1,0 +1,88 @@
+"""A device whose task is not the run's, at a real gateway: it is told so before it gets a task."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.device.address import GatewayAddress
+from fedstream.device.life import live
+from fedstream.operate.enrolment import invite
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import layout_of
+from tests.coordinator.gateway.places import SITE, Place, coordinating, serving
+from tests.device.conftest import Options
+from tests.support import Hand, counted
+from tests.trainer.stepping import Steps
+
+SAID = "a device's task is not the run's"
+
+
+@pytest.fixture
+def redis(any_redis: RedisSettings) -> RedisSettings:
+    """One Redis."""
+    return any_redis
+
+
+@pytest.fixture
+async def place(hand: Hand, redis: RedisSettings) -> AsyncIterator[Place]:
+    """The gateway of a run with ten devices."""
+    hand.layout = layout_of(Steps().model())
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis, identity=None) as made:
+        yield made
+
+
+async def lives(place: Place, hand: Hand, options: Options, **changes: Any) -> None:
+    """A device enrols and takes part until it has answered a task."""
+    made = await invite(hand.client, hand.keys, SITE, [7], seconds=60)
+    told = options(address=GatewayAddress(place.url), invite=made.invites[7], **changes)
+    await live(told, lambda _line: None, lambda _what: None)
+
+
+class Wider(Steps):
+    """Another model, of data that is split over twelve devices."""
+
+    devices = 12
+
+    def model(self) -> Any:
+        from torch import nn
+
+        return nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "says"),
+    [
+        (Steps(), {"run_devices": 12}, "its data is split over 12 devices, the run has 10"),
+        (
+            Wider(), {"run_devices": 10},
+            r"its model's layout is \w{12}, the run's is \w{12} \(\d+ parameters in \d+ tensors\)",
+        ),
+        (Wider(), {}, r"its model's layout is .*; its data is split over 12 devices, the run h"),
+    ],
+    ids=["devices", "layout", "both"],
+)  # fmt: skip
+async def test_device_with_another_task_is_told_how_it_differs(
+    place: Place, hand: Hand, options: Options, task: Task, changes: dict[str, Any], says: str
+) -> None:
+    """ConfigError: the command ends with 2. The gateway logs it once, whoever comes again."""
+    with capture_logs() as lines:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=says) as raised:
+                await lives(place, hand, options, load=lambda: task, **changes)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert text.startswith("the gateway refused this task: its ")
+    assert text.endswith("(another task): name the task that the run was made with (--task), with "
+                         "as many devices (--set task.devices=N)")  # fmt: skip
+    [line] = [one for one in lines if one["event"] == SAID]
+    assert line["device"] == 7
+    assert line["reason"] in text
+    assert counted(place.context, "fedstream_gateway_refused_total", reason="another task") == 2
+    assert await hand.ledger.owners() == {}  # it gets no task
