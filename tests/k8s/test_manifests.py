@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from fedstream import __version__
-from tests.k8s.breaks import BREAKS, GATEWAYS, SITES, config, container, pod, replace
+from tests.k8s.breaks import BREAKS, GATEWAYS, OTHERS, SITES, config, container, pod, replace
 from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
 from tests.k8s.policy.checks import CHECKS, findings
@@ -84,6 +84,13 @@ def test_mistakes_in_a_site_are_detected(what: str, rendering: Rendering) -> Non
 def test_mistakes_in_a_gateway_are_detected(what: str, rendering: Rendering) -> None:
     change, expected = GATEWAYS[what]
     lines = broken(rendering("base with gateway-route"), change)
+    assert any(re.search(expected, line) for line in lines), "\n".join(lines)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_mistakes_in_other_components_are_detected(what: str, rendering: Rendering) -> None:
+    name, change, expected = OTHERS[what]
+    lines = broken(rendering(name), change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
