@@ -15,7 +15,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.messages import Assignment, Trigger
-from fedstream.broker.records import Head, Run, View
+from fedstream.broker.records import Failing, Head, Run, View
 from fedstream.broker.settings import TlsSettings
 from fedstream.broker.streams import Group
 from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
@@ -79,6 +79,11 @@ def test_blobs_are_counted_by_number_and_size() -> None:
     assert value("fedstream_run_published_timestamp_seconds") == 99.5
     assert value("fedstream_run_clock_timestamp_seconds") == 101.0
     assert value("fedstream_redis_memory_max_bytes") == 0
+    assert value("fedstream_run_devices") == 10
+    assert value("fedstream_run_failing_devices") == 0
+    fails = {3: Failing(2, 200.0, "raised OSError")}
+    metrics.saw(Seen(100.0, 5000, 0, replace(view, failing=fails)))
+    assert value("fedstream_run_failing_devices") == 1
 
 
 def test_metrics_say_if_redis_has_not_answered_yet() -> None:

@@ -207,6 +207,8 @@ HEALTHY = {
             ("fedstream_run_tasks_total", ', outcome="applied", reason=""', "0+60x45"),
             ("fedstream_run_tasks_total", ', outcome="refused", reason="too stale"', "0+1x45"),
             ("fedstream_run_tasks_total", ', outcome="given_up", reason="raised X"', "0x45"),
+            ("fedstream_run_devices", "", "50x45"),
+            ("fedstream_run_failing_devices", "", "5x45"),
             ("fedstream_run_dead_letters", "", "0x45"),
             ("fedstream_run_queue", "", "3x45"),
             ("fedstream_redis_memory_used_bytes", "", "50x45"),
@@ -333,6 +335,12 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "refusals rise": ({'outcome="refused"': "0x15 0+10x30"}, {"FedstreamRefusals"}),
     "the task raises": ({'outcome="given_up"': "0x15 0+10x30"}, {"FedstreamTaskRaises"}),
+    "six of fifty devices fail": ({"failing_devices": "5x15 6x30"}, {"FedstreamDevicesFail"}),
+    "for a moment": ({"failing_devices": "5x30 6x10 5x5"}, set()),
+    "101 of very many fail": (
+        {"failing_devices": "5x15 101x30", "run_devices": "100000x45"}, {"FedstreamDevicesFail"},
+    ),
+    "they did when the run ended": (FINISHED | {"failing_devices": "6x45"}, set()),
     "the accuracy swings": ({"metric_relapses": "1x15 2x30"}, {"FedstreamMetricSwings"}),
     "it swung before the run was over": (FINISHED | {"metric_relapses": "2x45"}, set()),
     "the disk does not sync": (

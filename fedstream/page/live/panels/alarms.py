@@ -211,6 +211,10 @@ RULES = (
         "FedstreamTaskRaises", "warning", 300, "many tasks raise", 0.1, 600, judge=_task_raises
     ),
     AlarmRule(
+        "FedstreamDevicesFail", "warning", 900, "many devices fail task after task",
+        instead="the devices are named beside the run's figures (failing and resting)",
+    ),
+    AlarmRule(
         "FedstreamMetricSwings", "warning", 60, "a metric falls back again and again",
         MOST_RELAPSES, judge=_metric_swings,
     ),
