@@ -246,6 +246,16 @@ def test_metrics_say_when_certificates_of_a_proxy_end(
 
 
 @pytest.mark.usefixtures("logging_restored")
+def test_certificates_of_a_proxy_need_a_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    code, [line] = live(capsys, returns, certificates=("tls.crt",))
+    assert code == 2
+    assert line["reason"].startswith("http.certificates needs cryptography: pip install")
+
+
+@pytest.mark.usefixtures("logging_restored")
 def test_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     code, lines = live(capsys, returns)
