@@ -16,14 +16,14 @@ import asyncio
 import re
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from redis import exceptions
-from redis.asyncio.connection import Connection, DefaultParser, parse_url
+from redis.asyncio.connection import Connection, DefaultParser, SSLConnection, parse_url
 from redis.crc import key_slot
 
 from fedstream.broker.clock import Clock, uptime
@@ -89,6 +89,8 @@ class Client:
         self._closed = False
         self._lost = False  # Redis was lost, and no connection was made since
         self.reconnects = 0  # reconnections after Redis was lost
+        # When the certificates end of Redis and the Sentinels, in seconds since 1970.
+        self.certificates: dict[Address, float] = {}
         self.clock = Clock()  # Redis's, which connections and commands keep right
         self._asked = 0.0  # when Redis was last asked for its time; uptime
         self.warn: Callable[[str], object] | None = None  # told once if Redis refuses TIME
@@ -436,6 +438,31 @@ class Client:
             raise
         return cast(Connection, connection)
 
+    async def read_certificates(self) -> None:
+        """Bring :attr:`certificates` up to date: open connections may have begun with older ones.
+
+        A server that is not trusted any more keeps its entry, one that can't be reached loses it.
+        """
+        if self._make is SSLConnection:
+            guides = self._guide.nodes if self._guide is not None else ()
+            current = (self._place,) if self._place is not None else ()
+            places = {*guides, *current, *self.certificates}
+            await asyncio.gather(*map(self._read_certificate, places))
+
+    async def _read_certificate(self, place: Address) -> None:
+        try:
+            async with asyncio.timeout(min(self._timeout_s, _ASKED_S)):
+                context = self._make(**self._options).ssl_context.get()  # reads the files anew
+                _, writer = await asyncio.open_connection(*place, ssl=context)
+        except ssl.SSLError:
+            return
+        except (OSError, TimeoutError):
+            self.certificates.pop(place, None)
+            return
+        if shown := writer.get_extra_info("peercert"):  # nothing if it isn't verified
+            self.certificates[place] = _ends(shown, context)
+        writer.transport.abort()
+
     async def _ask(self, node: Address, question: tuple[str, ...]) -> Any:
         """Ask a node for the current address and return its reply. Raises BrokerError."""
         connection: Connection | None = None
@@ -510,6 +537,12 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
             "ssl_keyfile": settings.tls.key,
         }
     return options
+
+
+def _ends(shown: Mapping[str, Any], context: ssl.SSLContext) -> float:
+    """When a certificate, or the authority of ours that signed it, ends (seconds since 1970)."""
+    chain = [shown, *(one for one in context.get_ca_certs() if one["subject"] == shown["issuer"])]
+    return min(ssl.cert_time_to_seconds(one["notAfter"]) for one in chain)
 
 
 def _transport(connection: Connection) -> asyncio.WriteTransport:

@@ -116,6 +116,11 @@ def _of_run(view: Tally, training: int, event_at: float) -> Iterator[Metric]:
     yield _labelled("run_open", "Open tasks, by state.", "state", open_by_state(view, training))
     yield _gauge("run_queue", "Entries that the updater has not processed.", view.backlog)
     yield _gauge("run_trainers", "Trainers alive.", view.trainers)
+    yield _gauge("run_devices", "Devices of the run.", run.devices)
+    yield _gauge(
+        "run_failing_devices", "Devices whose tasks fail, time after time: about 1,000 at most.",
+        len(view.failing),
+    )  # fmt: skip
     barred = len(head.quarantines.by_device)
     yield _gauge("run_quarantined_devices", "Devices in quarantine.", barred)
     yield _gauge("run_kept_versions", "Models kept in Redis.", view.kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from math import inf
 
 from prometheus_client import Counter
 
@@ -33,6 +34,7 @@ from fedstream.runtime.tasks import LeaseSettings
 
 _SWEEP_S = 1.0
 _SEARCH_S = 5.0  # between two searches through all open tasks for those without an entry
+_CERTIFICATES_S = 600.0  # between two looks at when the certificates of Redis end
 _DEAF_S = 3.0  # without a sweep: trainers may have gone unheard
 
 
@@ -64,6 +66,10 @@ class Sweep:
             registry=context.registry,
         )  # fmt: skip
         self._metrics = RunMetrics(context.registry, ledger.now)
+        context.certificates.append(
+            lambda: {f"{host}:{port}": ends for (host, port), ends in client.certificates.items()}
+        )
+        self._certificates_at = -inf  # when they were last looked at; uptime
         self._ended = 0.0  # when the last sweep did; uptime, as the machine may sleep
         self._hears_since = 0.0
         self._searched = 0.0  # when the last whole search for open tasks without an entry ended
@@ -98,6 +104,9 @@ class Sweep:
         for group in (*self._intake.groups, pool):
             await group.reap(idle_ms=round(self._settings.trainer_silence_s * 1000))
         self._metrics.saw(await self._seen(leased))
+        if uptime() - self._certificates_at >= _CERTIFICATES_S:
+            await self._client.read_certificates()
+            self._certificates_at = uptime()
         self._ended = uptime()
         await pause(self._context.stop, _SWEEP_S)
 

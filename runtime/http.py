@@ -73,6 +73,8 @@ class HttpSettings(Section):
     port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any free port
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
     token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
+    # PEM files of a proxy in front, which ends TLS: metrics say when they end.
+    certificates: tuple[str, ...] = ()
     connections: Annotated[int, Field(ge=1)] = 256  # concurrent, on ``port``
     address_connections: Annotated[int, Field(ge=1)] | None = None  # of these, from one address
     # New ones per second from one address, beyond as many at once as it may have.

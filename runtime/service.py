@@ -9,12 +9,14 @@ import os
 import random
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
 import uvloop
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.runtime.backoff import Backoff, pause
@@ -27,7 +29,7 @@ from fedstream.runtime.tracing import Spans, TracingSettings
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from aiohttp import web
     from prometheus_client.metrics_core import Metric
@@ -51,6 +53,8 @@ class Context:
     tls: CurrentTls | None = None  # that the service's own routes are served with
     retries: Counter = field(init=False)
     refused: Counter = field(init=False)  # requests, before any route
+    # What says when certificates end, in seconds since 1970, by what they are called.
+    certificates: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.retries = Counter(
@@ -67,6 +71,7 @@ class Context:
         )
         for reason in REFUSED:
             self.refused.labels(reason)
+        self.registry.register(_Certificates(self.certificates))
 
     def until(self, stop: asyncio.Event) -> Context:
         """The same with another ``stop``: for what goes on while the service drains."""
@@ -106,6 +111,40 @@ class _Reconnects:
             "Reconnections to Redis after a connection was lost.",
             value=self._client.reconnects,
         )
+
+
+class _Certificates:
+    """A collector that asks at each scrape when certificates end."""
+
+    def __init__(self, sources: Sequence[Callable[[], Mapping[str, float]]]) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "fedstream_certificate_ends_timestamp_seconds",
+            "When a certificate ends.",
+            labels=("certificate",),
+        )
+        for source in self._sources:
+            for name, ends in source().items():
+                family.add_metric((name,), ends)
+        yield family
+
+
+def _ends_of(files: Sequence[str]) -> dict[str, float]:
+    """When the first certificate of each file ends; 0: none can be read. Files may be missing."""
+    from cryptography import x509
+
+    found = {}
+    for file in files:
+        try:
+            chain = x509.load_pem_x509_certificates(Path(file).read_bytes())
+            found[file] = min(one.not_valid_after_utc.timestamp() for one in chain)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            found[file] = 0.0
+    return found
 
 
 class Service(Protocol):
@@ -255,6 +294,12 @@ async def _live(
     stop, current = asyncio.Event(), None if tls is None else CurrentTls(tls)
     context = Context(stop, Health(), CollectorRegistry(), log, traces, spans, current)
     context.health.ready_when("running", lambda: not stop.is_set())
+    if http.certificates:
+        if find_spec("cryptography") is None:
+            raise ConfigError(
+                "http.certificates needs cryptography: pip install 'fedstream[gateway]'"
+            )
+        context.certificates.append(lambda: _ends_of(http.certificates))
     loop = asyncio.get_running_loop()
 
     def begin_stop(name: str) -> None:

@@ -101,6 +101,14 @@ class ServedCertificate:
         self._settings = settings
         self._seen = self._stamp()
         self.certificate = self._read()
+        self._authorities_end = self._read_authorities()
+
+    def ends(self) -> dict[str, float]:
+        """When what new connections rely on ends, in seconds since 1970, by its setting."""
+        found = {"gateway.tls_cert": self.certificate.ends}
+        if self._authorities_end is not None:
+            found["gateway.client_ca"] = self._authorities_end
+        return found
 
     def look(self, current: CurrentTls, log: FilteringBoundLogger) -> None:
         """Serve what is in the files from the next handshake on, if they have changed.
@@ -113,7 +121,9 @@ class ServedCertificate:
             return
         try:
             # A context of its own: files that don't fit would spoil the one in use.
-            newest, read = self._settings.tls(), self._read()
+            newest, read, authorities_end = (
+                self._settings.tls(), self._read(), self._read_authorities()
+            )  # fmt: skip
         except ConfigError as error:
             log.error(  # noqa: TRY400  (the reason says it all)
                 "the new certificate can't be used: the one before stays", reason=str(error)
@@ -122,6 +132,7 @@ class ServedCertificate:
             if newest is not None:
                 current.context = newest
             self.certificate = read
+            self._authorities_end = authorities_end
             log.info("certificate renewed", ends=stamp(read.ends), names=read.names)
         # Files that changed meanwhile are looked at again.
         self._seen = found if found == self._stamp() else None
@@ -132,6 +143,16 @@ class ServedCertificate:
             return certificate_in(file.read_bytes())
         except (OSError, ConfigError) as error:
             raise ConfigError(f"gateway.tls_cert = {str(file)!r}: {error}") from error
+
+    def _read_authorities(self) -> float | None:
+        """When the first of those that sign devices' certificates ends."""
+        file = self._settings.client_ca
+        if file is None:
+            return None
+        try:
+            return min(one.ends for one in authorities_in(Path(file).read_bytes()))
+        except (OSError, ConfigError) as error:
+            raise ConfigError(f"gateway.client_ca = {file!r}: {error}") from error
 
     def _files(self) -> list[Path]:
         settings = self._settings

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from fedstream.coordinator.gateway.refusals import REFUSALS
 
 if TYPE_CHECKING:
-    from fedstream.coordinator.gateway.certificate import ServedCertificate
     from fedstream.coordinator.gateway.desk import Desk
     from fedstream.coordinator.gateway.models import ModelCopies
     from fedstream.coordinator.gateway.settings import GatewaySettings
@@ -24,9 +23,7 @@ class GatewayMetrics:
         desk: Desk,
         models: ModelCopies,
         settings: GatewaySettings,
-        served: ServedCertificate | None,
     ) -> None:
-        """``served``: None for plain HTTP."""
         gauges = {
             "devices": ("Devices present.", lambda: len(desk.present())),
             "polls": ("Check-ins that wait for a task.", lambda: desk.polls),
@@ -42,13 +39,6 @@ class GatewayMetrics:
         Gauge(
             "fedstream_gateway_devices_limit", "The setting gateway.devices.", registry=registry
         ).set(settings.devices)
-        ends = Gauge(
-            "fedstream_gateway_certificate_ends_timestamp_seconds",
-            "When the certificate ends that devices are shown; 0: there is none.",
-            registry=registry,
-        )
-        if served is not None:
-            ends.set_function(lambda: served.certificate.ends)
         self.offered = Counter(
             "fedstream_gateway_offered", "Offers of tasks to devices.", registry=registry
         )

@@ -133,9 +133,9 @@ class Gateway:
         context.watch(self._client)
         drained = asyncio.Event()
         lasting = context.until(drained)
-        metrics = GatewayMetrics(
-            context.registry, self._desk, self._models, self._settings, self._served
-        )  # fmt: skip
+        metrics = GatewayMetrics(context.registry, self._desk, self._models, self._settings)
+        if self._served is not None:
+            context.certificates.append(self._served.ends)
         tasks = Tasks(
             self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
             self._keys, self._lease, context, name=self._name,

@@ -17,16 +17,17 @@ def openssl(*arguments: str, cwd: Path) -> None:
     subprocess.run(["openssl", *arguments], cwd=cwd, check=True, capture_output=True)
 
 
-def authority(folder: Path, name: str) -> None:
+def authority(folder: Path, name: str, *, days: int = 2) -> None:
     """NAME.crt and NAME.key, signed by itself. Python 3.13 asks what an authority's key is for."""
     openssl(
         "req", "-x509", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.crt",
-        "-subj", f"/CN={name}", "-days", "2", "-addext", "keyUsage=critical,keyCertSign,cRLSign",
+        "-subj", f"/CN={name}", "-days", str(days),
+        "-addext", "keyUsage=critical,keyCertSign,cRLSign",
         cwd=folder,
     )  # fmt: skip
 
 
-def signed(folder: Path, name: str, by: str, *addresses: str) -> None:
+def signed(folder: Path, name: str, by: str, *addresses: str, days: int = 2) -> None:
     """NAME.crt and NAME.key for IP addresses."""
     openssl(
         "req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}",
@@ -38,7 +39,7 @@ def signed(folder: Path, name: str, by: str, *addresses: str) -> None:
     )
     openssl(
         "x509", "-req", "-in", f"{name}.csr", "-CA", f"{by}.crt", "-CAkey", f"{by}.key",
-        "-CAcreateserial", "-out", f"{name}.crt", "-days", "2", "-extfile", f"{name}.ext",
+        "-CAcreateserial", "-out", f"{name}.crt", "-days", str(days), "-extfile", f"{name}.ext",
         cwd=folder,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from pydantic import ValidationError
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, ConfigError, Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.broker.settings import TlsSettings
+from fedstream.broker.settings import SentinelSettings, TlsSettings
 from fedstream.settings.config import read
 from tests.broker.certificates import authority, signed
-from tests.broker.servers import cluster, redis, redis_7
+from tests.broker.servers import cluster, redis, redis_7, said
 
 pytestmark = [
     pytest.mark.process,
@@ -115,6 +116,47 @@ async def test_client_certificate_is_sent_on_request(mutual: Guarded) -> None:
     assert await answer(mutual.settings(cert="we.crt", key="we.key")) == b"PONG"
     with pytest.raises(Unavailable, match=r"reset|closed|required"):  # by a Redis that says no more
         await answer(mutual.settings())
+
+
+async def test_ends_of_certificates_are_those_that_new_connections_rely_on(tmp_path: Path) -> None:
+    """Also while a connection lasts that began with another one."""
+    for name, days in (("lasting", 9), ("brief", 4), ("stranger", 9)):
+        authority(tmp_path, name, days=days)
+    for name, by, days in (
+        ("first", "lasting", 2), ("next", "lasting", 6), ("outlasting", "brief", 8),
+        ("untrusted", "stranger", 3),
+    ):  # fmt: skip
+        signed(tmp_path, name, by, "127.0.0.1", days=days)
+    both = [(tmp_path / f"{name}.crt").read_text() for name in ("lasting", "brief")]
+    (tmp_path / "ca.crt").write_text("".join(both))
+
+    async def days_left(client: Client) -> list[int]:
+        await client.read_certificates()
+        return [round((ends - time.time()) / 86400) for ends in client.certificates.values()]
+
+    async def shows(name: str) -> None:
+        cert, key = (str(tmp_path / f"{name}.{end}") for end in ("crt", "key"))
+        words = ("CONFIG", "SET", "tls-cert-file", cert, "tls-key-file", key)
+        assert said(one.port, *words, tls=trusting) == b"+OK\r\n"
+
+    trusting = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    for one in served(tmp_path, "first", "no"):
+        client = Client(one.settings(), "tls")
+        sentinel = SentinelSettings(nodes=(f"127.0.0.1:{one.port}",))
+        guided = Client(one.settings().model_copy(update={"sentinel": sentinel}), "tls")
+
+        assert await days_left(client) == [2]
+        await shows("next")
+        assert await days_left(client) == [6]
+        await shows("outlasting")
+        assert await days_left(client) == [4], "as its authority"
+        assert await days_left(guided) == [4], "a Sentinel's"
+        await shows("untrusted")
+        assert await days_left(client) == [4], "the last that was trusted"
+        await client.close()
+    assert await days_left(client) == [], "there is no server any more"
+    plain = Client(RedisSettings(url=f"redis://127.0.0.1:{one.port}"))
+    assert await days_left(plain) == []
 
 
 async def test_cluster_nodes_are_reached_over_tls(guarded: Guarded) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +13,18 @@ from prometheus_client import CollectorRegistry
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.encoded import Encoded
-from fedstream.broker.keys import TRAINERS
+from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.messages import Assignment, Trigger
-from fedstream.broker.records import Head, Run, View
+from fedstream.broker.records import Failing, Head, Run, View
+from fedstream.broker.settings import TlsSettings
 from fedstream.broker.streams import Group
 from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
+from tests.broker.certificates import authority, signed
+from tests.broker.servers import redis as redis_server
+from tests.broker.servers import redis_7
 from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
 
 LEASE_MS = 15_000
@@ -72,6 +79,11 @@ def test_blobs_are_counted_by_number_and_size() -> None:
     assert value("fedstream_run_published_timestamp_seconds") == 99.5
     assert value("fedstream_run_clock_timestamp_seconds") == 101.0
     assert value("fedstream_redis_memory_max_bytes") == 0
+    assert value("fedstream_run_devices") == 10
+    assert value("fedstream_run_failing_devices") == 0
+    fails = {3: Failing(2, 200.0, "raised OSError")}
+    metrics.saw(Seen(100.0, 5000, 0, replace(view, failing=fails)))
+    assert value("fedstream_run_failing_devices") == 1
 
 
 def test_metrics_say_if_redis_has_not_answered_yet() -> None:
@@ -147,3 +159,31 @@ async def test_last_values_are_kept_while_redis_is_away(redis: RedisSettings, ha
             await wait_until(lambda: counted(watched, looked) > before)
             await wait_until(lambda: counted(watched, "fedstream_redis_reconnects_total") > 0)
             assert counted(watched, "fedstream_run_running") == 1
+
+
+@pytest.mark.process
+@pytest.mark.skipif(redis_7() is None or shutil.which("openssl") is None, reason="for TLS")
+async def test_coordinator_says_when_rediss_certificate_ends(tmp_path: Path) -> None:
+    authority(tmp_path, "ca")
+    signed(tmp_path, "server", "ca", "127.0.0.1", days=1)
+    cert, key, ca = (str(tmp_path / name) for name in ("server.crt", "server.key", "ca.crt"))
+    options = (
+        "--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", ca,
+        "--tls-auth-clients", "no",
+    )  # fmt: skip
+    with redis_server(tmp_path / "redis", *options, tls=True) as server:
+        settings = RedisSettings(url=f"rediss://127.0.0.1:{server.port}", tls=TlsSettings(ca=ca))
+        coordinator = Coordinator(
+            CoordinatorSettings(), LeaseSettings(),
+            keys=Keys("tls"), redis=settings, name="coordinator-0",
+        )  # fmt: skip
+        watched = context()
+        labels = {"certificate": f"127.0.0.1:{server.port}"}
+
+        def ends() -> float | None:
+            name = "fedstream_certificate_ends_timestamp_seconds"
+            return watched.registry.get_sample_value(name, labels)
+
+        async with running(coordinator, watched):
+            await wait_until(lambda: ends() is not None)
+            assert ends() == pytest.approx(time.time() + 86400, abs=3600)

@@ -574,7 +574,7 @@ def test_devices_over_http(reader: Open) -> None:
 def test_kubernetes(reader: Open) -> None:
     with deployed(reader, "docs/how-to/kubernetes.md") as page:
         page.follow()
-        yaml.safe_load(page.text("yaml"))
+        assert len([*yaml.safe_load_all(page.text("yaml"))]) == 2
         overlay = page.folder.parent / "YOUR_OVERLAY"
         overlay.mkdir()
         shutil.copy(ROOT / "k8s" / "base" / "run.toml", overlay)
@@ -582,6 +582,20 @@ def test_kubernetes(reader: Open) -> None:
         page.save("../YOUR_OVERLAY/kustomization.yaml", "yaml")
         page.follow()
         page.given("kubectl apply -k ../YOUR_OVERLAY")
+        change_production(page)
+
+
+def change_production(page: Reader) -> None:
+    """With the next block, which is a part of an overlay."""
+    (page.folder / "CHANGED").mkdir()
+    lines = ["resources: [../k8s/overlays/production]", page.text("yaml")]
+    (page.folder / "CHANGED" / "kustomization.yaml").write_text("\n".join(lines))
+    page.given("kubectl apply -k CHANGED")
+
+
+def test_alerts(reader: Open) -> None:
+    with reader("docs/how-to/alerts.md") as page:
+        change_production(page)
 
 
 def test_operate_kubernetes(reader: Open) -> None:

@@ -22,7 +22,7 @@ import yaml
 
 from fedstream import __version__
 from tests.broker.certificates import is_accepted
-from tests.k8s.breaks import BREAKS, GATEWAYS, SITES, config, container, pod, replace
+from tests.k8s.breaks import BREAKS, GATEWAYS, OTHERS, SITES, config, container, pod, replace
 from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
 from tests.k8s.policy.__main__ import main
@@ -91,6 +91,13 @@ def test_mistakes_in_a_gateway_are_detected(what: str, rendering: Rendering) -> 
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
+@pytest.mark.parametrize("what", OTHERS)
+def test_mistakes_in_other_components_are_detected(what: str, rendering: Rendering) -> None:
+    name, change, expected = OTHERS[what]
+    lines = broken(rendering(name), change)
+    assert any(re.search(expected, line) for line in lines), "\n".join(lines)
+
+
 @pytest.mark.parametrize("what", BREAKS)
 def test_mistakes_are_detected(what: str, rendering: Rendering) -> None:
     change, expected = BREAKS[what]
@@ -111,7 +118,7 @@ def test_keda_works_with_rounds(rendering: Rendering) -> None:
 
     def fedavg(manifests: Manifests) -> None:
         settings = config(manifests, "fedstream-settings")
-        entries = [one for part in PARTS for one in part["configMapGenerator"]]
+        entries = [one for part in PARTS for one in part.get("configMapGenerator", ())]
         [entry] = [one for one in entries if one["behavior"] == "replace"]
         assert entry["name"] == "fedstream-settings"
         settings.clear()

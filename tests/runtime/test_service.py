@@ -13,11 +13,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
+import trustme
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -172,11 +174,12 @@ def live(
     run: Callable[[Context], Awaitable[None]],
     port: int = 0,
     host: str = "127.0.0.1",
+    certificates: tuple[str, ...] = (),
 ) -> tuple[int, list[dict[str, Any]]]:
     """The exit code of a service, and what it logged."""
     code = serve(
         Scripted(run),
-        http=HttpSettings(host=host, health_port=port),
+        http=HttpSettings(host=host, health_port=port, certificates=certificates),
         log=LogSettings(format="json"),
         run="r1",
         name="scripted-0",
@@ -217,6 +220,39 @@ async def has_a_bug_in_a_loop(_context: Context) -> None:
 
 async def cancels_itself(_context: Context) -> None:
     raise asyncio.CancelledError
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_metrics_say_when_certificates_of_a_proxy_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of what is in the files at that moment: a Secret that is there or not, and is renewed."""
+    ended = datetime.now(UTC).replace(microsecond=0) + timedelta(days=3)
+    renewed, authority = ended + timedelta(days=90), trustme.CA()
+    secret, damaged, missing = (tmp_path / name for name in ("tls.crt", "damaged", "missing"))
+    damaged.write_text("-----BEGIN CERTIFICATE-----")
+    seen = []
+
+    async def run(context: Context) -> None:
+        for ends in (ended, renewed):
+            issued = authority.issue_cert("runs.example.org", not_after=ends)
+            secret.write_bytes(issued.cert_chain_pems[0].bytes() + authority.cert_pem.bytes())
+            [family] = [one for one in context.registry.collect() if "certificate" in one.name]
+            seen.append({one.labels["certificate"]: one.value for one in family.samples})
+
+    files = (str(secret), str(damaged), str(missing))
+    assert live(capsys, run, certificates=files)[0] == 0
+    assert seen == [{str(secret): ends.timestamp(), str(damaged): 0} for ends in (ended, renewed)]
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_certificates_of_a_proxy_need_a_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    code, [line] = live(capsys, returns, certificates=("tls.crt",))
+    assert code == 2
+    assert line["reason"].startswith("http.certificates needs cryptography: pip install")
 
 
 @pytest.mark.usefixtures("logging_restored")

@@ -26,7 +26,8 @@ from tests.coordinator.gateway.phones import INVITE, invite
 from tests.coordinator.gateway.places import Place, serving
 from tests.support import Hand, counted, wait_until
 
-ENDS = "fedstream_gateway_certificate_ends_timestamp_seconds"
+ENDS = "fedstream_certificate_ends_timestamp_seconds"
+OWN = {"certificate": "gateway.tls_cert"}
 
 
 class Secret:
@@ -123,7 +124,7 @@ async def test_new_connections_get_the_renewed_certificate(
 
         await wait_until(is_shown)
         assert await shown(place, secret, "localhost") == renewed
-        assert counted(place.context, ENDS) == certificate_in(second).ends
+        assert counted(place.context, ENDS, **OWN) == certificate_in(second).ends
         assert await open_.answers()
         open_.close()
 
@@ -177,7 +178,7 @@ async def test_certificate_that_is_replaced_during_the_start_is_served(
     monkeypatch.setattr(GatewaySettings, "tls", replaced_after)
     async with serving(hand, redis, **secret.settings) as place:
         assert await shown(place, secret) == x509.load_pem_x509_certificate(second[0])
-        assert counted(place.context, ENDS) == certificate_in(second[0]).ends
+        assert counted(place.context, ENDS, **OWN) == certificate_in(second[0]).ends
 
 
 async def test_certificate_is_renewed_before_there_is_a_run(

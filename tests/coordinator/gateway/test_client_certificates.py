@@ -19,6 +19,7 @@ from yarl import URL
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.gateway.certificate import authorities_in
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
@@ -80,6 +81,9 @@ async def test_device_with_a_certificate_comes_through(
     async with serving(hand, redis, **authorities.settings) as place:
         assert await asked(https(place), authorities, own) == 404  # by the gateway's routes
         assert counted(place.context, REFUSED, reason="certificate") == 0
+        [authority] = authorities_in(authorities.client_ca.read_bytes())
+        name = "fedstream_certificate_ends_timestamp_seconds"
+        assert counted(place.context, name, certificate="gateway.client_ca") == authority.ends
 
 
 async def test_device_without_one_is_told_what_it_may_need(

@@ -101,6 +101,7 @@ async def pipeline(
     contexts = {role: context() for role in ROLES}
     async with AsyncExitStack() as stack:
         for role, one in contexts.items():
+            one.certificates.append(lambda: {"of a proxy": 1.0})
             more = {"page": live_page(settings)} if role == "coordinator" else {}
             service, _ = _BUILDERS[role](settings, keys, f"{role}-0", **more)
             await stack.enter_async_context(running(service, one))

@@ -45,7 +45,8 @@ def exposure(manifests: Manifests) -> Iterator[str]:
         secret = tokens[0].get("valueFrom", {}).get("secretKeyRef") if tokens else None
         if secret is None or secret.get("optional"):
             yield (
-                f"{coordinator.name}: an Ingress leads to it, and it asks for no token of a Secret"
+                f"{coordinator.name}: {services['coordinator']} leads to it, and it asks for no "
+                "token of a Secret"
             )
     if "gateway" in services:
         yield from _names(manifests)

@@ -35,6 +35,9 @@ _DNS = _elsewhere("DNS", "kube-system", {"k8s-app": "kube-dns"})
 _KEDA = _elsewhere("KEDA", "keda", {"app": "keda-operator"})
 _PROMETHEUS = _elsewhere("Prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"})
 _INGRESS = _elsewhere("the Ingress controller", "ingress", {})
+_COLLECTOR = _elsewhere(
+    "the collector", "observability", {"app.kubernetes.io/name": "opentelemetry-collector"}
+)
 _STRANGER = _elsewhere("a pod of namespace default", "default", {})
 _INTERNET = Place("the internet", {}, {}, "203.0.113.7")
 _METADATA = Place("the cloud's metadata service", {}, {}, "169.254.169.254")
@@ -62,6 +65,7 @@ def networks(manifests: Manifests) -> Iterator[str]:
         needed += [(place, _DNS, 53, "UDP"), (place, _DNS, 53, "TCP")]
         barred += [(place, there, 443, "TCP") for there in (_INTERNET, _METADATA)]
         barred += [(_STRANGER, place, port, "TCP") for port in (6379, 8080, 8081, 26379)]
+    traced = "FEDSTREAM_TRACING__ENDPOINT" in _settings(manifests)
     for place in ours:
         needed += [(place, server, 6379, "TCP") for server in servers]
         needed += [(place, sentinel, 26379, "TCP") for sentinel in sentinels]
@@ -72,6 +76,7 @@ def networks(manifests: Manifests) -> Iterator[str]:
         scales = part == "coordinator" and manifests.of("ScaledObject")
         for who, asks in ((_KEDA, scales), (_INGRESS, part in entered(manifests))):
             (needed if asks else barred).append((who, place, 8080, "TCP"))
+        (needed if traced else barred).append((place, _COLLECTOR, 4318, "TCP"))
     watched = [*servers, *sentinels] if sentinels else []
     for place in watched:
         needed += [(place, server, 6379, "TCP") for server in servers]
@@ -92,11 +97,15 @@ def networks(manifests: Manifests) -> Iterator[str]:
             yield f"network policies let {_text(flow)} through"
 
 
-def _port(manifests: Manifests) -> int:
-    """Of the Redis that the services are told of by environment."""
+def _settings(manifests: Manifests) -> dict[str, str]:
+    """What the services are told by environment."""
     scheduler = Workload(manifests.get("Deployment", "scheduler"))
-    url = environment(manifests, scheduler.containers[0])["FEDSTREAM_REDIS__URL"]
-    return urlsplit(url).port or 6379
+    return environment(manifests, scheduler.containers[0])
+
+
+def _port(manifests: Manifests) -> int:
+    """Of the Redis that the services are told of."""
+    return urlsplit(_settings(manifests)["FEDSTREAM_REDIS__URL"]).port or 6379
 
 
 def _blocks(policies: list[Manifest]) -> list[str]:

@@ -19,6 +19,7 @@ K8S = ROOT / "k8s"
 # Components that others refuse to be without.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "ingress": ("redis-tls",),
+    "route": ("redis-tls",),
     "gateway-ingress": ("redis-tls", "gateway"),
     "gateway-route": ("redis-tls", "gateway"),
 }

@@ -190,6 +190,10 @@ RULES = (
         "FedstreamNoCoordinator", "critical", 300, "no coordinator is there", judge=_never
     ),
     AlarmRule(
+        "FedstreamNoReadyPod", "warning", 600, "a workload has no ready pod",
+        instead="only the cluster knows which pods there should be",
+    ),
+    AlarmRule(
         "FedstreamNoLeader", "critical", 120, "no scheduler leads", role="scheduler",
         judge=_no_leader,
     ),
@@ -205,6 +209,10 @@ RULES = (
     ),
     AlarmRule(
         "FedstreamTaskRaises", "warning", 300, "many tasks raise", 0.1, 600, judge=_task_raises
+    ),
+    AlarmRule(
+        "FedstreamDevicesFail", "warning", 900, "many devices fail task after task",
+        instead="the devices are named beside the run's figures (failing and resting)",
     ),
     AlarmRule(
         "FedstreamMetricSwings", "warning", 60, "a metric falls back again and again",
@@ -240,8 +248,8 @@ RULES = (
         instead=_GATEWAY,
     ),
     AlarmRule(
-        "FedstreamGatewayCertificate", "critical", 300, "a gateway's certificate ends soon",
-        instead=_GATEWAY,
+        "FedstreamCertificate", "critical", 300, "a certificate ends soon",
+        instead="only metrics say so (fedstream_certificate_ends_timestamp_seconds)",
     ),
     AlarmRule(
         "FedstreamRestarts", "warning", 0, "a container restarts again and again", 3, 1800,

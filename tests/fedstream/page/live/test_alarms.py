@@ -60,7 +60,8 @@ def test_a_healthy_run_is_quiet_and_what_is_not_known_is_named() -> None:
     assert {one.rule.name for one in found if one.state == "unknown"} == {
         "FedstreamModelRepaired", "FedstreamJournalBehind", "FedstreamJournalDiskFull",
         "FedstreamGatewayRefusals", "FedstreamGatewayNoOffers", "FedstreamGatewayNearlyFull",
-        "FedstreamGatewayCertificate", "FedstreamRestarts",
+        "FedstreamCertificate", "FedstreamDevicesFail", "FedstreamNoReadyPod",
+        "FedstreamRestarts",
     }  # fmt: skip
     assert all(one.text for one in found if one.state == "unknown")
 
