@@ -127,25 +127,31 @@ def test_a_copy_lacks_no_segment_between_two_when_the_oldest_are_deleted_meanwhi
 ) -> None:
     names = sorted(segments(volumes.journal))
     old = " ".join(f"{volumes.journal}/{name}" for name in names[:2])
-    path = with_cp(volumes, tmp_path, f'rm -f {old}; exec {shutil.which("cp")} "$@"')
+    path = with_program(volumes, tmp_path, "cp", f'rm -f {old}; exec {shutil.which("cp")} "$@"')
     assert sorted(segments(volumes.backup(PATH=path))) == names[2:]
 
 
+def test_copies_are_made_without_hard_links(volumes: Volumes, tmp_path: Path) -> None:
+    path = with_program(volumes, tmp_path, "ln", "exit 1")
+    first, second = volumes.backup(PATH=path), volumes.backup(PATH=path)
+    assert segments(first) == segments(second)
+
+
 def test_a_copy_without_room_is_none(volumes: Volumes, tmp_path: Path) -> None:
-    path = with_cp(volumes, tmp_path, 'head -c 9999 "$2" >"$3"; exit 1')
+    path = with_program(volumes, tmp_path, "cp", 'head -c 9999 "$2" >"$3"; exit 1')
     assert "could not be copied" in volumes.job("backup", fails=True, PATH=path)
     assert volumes.names() == ["unfinished"]
     volumes.backup()
     assert "unfinished" not in volumes.names()
 
 
-def with_cp(volumes: Volumes, folder: Path, script: str) -> str:
-    """A PATH with another `cp`."""
-    cp = folder / "programs" / "cp"
-    cp.parent.mkdir()
-    cp.write_text(f"#!/bin/sh\n{script}\n")
-    cp.chmod(0o755)
-    return f"{cp.parent}:{volumes.environ['PATH']}"
+def with_program(volumes: Volumes, folder: Path, name: str, script: str) -> str:
+    """A PATH with another program of this name."""
+    program = folder / "programs" / name
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return f"{program.parent}:{volumes.environ['PATH']}"
 
 
 def test_a_damaged_journal_replaces_no_copy(volumes: Volumes) -> None:

@@ -26,9 +26,10 @@ case $1 in
     mkdir "$copy"
     # The updater deletes the oldest first: in this order nothing can be missing between two segments.
     for name in $(segments "$JOURNAL"); do
-      if cmp -s "$JOURNAL/$name" "$last/$name"; then
-        ln "$last/$name" "$copy/$name" # copies share segments that are complete
-      elif ! cp -p "$JOURNAL/$name" "$copy/$name"; then
+      if cmp -s "$JOURNAL/$name" "$last/$name" && ln "$last/$name" "$copy/$name"; then
+        continue # copies share segments that are complete, where the volume has hard links
+      fi
+      if ! cp -p "$JOURNAL/$name" "$copy/$name"; then
         [ ! -e "$JOURNAL/$name" ] || fail "$name could not be copied"
         rm -f "$copy/$name"
         break
