@@ -411,7 +411,7 @@ url = "{url}"
 [journal]
 dir = "{folder}/made"
 """
-SECRET = "of-a-test"  # noqa: S105
+SECRET = "a-password-or-token"  # noqa: S105
 ROLES = ("coordinator", "scheduler", "updater", "evaluator", "trainer", "gateway", "operator")
 
 
