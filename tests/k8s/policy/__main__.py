@@ -21,6 +21,7 @@ from tests.k8s.cluster.manifests import kubectl, rendered
 from tests.k8s.policy.certificate import missing
 from tests.k8s.policy.checkov import PROGRAM, checkov, exceptions
 from tests.k8s.policy.checks import CHECKS, findings
+from tests.k8s.policy.pods import durable
 from tests.k8s.policy.schemas import VERSIONS
 from tests.k8s.policy.sources import sources
 from tests.k8s.policy.targets import ADDITIONS, K8S, combinations, components, overlays, renderings
@@ -31,7 +32,7 @@ def main() -> int:
     began = time.monotonic()
     parser = argparse.ArgumentParser(prog="k8s-check")
     parser.add_argument("--certificate", type=Path, metavar="FILE")
-    parser.add_argument("overlay", type=Path, nargs="?", default=K8S / "overlays" / "production")
+    parser.add_argument("overlay", type=Path, nargs="?", default=K8S / "overlays" / "production-aof")
     given = parser.parse_args()
     if kubectl() is None:
         sys.stderr.write("k8s-check: skipped: kubectl is not on PATH\n")
@@ -51,6 +52,8 @@ def main() -> int:
         return 1
     for name, manifests in found.items():
         wrong += [f"{name}: {line}" for line in findings(manifests)]
+        if name.startswith("overlay production"):
+            wrong += [f"{name}: {line}" for line in durable(manifests)]
     verdict = checkov(found, exceptions())
     wrong += [f"checkov: {line}" for line in verdict.wrong]
     sys.stderr.writelines(f"{line}\n" for line in wrong)
