@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.settings import RedisSettings
 from fedstream.journal import segments
 from fedstream.journal.inspection import recorded_versions
+from tests.chaos.account import USED
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.history import gathered
 from tests.cluster.cluster import Cluster, Failed, until
@@ -40,6 +42,7 @@ class Outcome:
     restarts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     wrong: tuple[str, ...] = ()
     replayed: str = ""  # what `fedstream replay` says
+    used: Mapping[str, int] = field(default_factory=dict)  # updates, by the trainers that made them
 
     def pause(self, since: float = 0.0, to: float = float("inf")) -> float:
         """The longest time in seconds without a version that overlaps a span of time."""
@@ -142,7 +145,11 @@ class Run:
         said = (replayed.stdout.splitlines() or [""])[0]
         if replayed.returncode or not re.match(r"(\d+) of \1 versions identical", said):
             wrong.append(f"fedstream replay: {said} {replayed.stderr.strip()[-500:]}")
-        return Outcome(about["tasks"], recorded(journal), restarts, tuple(wrong), said)
+        used = Counter(
+            record["upload"].get("site") or record["upload"]["trainer"]
+            for record in facts.account.taken if record["outcome"] in USED
+        )  # fmt: skip
+        return Outcome(about["tasks"], recorded(journal), restarts, tuple(wrong), said, used)
 
     def copied_journal(self) -> Path:
         """The journal, copied out of the updater's pod as the docs say."""
@@ -161,7 +168,7 @@ class Run:
     @contextmanager
     def redis(self) -> Iterator[RedisSettings]:
         """Redis, or of three the master, as the user ``operator`` reaches it."""
-        names = [one["metadata"]["name"] for one in self.cluster.objects("secret")]
+        names = [one["metadata"]["name"] for one in self._redis.objects("secret")]
         services = [one["metadata"]["name"] for one in self._redis.objects("service")]
         target = "service/redis" if "redis" in services else f"pod/{self.master()}"
         settings: dict[str, Any] = {
@@ -170,7 +177,7 @@ class Run:
         scheme = "redis"
         if "fedstream-redis-tls" in names:
             ca = self._folder / "redis-ca.crt"
-            ca.write_text(self.cluster.secret("fedstream-redis-tls", "ca.crt"))
+            ca.write_text(self._redis.secret("fedstream-redis-tls", "ca.crt"))
             settings["tls"], scheme = {"ca": str(ca)}, "rediss"
         with self._redis.forward(target, 6379) as port:
             url = f"{scheme}://localhost:{port}/0"
