@@ -168,20 +168,28 @@ class Run:
     @contextmanager
     def redis(self) -> Iterator[RedisSettings]:
         """Redis, or of three the master, as the user ``operator`` reaches it."""
-        names = [one["metadata"]["name"] for one in self._redis.objects("secret")]
         services = [one["metadata"]["name"] for one in self._redis.objects("service")]
         target = "service/redis" if "redis" in services else f"pod/{self.master()}"
+        [keys] = (one["data"] for one in self.cluster.objects("configmap")
+                  if one["metadata"]["name"] in self._settings())  # fmt: skip
         settings: dict[str, Any] = {
             "username": "operator", "password": self.cluster.secret("fedstream-redis", "operator"),
         }  # fmt: skip
         scheme = "redis"
-        if "fedstream-redis-tls" in names:
+        if keys.get("FEDSTREAM_REDIS__URL", "").startswith("rediss"):
             ca = self._folder / "redis-ca.crt"
             ca.write_text(self._redis.secret("fedstream-redis-tls", "ca.crt"))
             settings["tls"], scheme = {"ca": str(ca)}, "rediss"
         with self._redis.forward(target, 6379) as port:
             url = f"{scheme}://localhost:{port}/0"
             yield RedisSettings.model_validate({**settings, "url": url})
+
+    def _settings(self) -> set[str]:
+        """The ConfigMaps that the updater has its environment from."""
+        [one] = self.cluster.objects("statefulset", "app.kubernetes.io/component=updater")
+        [container] = one["spec"]["template"]["spec"]["containers"]
+        sources = [each["configMapRef"]["name"] for each in container["envFrom"]]
+        return {name for name in sources if name.startswith("fedstream-settings")}
 
     def master(self) -> str:
         """The pod of the master by the Sentinels' word. Raises Failed."""

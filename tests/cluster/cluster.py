@@ -120,8 +120,10 @@ class Cluster:
                 r"namespace: fedstream$", f"namespace: {self.namespace}", text, flags=re.MULTILINE
             )
             text = text.replace("coordinator.fedstream.svc", f"coordinator.{self.namespace}.svc")
-        found = [one for one in yaml.safe_load_all(text) if one["kind"] != "Namespace"]
+        found = list(yaml.safe_load_all(text))
         for one in found:
+            if one["kind"] == "Namespace":
+                one["metadata"]["name"] = self.namespace
             if one["kind"] in WORKLOADS and self.node:
                 selector = {"kubernetes.io/hostname": self.node}
                 one["spec"]["template"]["spec"]["nodeSelector"] = selector
@@ -143,13 +145,7 @@ class Cluster:
     def begin(self) -> None:
         """An empty namespace that enforces what k8s/namespace says."""
         self.end()
-        [space] = yaml.safe_load_all((K8S / "namespace" / "namespace.yaml").read_text())
-        space["metadata"]["name"] = self.namespace
-        self.kubectl("apply", "--filename", "-", said=yaml.safe_dump(space))
-        until(self._has_account, "the namespace's default service account")
-
-    def _has_account(self) -> bool:
-        return "default" in self.kubectl("get", "serviceaccount", "--output", "name")
+        self.apply(self.adapted(rendered(K8S / "namespace")))
 
     def end(self) -> None:
         """Deletes the namespace and its volumes, and waits until they are gone."""

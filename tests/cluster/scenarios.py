@@ -19,12 +19,13 @@ from urllib.request import Request, urlopen
 
 from tests.cluster.checks import NAME, Run
 from tests.cluster.cluster import Cluster, Failed, free_port, until
-from tests.cluster.stage import KUBERNETES, OPERATE, SLOW, Row, Stage, scenario, secret
+from tests.cluster.stage import KUBERNETES, OPERATE, SLOW, Row, Stage, answers, scenario, secret
 from tests.k8s.cluster.manifests import Manifest
-from tests.k8s.policy.targets import K8S, combinations, differences, largest
+from tests.k8s.policy.targets import K8S, combinations, differences, largest, overlays
 from tests.k8s.policy.targets import together as components_together
 
 INSPECT = "docs/how-to/inspect.md"
+PRODUCTION = "docs/how-to/production.md"
 _PHASE_S = 20.0  # how long a number of trainers is measured
 _ELSEWHERE = """\
 port 0
@@ -48,9 +49,9 @@ def dev(stage: Stage) -> None:
     with stage.run() as run:
         run.more(20)
         docs.begin(KUBERNETES, "kubectl --namespace fedstream port-forward service/coordinator")
-        stage.answers(docs.web)
+        answers(docs.web)
         docs.begin(KUBERNETES, "kubectl --namespace fedstream port-forward service/redis")
-        stage.answers(docs.redis)
+        answers(docs.redis)
         docs.type(KUBERNETES, "export FEDSTREAM_REDIS__U", "export FEDSTREAM_REDIS__P")
         said = docs.type(KUBERNETES, "fedstream status --redis", "fedstream status --url")
         assert said.count("running") == 2, said
@@ -217,7 +218,7 @@ def page(stage: Stage) -> None:
     """`page`: who has the token sees it, nobody else does."""
     with stage.deployed("no-data", "page") as run:
         stage.docs.begin("docs/how-to/browser.md", "kubectl --namespace fedstream port-forward")
-        stage.answers(stage.docs.web)
+        answers(stage.docs.web)
         url = f"http://127.0.0.1:{stage.docs.web}/"
         token = stage.cluster.secret("fedstream-http", "token")
         found = [status(url, {}), status(url, {"Authorization": f"Bearer {token}"})]
@@ -233,7 +234,7 @@ def sinks(stage: Stage) -> None:
         last = run.rest()["version"]
 
         def written() -> int:
-            command = "cat /tmp/tracked/*/*/metrics/staleness | wc -l"
+            command = "cat /tmp/tracked/*/*/metrics/staleness/max | wc -l"
             return int(stage.cluster.kubectl("exec", "deploy/sinks", "--", "sh", "-c", command))
 
         until(lambda: written() >= last, "MLflow has every version")
@@ -331,20 +332,26 @@ def alone(stage: Stage) -> None:
             play_components(stage, [*{*parts, "no-data"}], f"`{name}` alone")
 
 
-def play_components(stage: Stage, names: Sequence[str], what: str) -> None:
+def play_components(stage: Stage, names: Sequence[str], what: str, resource: str = "base") -> None:
     """A run on these components; a failure is a row."""
     elsewhere: Cluster | None = None
     before: list[Manifest] = []
     settings: dict[str, str] = {}
     try:
-        if "external-redis" in names:
+        if "external-redis" in names or resource.endswith("external"):
             elsewhere, authority = redis_elsewhere(stage)
             before.append(authority)
             settings["REDIS__URL"] = f"rediss://redis.{elsewhere.namespace}:6380/0"
         with stage.deployed(
-            *names, versions=0, redis=elsewhere, change=tracked, before=before, settings=settings
+            *names,
+            resource=resource,
+            versions=0,
+            redis=elsewhere,
+            change=tracked,
+            before=before,
+            settings=settings,
         ) as run:
-            if "keda" in names:
+            if stage.cluster.objects("deployment", "app.kubernetes.io/component=trainer"):
                 stage.cluster.scale("deployment/trainer", 1)
             run.more(5)
             outcome = run.finish()
@@ -354,6 +361,34 @@ def play_components(stage: Stage, names: Sequence[str], what: str) -> None:
     finally:
         if elsewhere:
             elsewhere.end()
+
+
+@scenario
+def production(stage: Stage) -> None:
+    """The page on production, every command of it, with a stand-in for KEDA; then each overlay."""
+    cluster, docs = stage.cluster, stage.docs
+    cluster.end()
+    began = time.monotonic()
+    files = {"Kustomization": "kustomization.yaml", "PersistentVolumeClaim": "backup.yaml"}
+    docs.follow(PRODUCTION, files)
+    minutes = (time.monotonic() - began) / 60
+    with stage.run() as run:
+        [scaled] = cluster.objects("scaledobject")
+        seen = [1]
+        until(lambda: follow(run, scaled, seen) and run.version() >= 30, "version 30")
+        outcome = run.finish()
+        stage.add("the page's commands", outcome, note=f"{minutes:.0f} minutes to the backup")
+        created = run.get()["created"]
+        docs.inline(PRODUCTION, "kubectl delete -k .")
+        until(lambda: not cluster.pods("updater"), "the updater ends")
+        docs.given("kubectl apply -k .")
+        cluster.ready()
+        run.more(5)
+        assert run.get()["created"] == created
+        stage.add("deleted, applied again: the same run", run.finish())
+    for name in overlays():
+        if name != "dev":
+            play_components(stage, ["no-data"], f"overlay `{name}`", f"overlays/{name}")
 
 
 @scenario
@@ -376,7 +411,6 @@ def redis_elsewhere(stage: Stage) -> tuple[Cluster, Manifest]:
     """A Redis in another namespace, over TLS, with our users; and the ConfigMap with its CA."""
     there = replace(stage.cluster, namespace=f"{stage.cluster.namespace}-redis")
     there.begin()
-    stage.certificate(f"DNS:redis.{there.namespace}")
     clone = stage.docs.clone
     passwords = {f"FEDSTREAM_PASSWORD_{role.upper()}": one for role, one in stage.passwords.items()}
     passwords["FEDSTREAM_PASSWORD_SITE_SITE_A"] = stage.passwords["site-a"]
@@ -384,10 +418,8 @@ def redis_elsewhere(stage: Stage) -> tuple[Cluster, Manifest]:
         "acl", "--run", NAME, "--site", "gateway", "--site", "site-a",
         "--out", str(clone / "users.acl"), **passwords,
     )  # fmt: skip
-    files = {
-        one: (clone / one).read_text() for one in ("tls.crt", "tls.key", "ca.crt", "users.acl")
-    }
-    files["redis.conf"] = _ELSEWHERE
+    users = (clone / "users.acl").read_text()
+    files = stage.certificate | {"users.acl": users, "redis.conf": _ELSEWHERE}
     labels = {"app": "redis"}
     container = {
         "name": "redis", "image": "redis:7.2.11-bookworm",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -66,6 +67,17 @@ def secret(name: str, namespace: str, data: Mapping[str, str]) -> Manifest:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": dict(data)}
 
 
+def answers(port: int) -> None:
+    """Waits until something listens on a port of this machine. Raises Failed."""
+
+    def listens() -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+        return False
+
+    until(listens, f"something at port {port}", 30)
+
+
 class Docs:
     """The docs' commands, as they stand there. Each must do what the page says."""
 
@@ -101,9 +113,9 @@ class Docs:
         ])  # fmt: skip
         (folder / "kubectl").write_text(
             "#!/bin/bash\nset -o pipefail\n"
-            'if [[ "$*" =~ ^(apply|delete)" -k " ]]; then\n'
-            f'  {real} kustomize "$3" | PYTHONPATH={ROOT} {adapt} | {real} "$1" "${{@:4}}" -f -\n'
-            f'else exec {real} "$@"; fi\n'
+            f'case "$1 $2" in "apply -k"|"delete -k") {real} kustomize "$3" ;;\n'
+            f'  "apply --filename") cat "$3" ;; *) exec {real} "$@" ;; esac |\n'
+            f'  PYTHONPATH={ROOT} {adapt} | {real} "$1" -f -\n'
         )
         (folder / "kubectl").chmod(0o755)
 
@@ -142,10 +154,7 @@ class Docs:
         said = ""
         for one in begins:
             block, text = self._find(page, one, number)
-            code, now = self.shell.run(text)
-            if code:
-                raise Failed(f"{block.place}: {text}: exit code {code}: {now.strip()[-1500:]}")
-            said += now
+            said += self.given(text, block.place)
         return said
 
     def inline(self, page: str, begins: str) -> str:
@@ -155,9 +164,30 @@ class Docs:
         if not found:
             raise Failed(f"{page} has no command {begins!r}")
         self.typed.add(f"{page}: {found[1]}")
-        code, said = self.shell.run(self._here(found[1]))
+        return self.given(self._here(found[1]), page)
+
+    def follow(self, page: str, files: Mapping[str, str]) -> None:
+        """Types all of a page, and writes its files, by their kinds. Raises Failed."""
+        for block in blocks(page):
+            if block.language == "yaml":
+                text = self._here(block.text).replace(
+                    "namespace: fedstream", f"namespace: {self._cluster.namespace}"
+                )
+                kind = re.findall(r"(?m)^kind: (\w+)", text)[0]
+                self.given(f"cat > {files[kind]} <<'END'\n{text}\nEND")
+            for command in block.commands() if block.language in COMMANDS else ():
+                self.typed.add(f"{block.place}: {command}")
+                if command.endswith(" &"):
+                    self.shell.begin(self._here(command.removesuffix(" &")))
+                    answers(self.web)
+                else:
+                    self.given(self._here(command), block.place)
+
+    def given(self, command: str, place: str = "") -> str:
+        """Types what no page says, or at a place of one: what it printed. Raises Failed."""
+        code, said = self.shell.run(command)
         if code:
-            raise Failed(f"{page}: {found[1]}: exit code {code}: {said.strip()[-1500:]}")
+            raise Failed(f"{place}: {command}: exit code {code}: {said.strip()[-1500:]}")
         return said
 
     def begin(self, page: str, begins: str, number: int = 0) -> Beside:
@@ -197,36 +227,28 @@ class Stage:
         self.passwords = {name: f"{self.rng.getrandbits(128):032x}" for name in names}
 
     def secrets(self) -> list[Manifest]:
-        """Every Secret that components want, but for certificates."""
+        """Every Secret that components want."""
         one, space = self.passwords, self.cluster.namespace
         return [
             secret("fedstream-redis", space, {role: one[role] for role in ROLES}),
             secret("fedstream-http", space, {"token": one["token"]}),
             secret("fedstream-site-a", space, {"password": one["site-a"]}),
             secret("fedstream-site-b", space, {"password": one["site-b"]}),
+            secret("fedstream-redis-tls", space, self.certificate),
         ]
 
-    def certificate(self, *names: str) -> None:
-        """Redis's, as the docs make it, in files; ``names``: further ones, as DNS:redis.example."""
+    @cached_property
+    def certificate(self) -> dict[str, str]:
+        """Redis's, as the docs make it, and for a Redis elsewhere too: the Secret's files."""
         self.docs.type(KUBERNETES, "cat > names")
-        self.docs.shell.run(f"sed -i '1s/$/{''.join(f',{one}' for one in names)}/' names")
-        self.docs.type(
-            KUBERNETES, "openssl req -x509", "openssl req -newkey", "openssl x509",
-        )  # fmt: skip
+        self.docs.given(f"sed -i '1s/$/,DNS:redis.{self.cluster.namespace}-redis/' names")
+        self.docs.type(KUBERNETES, "openssl req -x509", "openssl req -newkey", "openssl x509")
+        names = ("tls.crt", "tls.key", "ca.crt")
+        return {name: (self.docs.clone / name).read_text() for name in names}
 
     def run(self) -> Run:
         """The run in the namespace."""
         return Run(self.cluster, self.folder)
-
-    def answers(self, port: int) -> None:
-        """Waits until something listens on a port of this machine. Raises Failed."""
-
-        def listens() -> bool:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                return True
-            return False
-
-        until(listens, f"something at port {port}", 30)
 
     @contextmanager
     def deployed(
@@ -243,12 +265,6 @@ class Stage:
         objects; ``change``: changes each."""
         self.cluster.begin()
         self.cluster.apply([*self.secrets(), *before])
-        if "redis-tls" in components:
-            self.certificate()
-            self.docs.type(
-                KUBERNETES,
-                "kubectl --namespace fedstream create secret generic fedstream-redis-tls",
-            )
         keys = {"RUN__VERSIONS": "1000000", **settings}
         objects = self.cluster.rendered(*components, resource=resource, task=SLOW, **keys)
         for one in objects:
