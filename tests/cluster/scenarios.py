@@ -209,7 +209,7 @@ def owners_and_sites(stage: Stage) -> None:
         until(lambda: len(run.get()["register"]) == 5, "all trainers register")
         run.more(30)
         outcome = run.finish()
-    assert outcome.used.keys() == {"owner-4", "site-a", "site-b"}, outcome.used
+    assert outcome.used.keys() == {"pool", "site-a", "site-b"}, outcome.used
     stage.add("`device-owners` and two sites", outcome, note=counted(outcome.used))
 
 
@@ -277,7 +277,7 @@ def gateway(stage: Stage) -> None:
                 "--ca", str(ca), "--task", f"{task}:task", "--key", str(folder / f"{number}.pem"),
                 "--invite", invite, log=folder / f"{number}.log",
             ))  # fmt: skip
-        until(lambda: run.get()["tasks"]["applied"] > 30, "updates come")
+        until(lambda: {0, 1} <= owned(run), "the gateway owns the devices")
         run.more(20)
         outcome = run.finish()
     assert outcome.used.get("gateway"), (outcome.used, (folder / "0.log").read_text()[-500:])
@@ -478,6 +478,11 @@ def invited(stage: Stage, run: Run, *devices: str) -> list[str]:
             FEDSTREAM_REDIS__PASSWORD=stage.passwords["operator"],
         )  # fmt: skip
     return [line.split()[-1] for line in said.splitlines()]
+
+
+def owned(run: Run) -> set[int]:
+    """The devices that trainers, or gateways, say are theirs."""
+    return {device for one in run.get()["register"].values() for device in one["owns"]}
 
 
 def counted(used: Mapping[str, int]) -> str:

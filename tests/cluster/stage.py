@@ -166,6 +166,12 @@ class Docs:
         self.typed.add(f"{page}: {found[1]}")
         return self.given(self._here(found[1]), page)
 
+    def left(self) -> list[str]:
+        """The commands of the pages on Kubernetes that nobody has typed."""
+        every = {f"{block.place}: {text}" for page in PAGES for block, text in self.commands(page)
+                 if page.endswith("kubernetes.md") or "kubectl" in text}  # fmt: skip
+        return sorted(every - self.typed)
+
     def follow(self, page: str, files: Mapping[str, str]) -> None:
         """Types all of a page, and writes its files, by their kinds. Raises Failed."""
         for block in blocks(page):
@@ -217,12 +223,13 @@ class Stage:
 
     cluster: Cluster
     folder: Path
-    rng: random.Random
+    seed: int
     docs: Docs
     scenario: str = ""
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
         names = (*ROLES, "site-a", "site-b", "token")
         self.passwords = {name: f"{self.rng.getrandbits(128):032x}" for name in names}
 
@@ -297,11 +304,10 @@ def scenario(play: Scenario) -> Scenario:
 
 def told(row: Row) -> str:
     """A row in one line."""
-    cells = [one for one in cells_of(row) if one]
-    return " | ".join(cells) + (f"\n  FAILED: {row.failed}" if row.failed else "")
+    return " | ".join(cell for cell in cells_of(row) if cell != "-")
 
 
-COLUMNS = ("scenario", "what", "versions", "tasks", "s without a version", "replay", "figures")
+COLUMNS = ("scenario", "what", "versions", "tasks", "longest pause", "replay", "figures")
 
 
 def cells_of(row: Row) -> tuple[str, ...]:
@@ -314,6 +320,8 @@ def cells_of(row: Row) -> tuple[str, ...]:
         versions = str(len(row.outcome.versions) - 1)
         tasks = f"{counts.get('issued', 0)} = {' + '.join(ended)}"
         replay = row.outcome.replayed
-    pause = "" if row.pause is None else f"{row.pause:.1f}"
-    verdict = "FAILED" if row.failed else replay
-    return row.scenario, row.what, versions, tasks, pause, verdict, row.note
+    pause = "" if row.pause is None else f"{row.pause:.1f} s"
+    failure = " ".join(row.failed.replace("|", "/").split())[:200]
+    verdict = f"FAILED: {failure}" if row.failed else replay
+    cells = row.scenario, row.what, versions, tasks, pause, verdict, row.note
+    return tuple(cell or "-" for cell in cells)
