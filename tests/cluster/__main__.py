@@ -69,7 +69,7 @@ def play(stage: Stage, name: str) -> None:
     finally:
         for beside in list(stage.docs.shell.beside):
             stage.docs.shell.ended(beside, "INT")
-        stage.docs.shell.run("unset ${!FEDSTREAM_@}")
+        stage.docs.shell.run(f"unset ${{!FEDSTREAM_@}}; cd {stage.docs.clone}")
         stage.cluster.end()
 
 

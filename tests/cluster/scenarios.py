@@ -19,13 +19,22 @@ from urllib.request import Request, urlopen
 
 from tests.cluster.checks import NAME, Run
 from tests.cluster.cluster import Cluster, Failed, free_port, until
-from tests.cluster.stage import KUBERNETES, OPERATE, SLOW, Row, Stage, answers, scenario, secret
+from tests.cluster.stage import (
+    KUBERNETES,
+    OPERATE,
+    PRODUCTION,
+    SLOW,
+    Row,
+    Stage,
+    answers,
+    scenario,
+    secret,
+)
 from tests.k8s.cluster.manifests import Manifest
 from tests.k8s.policy.targets import K8S, combinations, differences, largest, overlays
 from tests.k8s.policy.targets import together as components_together
 
 INSPECT = "docs/how-to/inspect.md"
-PRODUCTION = "docs/how-to/production.md"
 _PHASE_S = 20.0  # how long a number of trainers is measured
 _ELSEWHERE = """\
 port 0
@@ -127,7 +136,7 @@ def lifecycle(stage: Stage) -> None:
     with stage.run() as run:
         for versions in ("15", "1000000"):
             docs.overlay("no-data", RUN__VERSIONS=versions)
-            docs.inline(KUBERNETES, "kubectl apply -k YOUR_OVERLAY")
+            docs.type(OPERATE, "kubectl apply -k YOUR_OVERLAY")
             cluster.ready()
             if versions == "15":
                 until(lambda: run.get()["state"] == "finished", "the run ends")
@@ -148,9 +157,9 @@ def lifecycle(stage: Stage) -> None:
         run.more(10)
         outcome = run.finish(may_restart="^(updater|coordinator|scheduler|evaluator|trainer)-")
         stage.add("extended, backed up, restored", outcome)
-        docs.inline(KUBERNETES, "kubectl delete -k YOUR_OVERLAY")
+        docs.given("kubectl delete -k ../YOUR_OVERLAY")
         until(lambda: not cluster.pods(), "all pods end")
-        docs.inline(KUBERNETES, "kubectl apply -k YOUR_OVERLAY")
+        docs.type(OPERATE, "kubectl apply -k YOUR_OVERLAY")
         cluster.ready()
         run.more(10)
         about = run.get()
@@ -167,7 +176,7 @@ def moving(stage: Stage) -> None:
     cluster.begin()
     cluster.apply(stage.secrets())
     docs.overlay("no-data", RUN__VERSIONS="1000000")
-    docs.inline(KUBERNETES, "kubectl apply -k YOUR_OVERLAY")
+    docs.type(OPERATE, "kubectl apply -k YOUR_OVERLAY")
     cluster.ready()
     with stage.run() as run:
         run.more(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -17,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
+import yaml
+
 from tests.cluster.checks import Outcome, Run
 from tests.cluster.cluster import IMAGE, Cluster, Failed, free_port, until
 from tests.docs.pages import COMMANDS, ROOT, Block, blocks
@@ -29,7 +30,8 @@ ROLES = (
     "sentinel", "watch", "sinks", "gateway",
 )  # fmt: skip
 KUBERNETES, OPERATE = "docs/how-to/kubernetes.md", "docs/how-to/operate-kubernetes.md"
-PAGES = (KUBERNETES, OPERATE, "docs/how-to/inspect.md", "docs/how-to/browser.md")
+PRODUCTION = "docs/how-to/production.md"
+PAGES = (KUBERNETES, OPERATE, PRODUCTION, "docs/how-to/inspect.md", "docs/how-to/browser.md")
 
 # The manifests' own task, whose every step takes a while: tasks are open whenever a fault comes,
 # and many pods share a small machine.
@@ -125,14 +127,16 @@ class Docs:
         return [(block, text) for block in found for text in block.commands()]
 
     def _find(self, page: str, begins: str, number: int) -> tuple[Block, str]:
-        found = [one for one in self.commands(page) if one[1].startswith(begins)]
+        every = [self.commands(one) for one in (page, *PAGES) if (ROOT / one).exists()]
+        found = [one for some in every for one in some if one[1].startswith(begins)]
         if len(found) <= number:
             raise Failed(f"{page} has no command {begins!r}")
         block, text = found[number]
         self.typed.add(f"{block.place}: {text}")
-        return block, self._here(text)
+        return block, self.here(text)
 
-    def _here(self, text: str) -> str:
+    def here(self, text: str) -> str:
+        """A command of the docs with the namespace, ports and image of this machine."""
         text = text.replace("YOUR_OVERLAY", "../YOUR_OVERLAY").replace(IMAGE, self._cluster.image)
         text = re.sub(r"\b8080(:80\b)?", lambda found: f"{self.web}{found[1] or ''}", text)
         text = text.replace("service/redis 6379", f"service/redis {self.redis}:6379")
@@ -145,7 +149,7 @@ class Docs:
         """A block that is no command, such as a file, as it is written here."""
         [found] = (one.text for one in blocks(page)
                    if one.language == language and one.text.startswith(begins))  # fmt: skip
-        return self._here(found).replace(
+        return self.here(found).replace(
             "namespace: fedstream", f"namespace: {self._cluster.namespace}"
         )
 
@@ -164,7 +168,7 @@ class Docs:
         if not found:
             raise Failed(f"{page} has no command {begins!r}")
         self.typed.add(f"{page}: {found[1]}")
-        return self.given(self._here(found[1]), page)
+        return self.given(self.here(found[1]), page)
 
     def left(self) -> list[str]:
         """The commands of the pages on Kubernetes that nobody has typed."""
@@ -176,7 +180,7 @@ class Docs:
         """Types all of a page, and writes its files, by their kinds. Raises Failed."""
         for block in blocks(page):
             if block.language == "yaml":
-                text = self._here(block.text).replace(
+                text = self.here(block.text).replace(
                     "namespace: fedstream", f"namespace: {self._cluster.namespace}"
                 )
                 kind = re.findall(r"(?m)^kind: (\w+)", text)[0]
@@ -184,10 +188,10 @@ class Docs:
             for command in block.commands() if block.language in COMMANDS else ():
                 self.typed.add(f"{block.place}: {command}")
                 if command.endswith(" &"):
-                    self.shell.begin(self._here(command.removesuffix(" &")))
+                    self.shell.begin(self.here(command.removesuffix(" &")))
                     answers(self.web)
                 else:
-                    self.given(self._here(command), block.place)
+                    self.given(self.here(command), block.place)
 
     def given(self, command: str, place: str = "") -> str:
         """Types what no page says, or at a place of one: what it printed. Raises Failed."""
@@ -200,21 +204,22 @@ class Docs:
         """Types a command that goes on, in another terminal."""
         return self.shell.begin(self._find(page, begins, number)[1].rstrip("& "))
 
-    def overlay(self, *components: str, resource: str = "base", **settings: str) -> None:
-        """The page's own overlay, next to the clone, on another resource and with components."""
-        text = self.text(KUBERNETES, "yaml", "apiVersion: kustomize")
-        text = re.sub(r"k8s/overlays/production\b", f"k8s/{resource}", text)
+    def overlay(self, *components: str, **settings: str) -> None:
+        """YOUR_OVERLAY, next to the clone: the base with components and the slow task."""
+        names = [*(f"components/{name}" for name in components), "images"]
         literals = [f"FEDSTREAM_{key}={value}" for key, value in settings.items()]
-        merged = {"name": "fedstream-settings", "behavior": "merge", "literals": literals}
-        names = [f"components/{name}" for name in components] + ["images"]
-        parts = [f"../fedstream/k8s/{name}" for name in names]
+        content = {
+            "kind": "Kustomization", "namespace": "fedstream", "resources": ["../fedstream/k8s/base"],
+            "components": [f"../fedstream/k8s/{name}" for name in names],
+            "configMapGenerator": [
+                {"name": "fedstream-task", "behavior": "replace", "files": ["task.py"]},
+                {"name": "fedstream-settings", "behavior": "merge", "literals": literals},
+            ],
+        }  # fmt: skip
         folder = self.clone.parent / "YOUR_OVERLAY"
         folder.mkdir(exist_ok=True)
-        shutil.copy(K8S / "base" / "run.toml", folder)
         (folder / "task.py").write_text(SLOW)
-        (folder / "kustomization.yaml").write_text(
-            f"{text}  - {json.dumps(merged)}\ncomponents: {json.dumps(parts)}\n"
-        )
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
 
 
 @dataclass
