@@ -114,7 +114,7 @@ class Docs:
             *(["--small"] if cluster.small else []),
         ])  # fmt: skip
         (folder / "kubectl").write_text(
-            "#!/bin/bash\nset -o pipefail\n"
+            "#!/bin/bash\nset -o pipefail\nPATH=${PATH#*:}\n"
             f'case "$1 $2" in "apply -k"|"delete -k") {real} kustomize "$3" ;;\n'
             f'  "apply --filename") cat "$3" ;; *) exec {real} "$@" ;; esac |\n'
             f'  PYTHONPATH={ROOT} {adapt} | {real} "$1" -f -\n'
@@ -209,7 +209,8 @@ class Docs:
         names = [*(f"components/{name}" for name in components), "images"]
         literals = [f"FEDSTREAM_{key}={value}" for key, value in settings.items()]
         content = {
-            "kind": "Kustomization", "namespace": "fedstream", "resources": ["../fedstream/k8s/base"],
+            "kind": "Kustomization", "namespace": "fedstream",
+            "resources": ["../fedstream/k8s/base"],
             "components": [f"../fedstream/k8s/{name}" for name in names],
             "configMapGenerator": [
                 {"name": "fedstream-task", "behavior": "replace", "files": ["task.py"]},
