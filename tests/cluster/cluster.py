@@ -150,8 +150,10 @@ class Cluster:
     def end(self) -> None:
         """Deletes the namespace and its volumes, and waits until they are gone."""
         volumes = self.objects("persistentvolume", f"made-for={self.namespace}")
+        gone = ("delete", "namespace", self.namespace, "--ignore-not-found")
+        self.kubectl(*gone, "--wait=false")  # from now on nothing is made in it
         self.kubectl("delete", "pod", "--all", "--grace-period=1", "--wait=false")
-        self.kubectl("delete", "namespace", self.namespace, "--ignore-not-found")
+        self.kubectl(*gone)
         if volumes:
             self.kubectl(
                 "delete", "persistentvolume", *(one["metadata"]["name"] for one in volumes)
