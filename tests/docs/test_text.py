@@ -33,7 +33,7 @@ PROGRAMS = sorted(
 MADE = {
     "devices.csv",
     ".../run.toml", "best.toml", "compare.py", "device.pem", "device.pem.state", "devices.py",
-    "dist/fedstream.cdx.json", "journal-pod.yaml", "journal.index", "lines.py",
+    "dist/fedstream.cdx.json", "backup.yaml", "journal.before", "journal.index", "lines.py",
     "metrics.csv", "my_attestation.py", "my_partitions.py", "my_policies.py", "my_solvers.py",
     "my_task.py", "poisoned.py", "replay.csv", "results.csv", "run.toml", "runs.jsonl", "sized.py",
     "my_rules.py", "my_staleness.py", "summary.json", "sweep.png", "test_my_rules.py",

@@ -24,8 +24,17 @@ from tests.k8s.breaks import BREAKS, GATEWAYS, SITES, config, container, pod, re
 from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy import checkov
 from tests.k8s.policy.checks import CHECKS, findings
+from tests.k8s.policy.pods import durable
 from tests.k8s.policy.sources import sources
-from tests.k8s.policy.targets import K8S, ROOT, differences, largest, on_base, renderings
+from tests.k8s.policy.targets import (
+    K8S,
+    ROOT,
+    differences,
+    largest,
+    on_base,
+    overlays,
+    renderings,
+)
 from tests.k8s.policy.workloads import BY_THE_OPERATOR
 
 HOW_TO = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "how-to").glob("*.md")))
@@ -90,16 +99,35 @@ def test_mistakes_in_a_gateway_are_detected(what: str, rendering: Rendering) -> 
 @pytest.mark.parametrize("what", BREAKS)
 def test_mistakes_are_detected(what: str, rendering: Rendering) -> None:
     change, expected = BREAKS[what]
-    lines = broken(rendering("overlay production"), change)
+    lines = broken(rendering("overlay production-aof"), change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
-def test_a_namespace_that_enforces_nothing_is_detected(rendering: Rendering) -> None:
-    def changed(manifests: Manifests) -> None:
-        manifests.get("Namespace", "fedstream")["metadata"]["labels"].clear()
+@pytest.mark.process
+def test_the_namespace_enforces_the_restricted_level() -> None:
+    namespace = rendered(K8S / "namespace")
+    assert list(CHECKS["restricted"](namespace)) == []
+    namespace.get("Namespace", "fedstream")["metadata"]["labels"].clear()
+    lines = list(CHECKS["restricted"](namespace))
+    assert lines == ["Namespace fedstream: does not enforce 'restricted'"]
 
-    lines = broken(rendering("overlay dev"), changed)
-    assert lines == ["restricted: Namespace fedstream: does not enforce 'restricted'"]
+
+@pytest.mark.parametrize("name", overlays())
+def test_production_keeps_what_redis_holds(name: str, rendering: Rendering) -> None:
+    lines = list(durable(rendering(f"overlay {name}")))
+    assert len(lines) == (0 if name.startswith("production") else 1), lines
+
+
+def test_mistakes_in_a_job_are_detected(rendering: Rendering) -> None:
+    def changed(manifests: Manifests) -> None:
+        spec = manifests.get("CronJob", "backup")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        spec["containers"][0]["securityContext"]["readOnlyRootFilesystem"] = False
+        spec["volumes"][1]["persistentVolumeClaim"]["claimName"] = "journal-updater-1"
+
+    assert broken(rendering("production with backup"), changed) == [
+        "references: CronJob backup: there is no PersistentVolumeClaim 'journal-updater-1'",
+        "restricted: CronJob backup, container backup: readOnlyRootFilesystem is not true",
+    ]
 
 
 def test_keda_works_with_rounds(rendering: Rendering) -> None:
@@ -114,7 +142,7 @@ def test_keda_works_with_rounds(rendering: Rendering) -> None:
         settings |= dict(one.split("=") for one in entry["literals"])
         replace(config(manifests, "fedstream-config"), "run.toml", "fedasync", "fedavg")
 
-    assert broken(rendering("overlay production"), fedavg) == []
+    assert broken(rendering("overlay production-aof"), fedavg) == []
 
 
 def test_every_check_can_fail() -> None:
@@ -144,45 +172,57 @@ def test_operators_objects_are_documented() -> None:
 
 def test_documented_objects_are_valid() -> None:
     """What is to be copied from there would be taken by a cluster."""
-    kinds = sorted(one["kind"] for one in OBJECTS)
-    assert kinds == ["Kustomization", "PersistentVolume", "PersistentVolumeClaim", "Pod"]
     cluster = Manifests(one for one in OBJECTS if one["kind"] != "Kustomization")
     assert list(CHECKS["schemas"](cluster)) == []
-    claim = cluster.get("Pod", "journal")["spec"]["volumes"][0]["persistentVolumeClaim"]
-    assert claim == {"claimName": "journal-updater-0"}
+    claims = {(kind, name) for kind, name in BY_THE_OPERATOR if kind == "PersistentVolumeClaim"}
+    assert {(one["kind"], one["metadata"]["name"]) for one in cluster} == {
+        *claims,
+        ("PersistentVolume", "fedstream-data"),
+    }
 
 
 def test_documented_commands_name_existing_objects(rendering: Rendering) -> None:
     """A Secret that an overlay makes has the name of the one that the operator makes."""
     commands = "\n".join(re.findall(r"kubectl (?:-n|--namespace) fedstream ([^`\n]*)", HOW_TO))
     named = set(re.findall(r"get secret ([a-z-]+)", commands))
-    assert named == {"fedstream-redis"}
-    assert [one["metadata"]["name"] for one in rendering("overlay dev").of("Secret")] == [*named]
-    kinds = {"deploy": "Deployment", "deployment": "Deployment", "statefulset": "StatefulSet"}
-    objects = set(re.findall(r"\b(deploy|deployment|statefulset|service)[/ ]([\w-]+)", commands))
-    deployed = ("overlay dev", "production with redis-sentinel", "production with gateway")
+    assert named <= {name for kind, name in BY_THE_OPERATOR if kind == "Secret"}
+    assert {one["metadata"]["name"] for one in rendering("overlay dev").of("Secret")} <= named
+    kinds = {
+        "deploy": "Deployment", "deployment": "Deployment", "statefulset": "StatefulSet",
+        "cronjob": "CronJob",
+    }  # fmt: skip
+    objects = set(
+        re.findall(r"\b(cronjob|deploy|deployment|statefulset|service)[/ ]([\w-]+)", commands)
+    )
+    deployed = (
+        "overlay dev", "overlay production-sentinel", "production with gateway",
+        "production with backup",
+    )  # fmt: skip
     every = [one for name in deployed for one in rendering(name)]
     there = {(one["kind"], one["metadata"]["name"]) for one in every}
     wanted = {(kinds.get(kind, "Service"), name) for kind, name in objects}
     assert wanted - there == set()
 
 
-def test_own_overlay_builds_on_production(tmp_path: Path, rendering: Rendering) -> None:
-    """The one in the documentation: another run.toml and task, and all else as it is."""
+@pytest.mark.process
+def test_own_overlay_builds_on_production(tmp_path: Path) -> None:
+    """The one in the documentation; another run.toml and task roll their pods, and not Redis."""
     [block] = re.findall(r"```yaml\n( *apiVersion: kustomize.*?)```", HOW_TO, re.DOTALL)
-    (tmp_path / "run.toml").write_text("[run]\nversions = 7\n")
-    (tmp_path / "task.py").write_text("task = 'mine'\n")
-    overlay = textwrap.dedent(block)
     up = os.path.relpath(K8S, tmp_path.resolve())
-    (tmp_path / "kustomization.yaml").write_text(overlay.replace("../fedstream/k8s", up))
-    manifests = rendered(tmp_path)
-    assert config(manifests, "fedstream-config") == {"run.toml": "[run]\nversions = 7\n"}
-    assert config(manifests, "fedstream-task") == {"task.py": "task = 'mine'\n"}
-    found = {one["metadata"]["name"] for one in manifests.of("ConfigMap")}
-    used = {volume["configMap"]["name"] for volume in pod(manifests, "trainer")["volumes"][:2]}
-    assert used < found, "the pods have the new ones"
-    redis = rendering("overlay production").get("StatefulSet", "redis")
-    assert manifests.get("StatefulSet", "redis") == redis, "another run.toml does not roll Redis"
+    (tmp_path / "kustomization.yaml").write_text(block.replace("../fedstream/k8s", up))
+    made = []
+    for name in ("mine", "another"):
+        (tmp_path / "run.toml").write_text(f"[log]\nname = '{name}'\n")
+        (tmp_path / "task.py").write_text(f"task = '{name}'\n")
+        made.append(rendered(tmp_path))
+        assert config(made[-1], "fedstream-task") == {"task.py": f"task = '{name}'\n"}
+        assert list(durable(made[-1])) == []
+        assert made[-1].of("CronJob")
+    mine, another = (
+        [pod(one, "trainer")["volumes"], one.get("StatefulSet", "redis")] for one in made
+    )
+    assert mine[0] != another[0]
+    assert mine[1] == another[1]
 
 
 @pytest.mark.process

@@ -1,6 +1,6 @@
 """The manifests at work: a run goes on while pods come, go, are replaced and are killed.
 
-The production overlay runs as it is rendered, with a Secret made beforehand; only settings are
+The overlay production-aof runs as it is rendered, with a Secret made beforehand; only settings are
 added: a run that lasts as long as the test, and devices that take a while.
 """
 
@@ -179,7 +179,7 @@ async def test_run_survives_everything_done_to_its_pods(
 ) -> None:
     """Trainers 0, 1, 6, 2, 0; Deployments rolled; updater evicted and killed; Redis restarted."""
     settings = {"RUN__VERSIONS": "100000", "JOURNAL__SEGMENT_VERSIONS": "40"}
-    manifests = kustomized("production", task=slow_task(), **settings)
+    manifests = kustomized("production-aof", task=slow_task(), **settings)
     objects = with_replicas(manifests, trainer=0)
     async with deployed(tmp_path, images, [*objects, PASSWORDS]) as it:
         cluster = it.cluster
@@ -231,7 +231,7 @@ async def test_run_survives_everything_done_to_its_pods(
         it.pod("redis").kill()
         await cluster.until(lambda: not it.pod("redis").ready, what="Redis is killed")
         await it.ready("redis")
-        it.redis_is_up()
+        it.up.set()
         await it.ready()
         await it.versions(5)
 

@@ -13,6 +13,7 @@ import time
 from tests.k8s.cluster.manifests import kubectl
 from tests.k8s.policy.checkov import PROGRAM, checkov, exceptions
 from tests.k8s.policy.checks import CHECKS, findings
+from tests.k8s.policy.pods import durable
 from tests.k8s.policy.schemas import VERSIONS
 from tests.k8s.policy.sources import sources
 from tests.k8s.policy.targets import ADDITIONS, combinations, components, overlays, renderings
@@ -37,6 +38,8 @@ def main() -> int:
         return 1
     for name, manifests in rendered.items():
         wrong += [f"{name}: {line}" for line in findings(manifests)]
+        if name.startswith("overlay production"):
+            wrong += [f"{name}: {line}" for line in durable(manifests)]
     verdict = checkov(rendered, exceptions())
     wrong += [f"checkov: {line}" for line in verdict.wrong]
     sys.stderr.writelines(f"{line}\n" for line in wrong)

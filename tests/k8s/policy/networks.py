@@ -12,7 +12,7 @@ from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
 
 from tests.k8s.cluster.manifests import Manifest, Manifests
-from tests.k8s.policy.workloads import Workload, entered, environment, selected, workloads
+from tests.k8s.policy.workloads import Workload, entered, environment, selected, with_jobs
 
 _OURS = {"kubernetes.io/metadata.name": "fedstream"}
 
@@ -52,7 +52,7 @@ def networks(manifests: Manifests) -> Iterator[str]:
     }
     for direction in sorted({"Ingress", "Egress"} - closed):
         yield f"no NetworkPolicy denies {direction} by default"
-    places = [Place(one.name, one.labels) for one in workloads(manifests)]
+    places = [Place(one.name, one.labels) for one in with_jobs(manifests)]
     ours = [place for place in places if _name(place) == "fedstream"]
     servers = [place for place in places if _name(place) == "redis"]
     sentinels = [place for place in places if _name(place) == "sentinel"]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tests.k8s.cluster.manifests import Manifest, Manifests
-from tests.k8s.policy.workloads import Workload, selected, workloads
+from tests.k8s.policy.workloads import Workload, selected, with_jobs, workloads
 
 # https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
 _VOLUMES = {
@@ -29,7 +29,7 @@ def restricted(manifests: Manifests) -> Iterator[str]:
         labels = namespace["metadata"].get("labels", {})
         if labels.get("pod-security.kubernetes.io/enforce") != "restricted":
             yield f"Namespace {namespace['metadata']['name']}: does not enforce 'restricted'"
-    for workload in workloads(manifests):
+    for workload in with_jobs(manifests):
         pod, name = workload.pod, workload.name
         security = pod.get("securityContext", {})
         for key in ("hostNetwork", "hostPID", "hostIPC"):
@@ -188,6 +188,20 @@ def redis(manifests: Manifests) -> Iterator[str]:
                 yield f"{workload.name}: no init container writes aclfile {conf.get('aclfile')}"
 
 
+def durable(manifests: Manifests) -> Iterator[str]:
+    """Redis loses nothing with a pod: it writes to a volume, has replicas, or is elsewhere."""
+    if (found := manifests.find("StatefulSet", "redis")) is None:
+        return
+    workload = Workload(found)
+    written = "--appendonly" in workload.containers[0].get("args", ())
+    on_volume = any("claimTemplate" in volume for volume in workload.volumes.values())
+    if workload.spec["replicas"] == 1 and not (written and on_volume):
+        yield (
+            f"{workload.name}: loses what it holds with its pod: add redis-aof, redis-sentinel "
+            "or external-redis"
+        )
+
+
 def _redis_conf(manifests: Manifests, workload: Workload) -> dict[str, str]:
     name = workload.volumes["redis-config"]["configMap"]["name"]
     text = manifests.get("ConfigMap", name)["data"]["redis.conf"]
@@ -205,7 +219,7 @@ def amount(text: str) -> int:
 
 def images(manifests: Manifests) -> Iterator[str]:
     """Every image came through k8s/images: it has a tag or digest, and not `latest`."""
-    for workload in workloads(manifests):
+    for workload in with_jobs(manifests):
         for container in workload.all_containers:
             image = container["image"]
             tag = image.rpartition("/")[2].partition(":")[2]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.k8s.cluster.manifests import Manifest, Manifests, texts
-from tests.k8s.policy.workloads import BY_THE_OPERATOR, Workload, held, selected, workloads
+from tests.k8s.policy.workloads import (
+    BY_THE_OPERATOR,
+    Workload,
+    held,
+    selected,
+    with_jobs,
+    workloads,
+)
 
 
 def references(manifests: Manifests) -> Iterator[str]:
@@ -34,7 +41,7 @@ def _own_labels(manifests: Manifests) -> Iterator[str]:
 
 
 def _volumes(manifests: Manifests) -> Iterator[str]:
-    for workload in workloads(manifests):
+    for workload in with_jobs(manifests):
         volumes, used = workload.volumes, set()
         for container in workload.all_containers:
             name = f"{workload.name}, container {container['name']}"
@@ -64,13 +71,22 @@ def _source(manifests: Manifests, workload: Workload, volume: Manifest) -> Itera
         if name is not None and held(manifests, kind, name) is None:
             yield f"{workload.name}: there is no {kind} {name!r}"
     claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-    found = manifests.find("PersistentVolumeClaim", claim or "")
+    found = manifests.find("PersistentVolumeClaim", claim or "") or claim in _templates(manifests)
     if claim and not found and ("PersistentVolumeClaim", claim) not in BY_THE_OPERATOR:
         yield f"{workload.name}: there is no PersistentVolumeClaim {claim!r}"
 
 
+def _templates(manifests: Manifests) -> set[str]:
+    """The claims of the first pod of each StatefulSet."""
+    return {
+        f"{template['metadata']['name']}-{one['metadata']['name']}-0"
+        for one in manifests.of("StatefulSet")
+        for template in one["spec"].get("volumeClaimTemplates", ())
+    }
+
+
 def _environment(manifests: Manifests) -> Iterator[str]:
-    for workload in workloads(manifests):
+    for workload in with_jobs(manifests):
         for container in workload.all_containers:
             name = f"{workload.name}, container {container['name']}"
             for source in container.get("envFrom", ()):
@@ -204,15 +220,17 @@ def _monitor(manifests: Manifests, monitor: Manifest) -> Iterator[str]:
 
 
 def _kept(manifests: Manifests) -> Iterator[str]:
-    """What `kubectl delete -k` must not take along, where the journal is to outlive the pods."""
-    if any("volumeClaimTemplates" in one["spec"] for one in manifests.of("StatefulSet")):
-        for one in manifests.of("Namespace", "PersistentVolumeClaim"):
-            yield f"{one['kind']} {one['metadata']['name']}: is deleted with the overlay"
+    """What holds data is not deleted by `kubectl delete -k`."""
+    for one in manifests.of("Namespace", "PersistentVolumeClaim", "PersistentVolume"):
+        yield f"{one['kind']} {one['metadata']['name']}: is deleted with the overlay"
+    for one in manifests.of("StatefulSet"):
+        if "Delete" in one["spec"].get("persistentVolumeClaimRetentionPolicy", {}).values():
+            yield f"StatefulSet {one['metadata']['name']}: its claims are deleted with it"
 
 
 def _unused(manifests: Manifests) -> Iterator[str]:
     used: set[tuple[str, str]] = set()
-    for workload in workloads(manifests):
+    for workload in with_jobs(manifests):
         for volume in workload.volumes.values():
             used.add(("ConfigMap", volume.get("configMap", {}).get("name", "")))
             used.add(

@@ -28,7 +28,7 @@ APART = [
     {"redis-sentinel", "external-redis"}, {"redis-tls", "external-redis"},
     {"device-owners", "keda"}, {"device-owners", "gpu"},
 ]  # fmt: skip
-ADDITIONS = ("redis-aof", "redis-sentinel", "gpu", "no-data", "site", "sinks", "gateway")
+ADDITIONS = ("gpu", "no-data", "site", "sinks", "gateway", "backup")
 
 
 def overlays() -> list[str]:
@@ -100,7 +100,7 @@ def _in_order(value: Any) -> Any:
 
 def renderings() -> Mapping[str, Callable[[], Manifests]]:
     """What renders each, by its name. Raises AssertionError with what kubectl said."""
-    production = "overlays/production"
+    production = "overlays/production-aof"
     return (
         {f"overlay {name}": partial(rendered, K8S / "overlays" / name) for name in overlays()}
         | {f"base with {name}": partial(on_base, *parts) for name, parts in combinations().items()}

@@ -35,6 +35,7 @@ BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
     ("Secret", "fedstream-http"): frozenset(("token",)),
     ("ConfigMap", "fedstream-redis-ca"): frozenset(("ca.crt",)),
     ("PersistentVolumeClaim", "fedstream-data"): frozenset(),
+    ("PersistentVolumeClaim", "fedstream-backup"): frozenset(),
 }
 
 
@@ -44,7 +45,7 @@ ENTRANCES = ("Ingress", "HTTPRoute")
 
 @dataclass(frozen=True)
 class Workload:
-    """A Deployment or StatefulSet."""
+    """A Deployment, StatefulSet or CronJob."""
 
     manifest: Manifest
 
@@ -60,15 +61,21 @@ class Workload:
         return spec
 
     @property
+    def _template(self) -> Manifest:
+        job = self.manifest["kind"] == "CronJob"
+        template: Manifest = (self.spec["jobTemplate"]["spec"] if job else self.spec)["template"]
+        return template
+
+    @property
     def pod(self) -> Manifest:
         """The pod's spec."""
-        pod: Manifest = self.spec["template"]["spec"]
+        pod: Manifest = self._template["spec"]
         return pod
 
     @property
     def labels(self) -> dict[str, str]:
         """Of its pods."""
-        labels: dict[str, str] = self.spec["template"]["metadata"].get("labels", {})
+        labels: dict[str, str] = self._template["metadata"].get("labels", {})
         return labels
 
     @property
@@ -103,8 +110,14 @@ class Workload:
 
 
 def workloads(manifests: Manifests) -> Iterator[Workload]:
-    """All that make pods."""
+    """All whose pods keep running."""
     for manifest in manifests.of(*KINDS):
+        yield Workload(manifest)
+
+
+def with_jobs(manifests: Manifests) -> Iterator[Workload]:
+    """All that make pods."""
+    for manifest in manifests.of(*KINDS, "CronJob"):
         yield Workload(manifest)
 
 
