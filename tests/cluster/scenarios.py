@@ -17,6 +17,8 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import yaml
+
 from tests.cluster.checks import NAME, Run
 from tests.cluster.cluster import Cluster, Failed, free_port, until
 from tests.cluster.stage import (
@@ -53,7 +55,8 @@ def dev(stage: Stage) -> None:
     """The overlay `dev` and what can be done with it, as the pages say."""
     cluster, docs = stage.cluster, stage.docs
     cluster.begin()
-    docs.type(KUBERNETES, "docker build", "kubectl apply -k k8s/overlays/dev")
+    docs.type(KUBERNETES, "docker build", "kubectl apply -k k8s/namespace")
+    docs.type(KUBERNETES, "kubectl apply -k k8s/overlays/dev")
     cluster.ready()
     with stage.run() as run:
         run.more(20)
@@ -70,7 +73,9 @@ def dev(stage: Stage) -> None:
         cluster.ready("deployment/trainer")
         run.more(20)
         (docs.clone / "task.py").write_text((K8S / "base" / "task" / "task.py").read_text())
-        docs.type(OPERATE, "kubectl --namespace fedstream cp updater-0", number=1)
+        docs.type(
+            OPERATE, "kubectl --namespace fedstream cp updater-0:/var/lib/fedstream/journal bad"
+        )
         docs.type(OPERATE, "fedstream journal bisect", "fedstream replay")
         docs.inline(OPERATE, "kubectl --namespace fedstream rollout status deployment/coordinator")
         outcome = run.finish()
@@ -131,11 +136,12 @@ def aof(stage: Stage) -> None:
 def lifecycle(stage: Stage) -> None:
     """Extended, backed up, restored, deleted and applied again: the same run goes on."""
     cluster, docs = stage.cluster, stage.docs
+    backups = docs.text(PRODUCTION, "yaml", "apiVersion: v1\nkind: PersistentVolumeClaim")
     cluster.begin()
-    cluster.apply(stage.secrets())
+    cluster.apply([*stage.secrets(), *cluster.adapted([yaml.safe_load(backups)])])
     with stage.run() as run:
         for versions in ("15", "1000000"):
-            docs.overlay("no-data", RUN__VERSIONS=versions)
+            docs.overlay("no-data", "backup", RUN__VERSIONS=versions)
             docs.type(OPERATE, "kubectl apply -k YOUR_OVERLAY")
             cluster.ready()
             if versions == "15":
@@ -143,16 +149,18 @@ def lifecycle(stage: Stage) -> None:
         run.more(10)
         created = run.get()["created"]
         docs.type(OPERATE, "kubectl --namespace fedstream cp updater-0", "fedstream journal verify")
-        run.more(10)
-        (docs.clone / "journal-pod.yaml").write_text(docs.text(OPERATE, "yaml", "apiVersion"))
         docs.type(
-            OPERATE, "kubectl --namespace fedstream scale statefulset updater --replicas=0",
-            "kubectl apply --filename journal-pod.yaml",
-            "kubectl --namespace fedstream exec journal", "kubectl --namespace fedstream cp backup",
-            "kubectl --namespace fedstream delete pod journal",
+            PRODUCTION, "kubectl --namespace fedstream create job backup-now",
+            "kubectl --namespace fedstream wait --for=condition=Complete",
         )  # fmt: skip
-        docs.inline(OPERATE, "kubectl --namespace fedstream rollout restart statefulset redis")
-        docs.type(OPERATE, "kubectl --namespace fedstream scale statefulset updater --replicas=1")
+        run.more(10)
+        # What came after the copy is discarded.
+        cluster.scale("statefulset/updater", 0)
+        until(lambda: not cluster.pods("updater"), "the updater ends")
+        docs.type(OPERATE, "kubectl --namespace fedstream create job restore")
+        cluster.kubectl("wait", "--for=condition=Complete", "job/restore", "--timeout=5m")
+        operator(stage, run, "purge", "--run", NAME, "--force")
+        cluster.scale("statefulset/updater", 1)
         cluster.ready()
         run.more(10)
         outcome = run.finish(may_restart="^(updater|coordinator|scheduler|evaluator|trainer)-")
@@ -186,7 +194,7 @@ def moving(stage: Stage) -> None:
             docs.type(OPERATE, "kubectl --namespace fedstream scale deployment scheduler")
             run.rest()
             docs.type(OPERATE, "kubectl --namespace fedstream delete statefulset,service redis")
-            docs.type(OPERATE, "kubectl apply -k YOUR_OVERLAY", number=1)
+            docs.type(OPERATE, "kubectl apply -k YOUR_OVERLAY")
             if not component:
                 docs.type(
                     OPERATE, "kubectl --namespace fedstream delete statefulset/sentinel",
@@ -277,7 +285,8 @@ def gateway(stage: Stage) -> None:
         )
         task = folder / "task.py"
         task.write_text(SLOW)
-        invites = invited(stage, run, "0", "1")
+        said = operator(stage, run, "devices", "invite", "0", "1")
+        invites = [line.split()[-1] for line in said.splitlines()]
         ca = folder / "ca.crt"
         ca.write_text(stage.cluster.secret("fedstream-redis-tls", "ca.crt"))
         for number, invite in enumerate(invites):
@@ -474,18 +483,16 @@ def tracked(one: Manifest) -> None:
         container["args"][-1] = text
 
 
-def invited(stage: Stage, run: Run, *devices: str) -> list[str]:
-    """Invites for devices, by the operator."""
+def operator(stage: Stage, run: Run, *command: str) -> str:
+    """A command of fedstream's for the operator: what it printed."""
     file = stage.folder / "operator.toml"
     with run.redis() as redis:
-        tls = redis.tls.ca if redis.tls else None
-        file.write_text(f'[run]\nname = "{NAME}"\n[redis]\nurl = "{redis.url}"\ntls.ca = "{tls}"\n')
-        said = run_fedstream(
-            "devices", "invite", *devices, "--config", str(file),
-            FEDSTREAM_REDIS__USERNAME="operator",
+        tls = f'tls.ca = "{redis.tls.ca}"\n' if redis.tls else ""
+        file.write_text(f'[run]\nname = "{NAME}"\n[redis]\nurl = "{redis.url}"\n{tls}')
+        return run_fedstream(
+            *command, "--config", str(file), FEDSTREAM_REDIS__USERNAME="operator",
             FEDSTREAM_REDIS__PASSWORD=stage.passwords["operator"],
         )  # fmt: skip
-    return [line.split()[-1] for line in said.splitlines()]
 
 
 def answers_of_gateways(run: Run) -> int:

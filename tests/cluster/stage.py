@@ -126,12 +126,13 @@ class Docs:
         found = (block for block in blocks(page) if block.language in COMMANDS)
         return [(block, text) for block in found for text in block.commands()]
 
-    def _find(self, page: str, begins: str, number: int) -> tuple[Block, str]:
+    def _find(self, page: str, begins: str) -> tuple[Block, str]:
+        """On this page, or wherever else it is."""
         every = [self.commands(one) for one in (page, *PAGES) if (ROOT / one).exists()]
         found = [one for some in every for one in some if one[1].startswith(begins)]
-        if len(found) <= number:
+        if not found:
             raise Failed(f"{page} has no command {begins!r}")
-        block, text = found[number]
+        block, text = found[0]
         self.typed.add(f"{block.place}: {text}")
         return block, self.here(text)
 
@@ -153,11 +154,11 @@ class Docs:
             "namespace: fedstream", f"namespace: {self._cluster.namespace}"
         )
 
-    def type(self, page: str, *begins: str, number: int = 0) -> str:
+    def type(self, page: str, *begins: str) -> str:
         """Types commands, by how they begin, and waits: what they printed. Raises Failed."""
         said = ""
         for one in begins:
-            block, text = self._find(page, one, number)
+            block, text = self._find(page, one)
             said += self.given(text, block.place)
         return said
 
@@ -200,9 +201,9 @@ class Docs:
             raise Failed(f"{place}: {command}: exit code {code}: {said.strip()[-1500:]}")
         return said
 
-    def begin(self, page: str, begins: str, number: int = 0) -> Beside:
+    def begin(self, page: str, begins: str) -> Beside:
         """Types a command that goes on, in another terminal."""
-        return self.shell.begin(self._find(page, begins, number)[1].rstrip("& "))
+        return self.shell.begin(self._find(page, begins)[1].rstrip("& "))
 
     def overlay(self, *components: str, **settings: str) -> None:
         """YOUR_OVERLAY, next to the clone: the base with components and the slow task."""
