@@ -115,9 +115,12 @@ class Docs:
         ])  # fmt: skip
         (folder / "kubectl").write_text(
             "#!/bin/bash\nset -o pipefail\nPATH=${PATH#*:}\n"
-            f'case "$1 $2" in "apply -k"|"delete -k") {real} kustomize "$3" ;;\n'
-            f'  "apply --filename") cat "$3" ;; *) exec {real} "$@" ;; esac |\n'
-            f'  PYTHONPATH={ROOT} {adapt} | {real} "$1" -f -\n'
+            'case "$1 $2" in\n'
+            f'  "apply -k"|"delete -k") render() {{ {real} kustomize "$1"; }} ;;\n'
+            '  "apply --filename") render() { cat "$1"; } ;;\n'
+            f'  *) exec {real} "$@" ;;\n'
+            "esac\n"
+            f'render "$3" | PYTHONPATH={ROOT} {adapt} | {real} "$1" -f -\n'
         )
         (folder / "kubectl").chmod(0o755)
 
