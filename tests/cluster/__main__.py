@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from fedstream.experiments import machine
@@ -44,6 +45,7 @@ def main() -> int:
     if why := reached():
         sys.stdout.write(f"cluster-test: skipped: {why}\n")
         return 0
+    about = machine.described()
     cluster = Cluster(options.namespace, options.image, options.small, options.node)
     with tempfile.TemporaryDirectory(prefix="cluster-test-") as folder:
         docs = Docs(cluster, Path(folder))
@@ -51,7 +53,7 @@ def main() -> int:
         with docs.shell:
             for name in options.only or SCENARIOS:
                 play(stage, name)
-                TABLE.write_text(table(stage, TABLE.read_text()))
+                TABLE.write_text(table(stage, about, TABLE.read_text()))
     sys.stdout.write(TABLE.read_text())
     left = "\n".join(f"  {one}" for one in docs.left())
     sys.stdout.write(f"{len(docs.typed)} of the docs' commands typed, not these:\n{left}\n")
@@ -73,12 +75,12 @@ def play(stage: Stage, name: str) -> None:
         stage.cluster.end()
 
 
-def table(stage: Stage, before: str) -> str:
+def table(stage: Stage, described: Mapping[str, object], before: str) -> str:
     """The results for people: the rows of the scenario just played, and of others as before."""
     version = stage.cluster.kubectl("version", "--output", "yaml").partition("serverVersion")[2]
     [server] = [line.split()[-1] for line in version.splitlines() if "gitVersion" in line]
     nodes = stage.cluster.kubectl("get", "nodes", "--output", "name").split()
-    about = machine.described()
+    about = dict(described)
     commit = f"{about.pop('date')}, {about.pop('commit')}, seed {stage.seed}"
     rows = [line.strip("| ").split(" | ") for line in before.splitlines() if line.startswith("| ")]
     kept = [cells for cells in rows if cells[0] in SCENARIOS and cells[0] != stage.scenario]
