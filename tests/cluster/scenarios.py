@@ -395,13 +395,13 @@ def production(stage: Stage) -> None:
         until(lambda: follow(run, scaled, seen) and run.version() >= 30, "version 30")
         outcome = run.finish()
         stage.add("the page's commands", outcome, note=f"{minutes:.0f} minutes to the backup")
-        created = run.get()["created"]
+        about = run.get()
         docs.inline(PRODUCTION, "kubectl delete -k .")
         until(lambda: not cluster.pods("updater"), "the updater ends")
         docs.given("kubectl apply -k .")
         cluster.ready()
-        run.more(5)
-        assert run.get()["created"] == created
+        until(lambda: run.version() >= about["version"], "the newest version is back")
+        assert run.get()["created"] == about["created"]
         stage.add("deleted, applied again: the same run", run.finish())
     for name in overlays():
         if name != "dev":
