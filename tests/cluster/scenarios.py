@@ -159,7 +159,7 @@ def lifecycle(stage: Stage) -> None:
         until(lambda: not cluster.pods("updater"), "the updater ends")
         docs.type(OPERATE, "kubectl --namespace fedstream create job restore")
         cluster.kubectl("wait", "--for=condition=Complete", "job/restore", "--timeout=5m")
-        operator(stage, run, "purge", "--run", NAME, "--force")
+        operator(stage, run, "purge", "--run", NAME, "--force", "--yes")
         cluster.scale("statefulset/updater", 1)
         cluster.ready()
         run.more(10)
