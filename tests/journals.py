@@ -251,7 +251,9 @@ class Scribe:
             return {"version": self.version}
         model, how = step.after.state.model, format_of(self.head.format)
         self.digests[self.version] = model.digest(self.made_by)
-        made = {"version": self.version, "digest": self.digests[self.version]}
+        made: dict[str, Any] = {"version": self.version, "digest": self.digests[self.version]}
+        if self.version >= self.head.versions:
+            made["finished"] = f"version {self.version} reached"
         if how.is_plain:
             return made
         sends = self.strategy.build().sends

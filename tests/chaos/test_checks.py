@@ -304,6 +304,22 @@ def wrong(journal: Path, notes: Notes) -> str:
     return "\n".join(accounted(journal, notes).wrong)
 
 
+@pytest.mark.parametrize("extended", [False, True])
+def test_version_behind_the_end_is_found_unless_the_run_was_extended(
+    tmp_path: Path, extended: bool
+) -> None:
+    scribe = Scribe(tmp_path, versions=2)
+    scribe.update()
+    scribe.update()
+    if extended:
+        scribe.head = scribe.head.model_copy(update={"versions": 3})
+    scribe.segment()
+    scribe.update()
+    scribe.close()
+    said = wrong(tmp_path, noted(tmp_path))
+    assert ("version 3 was made behind: version 2 reached" in said) != extended
+
+
 def test_update_that_no_trainer_made_is_found(journal: Path) -> None:
     notes = noted(journal)
     del notes[next(iter(notes))]

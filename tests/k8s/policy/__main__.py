@@ -32,7 +32,8 @@ def main() -> int:
     began = time.monotonic()
     parser = argparse.ArgumentParser(prog="k8s-check")
     parser.add_argument("--certificate", type=Path, metavar="FILE")
-    parser.add_argument("overlay", type=Path, nargs="?", default=K8S / "overlays" / "production-aof")
+    default = K8S / "overlays" / "production-aof"
+    parser.add_argument("overlay", type=Path, nargs="?", default=default)
     given = parser.parse_args()
     if kubectl() is None:
         sys.stderr.write("k8s-check: skipped: kubectl is not on PATH\n")
