@@ -23,7 +23,6 @@ from typing import TypeAlias
 from tests.k8s.cluster.manifests import Manifest, Unsupported
 from tests.k8s.policy.networks import Place, passes
 
-NAMESPACE = "fedstream"
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md"
 _OURS = Place("").namespace
 TABLE = "ip fedstream-policies"
@@ -32,6 +31,23 @@ _COALESCE_S = 0.2  # changes of the cluster that come together are one
 _AGAIN_S = 1.0  # after the API server was not reached
 
 Flow: TypeAlias = tuple[str, str, str, int]  # sender, receiver, protocol, port
+
+# Those that the documented table names, and some that it must not let in.
+OUTSIDE = [
+    Place(name, labels, {"kubernetes.io/metadata.name": namespace})
+    for name, namespace, labels in (
+        ("the cluster's DNS", "kube-system", {"k8s-app": "kube-dns"}),
+        ("Prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"}),
+        ("the Ingress controller", "ingress", {}),
+        ("KEDA", "keda", {"app": "keda-operator"}),
+        ("MLflow", "mlflow", {"app.kubernetes.io/name": "mlflow"}),
+        ("a stranger", "default", {"app.kubernetes.io/name": "fedstream"}),
+        ("a neighbour of KEDA", "keda", {}),
+    )
+] + [
+    Place("the Redis elsewhere", {}, {}, "10.1.2.3"),
+    Place("the internet", {}, {}, "203.0.113.7"),
+]
 
 
 def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
@@ -56,18 +72,18 @@ def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
     }
 
 
-def places(objects: Iterable[Manifest], dns: str) -> dict[str, Place]:
+def places(objects: Iterable[Manifest], dns: Sequence[str], namespace: str) -> dict[str, Place]:
     """Running pods by their addresses, and the blocks of policies; of pods, namespaces, policies.
 
-    ``dns`` is the address of the cluster's DNS, which need not be a pod's.
+    ``dns``: addresses of the cluster's DNS, which need not be a pod's. ``namespace``: fedstream's.
     """
     namespaces = {
         one["metadata"]["name"]: one["metadata"]["labels"]
         for one in objects
         if one["kind"] == "Namespace"
-    } | {NAMESPACE: _OURS}
+    } | {namespace: _OURS}
     system = {"kubernetes.io/metadata.name": "kube-system"}
-    found = {dns: Place("DNS", {"k8s-app": "kube-dns"}, system)}
+    found = {address: Place("DNS", {"k8s-app": "kube-dns"}, system) for address in dns}
     for one in objects:
         about, address = one["metadata"], one.get("status", {}).get("podIP")
         if one["kind"] == "NetworkPolicy":
@@ -84,11 +100,11 @@ def _is_over(pod: Manifest) -> bool:
     return pod["status"]["phase"] in ("Succeeded", "Failed")
 
 
-def rules(objects: list[Manifest], dns: str) -> str:
+def rules(objects: list[Manifest], dns: Sequence[str], namespace: str) -> str:
     """The input of ``nft --file``; what is dropped is put into the set `dropped`, which stays."""
     policies = [one for one in objects if one["kind"] == "NetworkPolicy"
-                and one["metadata"]["namespace"] == NAMESPACE]  # fmt: skip
-    there = places(objects, dns)
+                and one["metadata"]["namespace"] == namespace]  # fmt: skip
+    there = places(objects, dns, namespace)
     elements = {
         "ours": sorted(at for at, one in there.items() if one.namespace == _OURS),
         "allowed": sorted(
@@ -165,9 +181,9 @@ def expected(
     }
 
 
-def _follow(kubectl: Sequence[str], dns: str, netns: Sequence[str]) -> None:
+def _follow(dns: Sequence[str], netns: Sequence[str], namespace: str) -> None:
     """Renders whenever a pod or policy changes, into this network namespace and the named ones."""
-    get = [*kubectl, "get", "--all-namespaces", "--output"]
+    get = ["kubectl", "get", "--all-namespaces", "--output"]
     nodes = [[], *(["ip", "netns", "exec", name] for name in netns)]
     while True:
         watches = [
@@ -185,7 +201,7 @@ def _follow(kubectl: Sequence[str], dns: str, netns: Sequence[str]) -> None:
                 done = subprocess.run(objects, capture_output=True, check=False)
                 if done.returncode:
                     break
-                text = rules(json.loads(done.stdout)["items"], dns)
+                text = rules(json.loads(done.stdout)["items"], dns, namespace)
                 for node in nodes:
                     subprocess.run([*node, "nft", "--file", "-"], input=text, text=True, check=True)
                 sys.stdout.write(f"{time.strftime('%T')} {len(text)} bytes of rules\n")
@@ -199,10 +215,11 @@ def _follow(kubectl: Sequence[str], dns: str, netns: Sequence[str]) -> None:
 def main() -> None:
     """Follows the cluster."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dns", required=True, help="address of the cluster's DNS")
+    parser.add_argument("--dns", nargs="+", required=True, help="addresses of the cluster's DNS")
     parser.add_argument("--netns", nargs="*", default=[], help="network namespaces of other nodes")
+    parser.add_argument("--namespace", default="fedstream", help="fedstream's")
     given = parser.parse_args()
-    _follow(["kubectl"], given.dns, given.netns)
+    _follow(given.dns, given.netns, given.namespace)
 
 
 if __name__ == "__main__":

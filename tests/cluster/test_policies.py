@@ -7,28 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.policies import documented, expected, flows, of_group, places, rules
+from tests.cluster.policies import OUTSIDE, documented, expected, flows, of_group, places, rules
 from tests.k8s.cluster.manifests import Manifest, Unsupported, kubectl
 from tests.k8s.conftest import missing
 from tests.k8s.policy.networks import Place
 from tests.k8s.policy.targets import largest, on_base
 from tests.k8s.policy.workloads import workloads
-
-OUTSIDE = [
-    Place(name, labels, {"kubernetes.io/metadata.name": namespace})
-    for name, namespace, labels in (
-        ("the cluster's DNS", "kube-system", {"k8s-app": "kube-dns"}),
-        ("Prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"}),
-        ("the Ingress controller", "ingress", {}),
-        ("KEDA", "keda", {"app": "keda-operator"}),
-        ("MLflow", "mlflow", {"app.kubernetes.io/name": "mlflow"}),
-        ("a stranger", "default", {"app.kubernetes.io/name": "fedstream"}),
-        ("a neighbour of KEDA", "keda", {}),
-    )
-] + [
-    Place("the Redis elsewhere", {}, {}, "10.1.2.3"),
-    Place("the internet", {}, {}, "203.0.113.7"),
-]
 
 
 @pytest.mark.process
@@ -96,7 +80,7 @@ def test_rules_are_for_the_addresses_of_running_pods() -> None:
         pod("10.0.0.4", "b", phase="Succeeded"), pod("10.0.0.5", "a", phase="Failed"),
         pod("10.0.0.6", "a", host=True), {**pod("", "a"), "status": {"phase": "Pending"}},
     ]  # fmt: skip
-    text = rules(objects, "10.96.0.10")
+    text = rules(objects, ["10.96.0.10"], "fedstream")
     assert elements(text, "ours") == {"10.0.0.1", "10.0.0.2"}
     allowed = {"10.0.0.1 . 10.0.0.2 . tcp . 6379", "10.0.0.1 . 192.0.2.0/24 . tcp . 6379"}
     assert elements(text, "allowed") == allowed
@@ -105,7 +89,9 @@ def test_rules_are_for_the_addresses_of_running_pods() -> None:
 def test_policies_of_another_namespace_close_nothing_of_ours() -> None:
     objects = [*NAMESPACES, TO_B, policy("closed", "other", policyTypes=["Egress"]),
                pod("10.0.0.1", "a"), pod("10.0.0.2", "b")]  # fmt: skip
-    assert "10.0.0.1 . 10.0.0.2 . tcp . 6379" in elements(rules(objects, "10.96.0.10"), "allowed")
+    assert "10.0.0.1 . 10.0.0.2 . tcp . 6379" in elements(
+        rules(objects, ["10.96.0.10"], "fedstream"), "allowed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,4 +100,4 @@ def test_policies_of_another_namespace_close_nothing_of_ours() -> None:
 def test_ports_that_sets_cannot_hold_are_refused(ports: dict[str, Any]) -> None:
     rule = policy("open", policyTypes=["Ingress"], ingress=[{"from": [], **ports}])
     with pytest.raises(Unsupported, match="NetworkPolicy open: a rule without ports by number"):
-        flows([rule], places([*NAMESPACES, pod("10.0.0.1", "a")], "10.96.0.10"))
+        flows([rule], places([*NAMESPACES, pod("10.0.0.1", "a")], ["10.96.0.10"], "fedstream"))
