@@ -9,7 +9,6 @@ which it deletes. Without KUBECONFIG it says so and leaves. Exit code 1: somethi
 from __future__ import annotations
 
 import argparse
-import random
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedstream.experiments import machine
-from tests.cluster import scenarios as _scenarios  # noqa: F401  (registers them)
+from tests.cluster import faults as _faults  # noqa: F401  (registers its scenarios)
+from tests.cluster import scenarios as _scenarios  # noqa: F401
 from tests.cluster.cluster import IMAGE, Cluster, Failed, reached
 from tests.cluster.stage import COLUMNS, SCENARIOS, Docs, Row, Stage, cells_of
 from tests.docs.pages import ROOT
@@ -49,7 +49,7 @@ def main() -> int:
     cluster = Cluster(options.namespace, options.image, options.small)
     with tempfile.TemporaryDirectory(prefix="cluster-test-") as folder:
         docs = Docs(cluster, Path(folder))
-        stage = Stage(cluster, Path(folder), random.Random(options.seed), docs)
+        stage = Stage(cluster, Path(folder), options.seed, docs)
         with docs.shell:
             for name in options.only or SCENARIOS:
                 play(stage, name)

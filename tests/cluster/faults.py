@@ -14,6 +14,7 @@ import os
 import random
 import re
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,8 +141,8 @@ kill -9 $taker 2>/dev/null || true
 )
 _STOP_API = """
 pids=$(pgrep -x kube-apiserver)
-kill -STOP $pids
-setsid sh -c "sleep 60; kill -CONT $(echo $pids)" >/dev/null 2>&1 </dev/null &
+script="sleep 2; kill -STOP $pids; sleep 60; kill -CONT $pids"
+setsid sh -c "$(echo $script)" >/dev/null 2>&1 </dev/null &
 """
 
 
@@ -304,13 +305,13 @@ class Injector:
     def _api(self, fault: Fault, run: Run) -> str:
         [node, *_] = self._with_api()
         node.run(_STOP_API)
-        time.sleep(60)
+        until(lambda: not self._answers(), "the API server stops", 30)
         until(self._answers, "the API server answers")
         return "kube-apiserver"
 
     def _answers(self) -> bool:
         with suppress(Failed):
-            return bool(self.cluster.kubectl("get", "--raw", "/readyz", within_s=10))
+            return bool(self.cluster.kubectl("get", "--raw", "/readyz", within_s=5))
         return False
 
     def _clock(self, fault: Fault, run: Run) -> str:
@@ -376,6 +377,8 @@ def faults(stage: Stage) -> None:
             target = injector.play(fault, run)
             run.more(_VERSIONS)
             played.append((fault, target, since, time.time()))
+            sys.stdout.write(f"{fault.kind}: {target}: {time.time() - since:.0f} s\n")
+            sys.stdout.flush()
         stage.cluster.ready()
         outcome = run.finish(may_restart=f"^({'|'.join(sorted(injector.victims))})-")
     rows = []

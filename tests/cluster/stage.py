@@ -169,10 +169,13 @@ class Stage:
 
     cluster: Cluster
     folder: Path
-    rng: random.Random
+    seed: int
     docs: Docs
     scenario: str = ""
     rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
 
     def secrets(self) -> list[Manifest]:
         """Every Secret that components want, but for certificates; new passwords each time."""
