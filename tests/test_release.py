@@ -98,7 +98,9 @@ def test_images_are_scanned_before_they_are_pushed_and_signed_by_digest() -> Non
     image = JOBS["image"]
     assert image["needs"] == "test"
     scan, push, sign = (
-        next(n for n, step in enumerate(image["steps"]) if text in step.get("uses", step.get("run")))
+        next(
+            n for n, step in enumerate(image["steps"]) if text in step.get("uses", step.get("run"))
+        )
         for text in ("anchore/scan-action", "docker push", "cosign sign")
     )
     assert scan < push < sign

@@ -1,9 +1,9 @@
 """Faults on the cluster, drawn from a seed, while the run goes on; and attempts to reach each pod.
 
 ``python -m tests.cluster --only faults --seed N`` plays the run of a seed and adds its faults to
-benchmarks/results/cluster-faults.csv. What a cluster needs for some kinds is in the environment:
-CLUSTER_OTHER_IMAGE, another release (`roll`), and CLUSTER_CLOCK=NODE:FILE, where the offset in seconds
-of a node's clock is written (`clock`). `api` stops a process `kube-apiserver` on a node, if there is one.
+benchmarks/results/cluster-faults.csv. What some kinds need is in the environment: for `roll`
+CLUSTER_OTHER_IMAGE, another release; for `clock` CLUSTER_CLOCK=NODE:FILE, where the offset of a
+node's clock is written, in seconds. For `api` a node must have a process `kube-apiserver`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.k8s.policy.networks import Place
 RESULTS = ROOT / "benchmarks" / "results" / "cluster-faults.csv"
 COLUMNS = (
     "seed", "components", "number", "kind", "target", "lasts_s", "without_version_s",
-    "until_versions_s", "held",
+    "until_versions_s", "policies", "held",
 )  # fmt: skip
 VARIANTS: Sequence[tuple[str, ...]] = ((), ("redis-aof",), ("redis-sentinel",))
 _VERSIONS = 3  # that have to come after a fault before the next one
@@ -224,12 +224,20 @@ class Injector:
         names = sorted({_name(pod) for pod in pods})
         how = ["--grace-period=0", "--force"] if fault.share[1] < 0.5 else []
         self.cluster.kubectl("delete", "pod", *names, *how, "--wait=false")
+        self._gone(pods)
         return " ".join([*names, *how[:1]])
 
     def _evict(self, fault: Fault, run: Run) -> str:
         pod = self._drawn(fault.share[0])
         until(lambda: self._evicted(_name(pod)), f"{_name(pod)} may be evicted")
+        self._gone([pod])
         return _name(pod)
+
+    def _gone(self, pods: Sequence[Manifest]) -> None:
+        """Waits until pods have ended, so that what they cost comes within the fault's time."""
+        those = {pod["metadata"]["uid"] for pod in pods}
+        left = lambda: those & {one["metadata"]["uid"] for one in self.cluster.objects("pod")}  # noqa: E731
+        until(lambda: not left(), "pods end")
 
     def _evicted(self, name: str) -> bool:
         """Whether the API took the eviction; a budget may refuse it for now."""
@@ -250,9 +258,10 @@ class Injector:
         node = self._node(self._drawn(fault.share[0])).name
         self.cluster.kubectl("cordon", node)
         try:
-            for pod in self._pods():
-                if pod["spec"]["nodeName"] == node:
-                    until(lambda: self._evicted(_name(pod)), f"{_name(pod)} may be evicted")  # noqa: B023
+            there = [pod for pod in self._pods() if pod["spec"]["nodeName"] == node]
+            for pod in there:
+                until(lambda: self._evicted(_name(pod)), f"{_name(pod)} may be evicted")  # noqa: B023
+            self._gone(there)
         finally:
             self.cluster.kubectl("uncordon", node)
         return node
@@ -371,6 +380,7 @@ def faults(stage: Stage) -> None:
         _small_volume(stage.cluster, nodes),
     ):
         injector = Injector(stage.cluster, nodes)
+        guarded = "enforced" if enforced(stage.cluster) else "not enforced"
         for fault in plan(seed, injector.kinds()):
             run.more(_VERSIONS)
             since = time.time()
@@ -387,7 +397,7 @@ def faults(stage: Stage) -> None:
         stage.add(f"{fault.kind}: {target}", outcome, pause, f"{', '.join(components)} seed {seed}")
         rows.append([
             seed, " ".join(components), number, fault.kind, target, fault.lasts_s, round(pause, 1),
-            round(to - since, 1), "no" if outcome.wrong else "yes",
+            round(to - since, 1), guarded, "no" if outcome.wrong else "yes",
         ])  # fmt: skip
     record(rows)
 
@@ -408,10 +418,10 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     seeds = {row["seed"] for row in rows}
     lines = [
         "# Faults on Kubernetes", "",
-        "`python -m tests.cluster --only faults --seed N`: a run for each seed, with network policies",
-        "enforced. After its faults every run was brought to rest and checked: the tasks issued are the",
-        "sum of all outcomes, none is lost or counted twice, no container restarted but those that a",
-        "fault ended, and the journal replays identically to Redis's model.", "",
+        "`python -m tests.cluster --only faults --seed N`: a run for each seed, with network",
+        "policies enforced. After its faults every run was brought to rest and checked: the tasks",
+        "issued are the sum of all outcomes, none is lost or counted twice, no container restarted",
+        "but those that a fault ended, and the journal replays identically to Redis's model.", "",
         f"{len(rows)} faults in {len(seeds)} runs: "
         + (f"NOT held: seeds {', '.join(map(str, failed))}" if failed else "all checks held"), "",
         "| kind | number | s without a version: median | worst | checks held |",
