@@ -175,13 +175,13 @@ class Injector:
             pod for pod in self.cluster.pods()
             if all(pod["metadata"]["labels"].get(f"app.kubernetes.io/{name}") == value
                    for name, value in labels.items())
-            and pod["status"].get("podIP")
+            and all("running" in one["state"] for one in _statuses(pod)) and _statuses(pod)
         ]  # fmt: skip
         return sorted(found, key=_name)
 
     def _drawn(self, share: float, **labels: str) -> Manifest:
         """A pod: each workload is as likely as the others."""
-        found = until(lambda: self._pods(**labels), "a pod that runs")
+        found: list[Manifest] = until(lambda: self._pods(**labels), "a pod that runs")
         parts = sorted({_part(pod) for pod in found})
         at = share * len(parts)
         those = [pod for pod in found if _part(pod) == parts[int(at)]]
@@ -189,7 +189,7 @@ class Injector:
 
     def _container(self, share: float) -> tuple[Node, str, Manifest]:
         pod = self._drawn(share)
-        [status] = pod["status"]["containerStatuses"]
+        [status] = _statuses(pod)
         self.victims.add(_part(pod))
         return self._node(pod), status["containerID"].rpartition("/")[2], pod
 
@@ -210,8 +210,7 @@ class Injector:
         return self._deleted(fault, [self._drawn(fault.share[0])])
 
     def _pair(self, fault: Fault, run: Run) -> str:
-        one, other = (self._drawn(share) for share in fault.share)
-        return self._deleted(fault, [one, other])
+        return self._deleted(fault, random.Random(fault.share[0]).sample(self._pods(), 2))
 
     def _lost(self, fault: Fault, run: Run) -> str:
         servers = self._pods(name="redis")
@@ -236,8 +235,11 @@ class Injector:
     def _gone(self, pods: Sequence[Manifest]) -> None:
         """Waits until pods have ended, so that what they cost comes within the fault's time."""
         those = {pod["metadata"]["uid"] for pod in pods}
-        left = lambda: those & {one["metadata"]["uid"] for one in self.cluster.objects("pod")}  # noqa: E731
-        until(lambda: not left(), "pods end")
+
+        def ended() -> bool:
+            return those.isdisjoint(one["metadata"]["uid"] for one in self.cluster.objects("pod"))
+
+        until(ended, "pods end")
 
     def _evicted(self, name: str) -> bool:
         """Whether the API took the eviction; a budget may refuse it for now."""
@@ -333,6 +335,11 @@ class Injector:
         finally:
             self.nodes[name].run(f"echo +0 >{path}")
         return f"{name} {offset}"
+
+
+def _statuses(pod: Manifest) -> list[Manifest]:
+    found: list[Manifest] = pod["status"].get("containerStatuses", [])
+    return found
 
 
 def _name(pod: Manifest) -> str:
@@ -500,7 +507,7 @@ def policies(stage: Stage) -> None:
                 stage.cluster, _name(pod), pod["status"]["podIP"],
                 frozenset(port["containerPort"] for container in pod["spec"]["containers"]
                           for port in container.get("ports", ())),
-                Place(_name(pod), pod["metadata"]["labels"]),
+                Place(_part(pod), pod["metadata"]["labels"]),
             )
             for pod in stage.cluster.pods()
         ]  # fmt: skip
@@ -514,21 +521,19 @@ def policies(stage: Stage) -> None:
                 found.add((peer.address, address, "TCP", int(port)))
         wanted = expected(documented(), components, {at: one.place for at, one in peers.items()})
         wanted = {flow for flow in wanted if flow[2] == "TCP" and flow[3] in peers[flow[1]].ports}
+        tokens = [
+            f"{_name(pod)} has a token of its service account"
+            for pod in stage.cluster.pods() if "serviceAccountToken" in json.dumps(pod["spec"])
+        ]  # fmt: skip
         outcome = run.finish()
     wrong = [
         f"{peers[sender].pod} {verb} {peers[receiver].pod}, port {port}"
         for verb, those in (("reaches", found - wanted), ("does not reach", wanted - found))
         for sender, receiver, _, port in sorted(those)
     ]
-    pairs = Counter((_kind(peers[a]), _kind(peers[b]), port) for a, b, _, port in found)
+    pairs = Counter((peers[a].place.name, peers[b].place.name, port) for a, b, _, port in found)
     stage.add(
         f"{len(peers)} pods, each tries every port of the others",
-        replace(outcome, wrong=(*outcome.wrong, *wrong)),
+        replace(outcome, wrong=(*outcome.wrong, *tokens, *wrong)),
         note="; ".join(f"{a} to {b}, {port}" for a, b, port in sorted(pairs)),
-    )
-
-
-def _kind(peer: Peer) -> str:
-    return peer.place.labels.get("app.kubernetes.io/component") or re.sub(
-        r"-\d+$", "", peer.place.name
     )
