@@ -92,7 +92,7 @@ class Node:
             "name": "agent", "image": self._cluster.image, "command": ["sleep", "infinity"],
             "securityContext": {"privileged": True, "runAsUser": 0},
             # Of the class Guaranteed: what takes memory is not what the kernel kills first.
-            "resources": {"limits": {"cpu": "200m", "memory": "64Mi"}},
+            "resources": {"limits": {"cpu": "200m", "memory": "512Mi"}},
         }  # fmt: skip
         spec = {
             "nodeName": self.name, "hostPID": True, "hostNetwork": True, "containers": [container],
@@ -388,16 +388,24 @@ def faults(stage: Stage) -> None:
     ):
         injector = Injector(stage.cluster, nodes)
         guarded = "enforced" if enforced(stage.cluster) else "not enforced"
+        stopped: tuple[str, ...] = ()
         for fault in plan(seed, injector.kinds()):
-            run.more(_VERSIONS)
-            since = time.time()
-            target = injector.play(fault, run)
-            run.more(_VERSIONS)
+            since, target = time.time(), ""
+            try:
+                run.more(_VERSIONS)
+                since = time.time()
+                target = injector.play(fault, run)
+                run.more(_VERSIONS)
+                stage.cluster.ready()
+            except Failed as error:
+                stopped = (f"{fault.kind}: {error}",)
             played.append((fault, target, since, time.time()))
             sys.stdout.write(f"{fault.kind}: {target}: {time.time() - since:.0f} s\n")
             sys.stdout.flush()
-        stage.cluster.ready()
+            if stopped:
+                break
         outcome = run.finish(may_restart=f"^({'|'.join(sorted(injector.victims))})-")
+        outcome = replace(outcome, wrong=(*outcome.wrong, *stopped))
     rows = []
     for number, (fault, target, since, to) in enumerate(played):
         pause = outcome.pause(since, to)
