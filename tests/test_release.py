@@ -69,6 +69,7 @@ def test_jobs_have_only_the_rights_they_need() -> None:
     assert rights == {
         "test": {"contents": "read"},
         "build": {"contents": "read", "id-token": "write", "attestations": "write"},
+        "image": {"contents": "read", "packages": "write", "id-token": "write"},
         "publish": {"contents": "write"},
     }
     assert all("timeout-minutes" in job for job in JOBS.values())
@@ -76,7 +77,7 @@ def test_jobs_have_only_the_rights_they_need() -> None:
 
 def test_releases_are_tested_and_attested() -> None:
     assert JOBS["build"]["needs"] == "test"
-    assert JOBS["publish"]["needs"] == "build"
+    assert JOBS["publish"]["needs"] == ["build", "image"]
     assert any(step.get("run") == "bash .ci/run" for step in JOBS["test"]["steps"])
     order = [
         step["uses"].partition("@")[0] if "uses" in step else step["run"]
@@ -91,6 +92,20 @@ def test_releases_are_tested_and_attested() -> None:
     bill = next(step["with"] for step in STEPS if "attest-sbom" in step.get("uses", ""))
     assert made["subject-path"] == "dist/*", "everything that is published"
     assert bill == {"subject-path": "dist/*.whl", "sbom-path": "dist/fedstream.cdx.json"}
+
+
+def test_images_are_scanned_before_they_are_pushed_and_signed_by_digest() -> None:
+    image = JOBS["image"]
+    assert image["needs"] == "test"
+    scan, push, sign = (
+        next(
+            n for n, step in enumerate(image["steps"]) if text in step.get("uses", step.get("run"))
+        )
+        for text in ("anchore/scan-action", "docker push", "cosign sign")
+    )
+    assert scan < push < sign
+    assert "RepoDigests" in image["steps"][push]["run"]
+    assert image["steps"][sign]["run"] == 'cosign sign --yes "$(cat image.txt)"'
 
 
 def test_workflows_run_existing_make_targets() -> None:

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedstream.experiments import machine
-from tests.cluster import scenarios as _scenarios  # noqa: F401  (registers them)
+from tests.cluster import faults as _faults  # noqa: F401  (registers its scenarios)
+from tests.cluster import scenarios as _scenarios  # noqa: F401
 from tests.cluster.cluster import IMAGE, Cluster, Failed, reached
 from tests.cluster.stage import COLUMNS, SCENARIOS, Docs, Row, Stage, cells_of
 from tests.docs.pages import ROOT
