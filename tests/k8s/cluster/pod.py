@@ -62,15 +62,23 @@ class Inside:
                 return self.folder / "volumes" / name
             case {"persistentVolumeClaim": {"claimName": claim}}:
                 return self.place.claims / str(claim)
-            case {"configMap": {"name": source} as about}:
+            case {"projected": {"sources": sources}}:
+                return {path: text for one in sources for path, text in self._files(one).items()}
+            case _:
+                return self._files(volume)
+
+    def _files(self, source: Spec) -> dict[str, str]:
+        """The files of a ConfigMap or Secret; none if it is optional and not there."""
+        match source:
+            case {"configMap": {"name": name} as about}:
                 kind = "ConfigMap"
-            case {"secret": {"secretName": source} as about}:
+            case {"secret": {"secretName": name} as about} | {"secret": {"name": name} as about}:
                 kind = "Secret"
             case _:
-                raise Unsupported(f"volume {name} of kind {sorted(volume)}")
-        if about.get("optional") and self.place.objects.find(kind, source) is None:
+                raise Unsupported(f"volume of kind {sorted(source)}")
+        if about.get("optional") and self.place.objects.find(kind, name) is None:
             return {}
-        files = texts(self.place.objects.get(kind, source))
+        files = texts(self.place.objects.get(kind, name))
         if "items" not in about:
             return files
         return {item["path"]: files[item["key"]] for item in about["items"]}
@@ -200,8 +208,10 @@ class Container:
                     raw[one["name"]] = _REFERENCE.sub(lambda name: raw[name[1]], one["value"])
                 case {"fieldRef": {"fieldPath": path}}:
                     raw[one["name"]] = self._pod.field(path)
-                case {"secretKeyRef": {"name": secret, "key": key}}:
-                    raw[one["name"]] = texts(objects.get("Secret", secret))[key]
+                case {"secretKeyRef": {"name": secret, "key": key} as about}:
+                    keys = texts(objects.get("Secret", secret))
+                    if key in keys or not about.get("optional"):
+                        raw[one["name"]] = keys[key]
                 case other:
                     raise Unsupported(f"container {self.name}: valueFrom {other}")
         home = {"PATH": f"{self.root / 'bin'}:{os.defpath}", "HOME": "/", "LANG": "C.UTF-8"}
