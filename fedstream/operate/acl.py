@@ -35,7 +35,7 @@ def file_of(
     missing: list[str] = []
 
     def password(user: str, name: str, *, needed: bool = True) -> str:
-        found = environ.get(name, "") if folder is None else _content(folder / user)
+        found = environ.get(name, "") if folder is None else _content(folder, user)
         if needed and not in_lines(found):
             missing.append(name if folder is None else str(folder / user))
         return found
@@ -73,14 +73,19 @@ def _check(sites: Sequence[str]) -> None:
             )
 
 
-def _content(file: Path) -> str:
-    """The text of a file; '' if there is none. Raises ConfigError."""
-    try:
-        return file.read_text(errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise ConfigError(f"--passwords: {file}: cannot be read: {error.strerror}") from error
+def _content(folder: Path, user: str) -> str:
+    """The text of a user's file in a folder or in one below it; '' if there is none.
+
+    Raises ConfigError.
+    """
+    for file in (folder / user, *folder.glob(f"*/{user}")):
+        try:
+            return file.read_text(errors="replace")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"--passwords: {file}: cannot be read: {error.strerror}") from error
+    return ""
 
 
 def variable(site: str) -> str:

@@ -136,16 +136,19 @@ async def test_redis_changes_to_a_certificate_of_another_authority(
     )  # fmt: skip
     with redis(tmp_path / "redis", *options, tls=True) as server:
 
+        both = ssl.create_default_context(cadata=first + second)
+
         def changes(authority_name: str, number: int) -> None:
-            ours = ssl.create_default_context(cadata=first + second)
-            for path, text in zip((cert, key), renewed(tmp_path, authority_name, number)):
+            for path, text in zip((cert, key), renewed(tmp_path, authority_name, number), strict=True):
                 path.write_text(text.read_text())
             words = ("tls-cert-file", str(cert), "tls-key-file", str(key))
-            assert said(server.port, "CONFIG", "SET", *words, tls=ours) == b"+OK\r\n"
-            said(server.port, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", tls=ours)
+            assert said(server.port, "CONFIG", "SET", *words, tls=both) == b"+OK\r\n"
+            said(server.port, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", tls=both)
 
+        words = ("ACL", "SETUSER", "me", "on", "+@all", ">p")
+        assert said(server.port, *words, tls=both) == b"+OK\r\n"
         settings = RedisSettings(
-            url=f"rediss://127.0.0.1:{server.port}", password_file=str(password),
+            username="me", url=f"rediss://127.0.0.1:{server.port}", password_file=str(password),
             tls=TlsSettings(ca=str(trusted)),
         )  # fmt: skip
         made.append(Client(settings))

@@ -195,8 +195,8 @@ def test_unusable_certificate_files_are_reported_at_start(
         ),
         (['redis.sentinel.nodes=["a:1", "b:x"]'], "redis.sentinel.nodes: 'b:x' is not an address"),
         (['redis.sentinel.nodes=["a:70000"]'], "redis.sentinel.nodes: 'a:70000' is not an address"),
-        (["redis.sentinel.nodes=[]"], "redis.sentinel.nodes = []"),
-        (["redis.sentinel.master=m"], "redis.sentinel.nodes: required, but not given"),
+        (["redis.sentinel.nodes=[]"], "redis.sentinel.nodes: name at least one"),
+        (["redis.sentinel.master=m"], "redis.sentinel.nodes: name at least one"),
     ],
 )
 def test_conflicting_keys_are_both_named(sets: list[str], says: str) -> None:
