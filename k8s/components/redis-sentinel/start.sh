@@ -54,10 +54,15 @@ accepted() {
 
 tls_files() { cat /etc/redis-tls/* 2>/dev/null | sha256sum; }
 
-# own COMMAND...: have this pod's Sentinel do it
-own() {
-  said=$(REDISCLI_AUTH=$(cat reload) timeout 3 redis-cli -h "$POD_IP" -p 26379 $tls ${tls:+--insecure} --user reload \
-    --no-auth-warning "$@") || true
+# itself COMMAND...: the reply of this pod's own Sentinel, as user reload
+itself() {
+  REDISCLI_AUTH=$(cat reload) timeout 3 redis-cli -h "$POD_IP" -p 26379 $tls ${tls:+--insecure} --user reload \
+    --no-auth-warning "$@" || true
+}
+
+# must COMMAND...: have it do that
+must() {
+  said=$(itself "$@")
   [ "$said" = OK ] && return
   echo "start.sh: $1 $2: ${said:-no answer}" >&2
   return 1
@@ -197,15 +202,15 @@ EOF
     now=$(echo "$asks_with" | cat - /etc/redis-passwords/replication/* | sha256sum)
     if [ "$now" != "$(cat passwords-loaded 2>/dev/null)" ]; then
       for user in sentinel watch; do
-        own acl setuser $user on resetpass $(hashes $user)
+        must acl setuser $user on resetpass $(hashes $user)
       done
-      own sentinel set $master_name auth-pass "$asks_with"
-      own sentinel config set sentinel-pass "$asks_with"
+      must sentinel set $master_name auth-pass "$asks_with"
+      must sentinel config set sentinel-pass "$asks_with"
       echo "$now" > passwords-loaded
     fi
     # A Sentinel reads certificates only when it starts. They restart one after another: 30 s after the files' change, 60, 90.
     [ -n "$tls" ] && [ "$(tls_files)" != "$(cat tls-loaded)" ] || exit 0
     number=${ADDRESS%%.*}
-    [ $(($(date +%s) - $(stat -L -c %Y /etc/redis-tls/tls.crt))) -lt $((30 + 30 * ${number##*-})) ] || own shutdown
+    [ $(($(date +%s) - $(stat -L -c %Y /etc/redis-tls/tls.crt))) -lt $((30 + 30 * ${number##*-})) ] || itself shutdown
     ;;
 esac
