@@ -50,8 +50,10 @@ def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
     denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
     if isinstance(error, denied) or _DENIED.search(text):
         if isinstance(error, exceptions.AuthenticationError):
-            text += " (redis.username; redis.password, FEDSTREAM_REDIS__PASSWORD or redis.password_file)"
-            return LoginRefused(f"{where} refuses: {text}")
+            keys = (
+                "redis.username; redis.password, FEDSTREAM_REDIS__PASSWORD or redis.password_file"
+            )
+            return LoginRefused(f"{where} refuses: {text} ({keys})")
         text += " (a user's rights are for one role and one run: run.name)"
         return BrokerError(f"{where} refuses: {text}")
     if isinstance(error, exceptions.NoScriptError):

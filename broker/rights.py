@@ -62,9 +62,9 @@ OPTIONAL = ("gateway", "sinks")
 # The sites whose users have the name of their role alone.
 _OWN = {"trainer": POOL, "gateway": GATEWAY}
 
-# Rights of Redis's own processes: of replicas and sentinels, from Redis's documentation, and of what
-# has a server read renewed passwords and certificates. They are not limited to our keys. A user is
-# created only for those with a password.
+# Rights of Redis's own processes where sentinels are used, from Redis's documentation, and of the
+# script that has a server read renewed passwords and certificates. They are not limited to our
+# keys. A user is created only for those with a password.
 PARTS = {
     "replica": "+psync +replconf +ping",
     "sentinel": (
@@ -137,8 +137,9 @@ def acl(
 
     ``passwords`` are by role; ``sites`` gives those of sites other than the pool, by site, and
     ``gateways`` those of gateways whose site has another name than the role. A user may have
-    several, one a line. The file contains only their hashes. There is also a user ``health``, which can only send PING (not answered while a
-    script hangs) and has no password, since a probe can't supply one.
+    several passwords, one a line. The file contains only their hashes. There is also a user
+    ``health``, which can only send PING (not answered while a script hangs) and has no password,
+    since a probe can't supply one.
     """
     # Nobody can log in as `default`, but Redis loads the append-only file with its rights: without
     # them it drops what scripts wrote (redis/redis#14541).

@@ -259,14 +259,15 @@ def acl(
     passwords: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="read passwords from its files, named after the users, not from "
-            "the environment",
+            metavar="DIR",
+            help="read passwords from its files, named after the users, not from the environment",
         ),
     ] = None,
     reload: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="make a password, in this file, for a user reload, who may have "
+            metavar="FILE",
+            help="make a password, in this file, for a user reload, who may have "
             "Redis read its users and certificates again",
         ),
     ] = None,

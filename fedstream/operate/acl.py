@@ -108,4 +108,6 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise ConfigError(f"{path}: {error.strerror}: choose a file in a writable folder") from error
+        raise ConfigError(
+            f"{path}: {error.strerror}: choose a file in a writable folder"
+        ) from error

@@ -1,4 +1,4 @@
-"""A client takes up a renewed password and a renewed certificate of Redis with its next connection."""
+"""A client takes up renewed passwords and certificates with its next connection."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_password_is_replaced_while_two_are_accepted(
     assert await asked_anew(ours) == b"PONG"
     accepts(server, "new")  # before the file is without the old one
     assert await asked_anew(ours) == b"PONG"
-    given = client(made, server, password="other\nnew")  # as an environment variable has it
+    given = client(made, server, password="other\nnew")  # noqa: S106  # as an environment variable has it
     assert await given.call("PING") == b"PONG"
 
 
@@ -79,7 +79,7 @@ async def test_a_refused_password_is_waited_out_once_one_was_accepted(
     with pytest.raises(LoginRefused, match=r"refuses: .*redis\.password_file"):
         await ours.call("PING")  # a mistake, so a service ends
     file.write_text("old")
-    fixed = client(made, server, password="old")
+    fixed = client(made, server, password="old")  # noqa: S106
     assert [await one.call("PING") for one in (ours, fixed)] == [b"PONG", b"PONG"]
     accepts(server, "new")
     with pytest.raises(Unavailable, match=r"refuses: .*waiting for files") as raised:
@@ -135,11 +135,12 @@ async def test_redis_changes_to_a_certificate_of_another_authority(
         "--tls-ca-cert-file", str(trusted), "--tls-auth-clients", "no",
     )  # fmt: skip
     with redis(tmp_path / "redis", *options, tls=True) as server:
-
         both = ssl.create_default_context(cadata=first + second)
 
         def changes(authority_name: str, number: int) -> None:
-            for path, text in zip((cert, key), renewed(tmp_path, authority_name, number), strict=True):
+            for path, text in zip(
+                (cert, key), renewed(tmp_path, authority_name, number), strict=True
+            ):
                 path.write_text(text.read_text())
             words = ("tls-cert-file", str(cert), "tls-key-file", str(key))
             assert said(server.port, "CONFIG", "SET", *words, tls=both) == b"+OK\r\n"

@@ -314,8 +314,8 @@ async def test_renewed_files_are_used_by_the_next_request(
         assert (await connection.once("GET", "/")).status == 404
         cert.write_text("no certificate")
         assert (await connection.once("GET", "/")).status == 404
-        assert said == [f"--cert {cert}: expected a certificate and its unencrypted private key in "
-                        "PEM; the files before it stay in use"]  # fmt: skip
+        assert len(said) == 1
+        assert said[0].startswith(f"--cert {cert}: expected a certificate and its unencrypted")
         for trusted, signer in ((stranger, authority), (authority, stranger)):
             writes(trusted, signer)
             with pytest.raises(NotNow):

@@ -215,7 +215,9 @@ class Sentinel:
         """The passwords with which it asks Redis and the other Sentinels."""
         conf = (self.run / "sentinel.conf").read_text()
         return set(
-            re.findall(r'^sentinel (?:auth-pass fedstream|sentinel-pass) "?(\w+)', conf, re.M)
+            re.findall(
+                r'^sentinel (?:auth-pass fedstream|sentinel-pass) "?(\w+)', conf, re.MULTILINE
+            )
         )
 
 

@@ -33,9 +33,11 @@ def sites(manifests: Manifests) -> Iterator[str]:
         secret, _ = secret_at(workload, container, found.redis.password_file or "") or (None, "")
         redis = manifests.find("StatefulSet", "redis")
         for other in workloads(manifests):
-            if other.name not in (workload.name, "StatefulSet redis") and not is_gateway:
-                if secret in _secrets(other):
-                    yield f"{workload.name}: {other.name} has the Secret of its site, {secret!r}"
+            has = other.name not in (workload.name, "StatefulSet redis") and secret in _secrets(
+                other
+            )
+            if has and not is_gateway:
+                yield f"{workload.name}: {other.name} has the Secret of its site, {secret!r}"
         if redis is not None and secret not in _secrets(Workload(redis)):
             yield f"{workload.name}: Redis's users are made without the password of {secret!r}"
 
