@@ -12,7 +12,7 @@ PIP := $(BIN)/pip
 # Tests start hundreds of Python processes: none is to compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test fast lint format types unit flower docs help k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
+.PHONY: run test fast lint format types unit flower docs help k8s-check cluster-test chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -59,6 +59,9 @@ docs: .venv-docs/installed  ## the documentation as a site, in site/; a broken l
 
 k8s-check: .venv/installed .venv-checkov/installed  ## the manifests in k8s/, without a cluster
 	$(BIN)/python -m tests.k8s.policy
+
+cluster-test: .venv/installed  ## the manifests on the cluster of KUBECONFIG, as the docs say; the table in benchmarks/results (SEED, ARGS)
+	$(BIN)/python -m tests.cluster --seed $(or $(SEED),0) $(ARGS)
 
 chaos: .venv/installed  ## 420 faults in real pipelines; the tables in benchmarks/results (a quarter of an hour)
 	$(BIN)/python -m tests.chaos --faults 240

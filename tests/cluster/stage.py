@@ -1,0 +1,277 @@
+"""What a scenario has to work with: the cluster, the docs' commands, and the table's rows."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from tests.cluster.checks import Outcome, Run
+from tests.cluster.cluster import IMAGE, Cluster, Failed, free_port, until
+from tests.docs.pages import COMMANDS, ROOT, Block, blocks
+from tests.docs.shell import Beside, Shell
+from tests.k8s.cluster.manifests import Manifest, kubectl
+from tests.k8s.policy.targets import K8S
+
+ROLES = (
+    "coordinator", "scheduler", "updater", "evaluator", "trainer", "operator", "replica",
+    "sentinel", "watch", "sinks", "gateway",
+)  # fmt: skip
+KUBERNETES, OPERATE = "docs/how-to/kubernetes.md", "docs/how-to/operate-kubernetes.md"
+PAGES = (KUBERNETES, OPERATE, "docs/how-to/inspect.md", "docs/how-to/browser.md")
+
+# The manifests' own task, whose every step takes a while: tasks are open whenever a fault comes,
+# and many pods share a small machine.
+SLOW = (
+    (K8S / "base" / "task" / "task.py").read_text()
+    + """
+import time
+class Slow(Digits):
+    def loss(self, model, batch):
+        time.sleep(0.05)
+        return super().loss(model, batch)
+task = Slow
+"""
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    scenario: str
+    what: str
+    outcome: Outcome | None = None
+    pause: float | None = None  # seconds without a version
+    note: str = ""
+    failed: str = ""
+
+
+class Docs:
+    """The docs' commands, as they stand there. Each must do what the page says."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.clone, self._cluster = folder / "fedstream", cluster
+        self.clone.mkdir(parents=True)
+        for entry in ("Dockerfile", "Makefile", "README.md"):
+            (self.clone / entry).symlink_to(ROOT / entry)
+        shutil.copytree(K8S, self.clone / "k8s")
+        programs = folder / "programs"
+        programs.mkdir()
+        self._programs(programs)
+        environ = {n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")}
+        environ["PATH"] = f"{programs}:{environ['PATH']}"
+        self.shell = Shell(self.clone, folder / "terminal", environ)
+        self.typed: set[str] = set()
+        self.web, self.redis = free_port(), free_port()  # in place of 8080 and 6379 here
+
+    def _programs(self, folder: Path) -> None:
+        """fedstream, kubectl, and what stands in for programs that load the image."""
+        (folder / "fedstream").symlink_to(Path(sys.executable).with_name("fedstream"))
+        for name in ("docker", "kind"):  # the image is in the cluster
+            (folder / name).symlink_to("/bin/true")
+        cluster, real = self._cluster, shlex.quote(str(kubectl()))
+        if (cluster.namespace, cluster.image, cluster.small) == ("fedstream", IMAGE, False):
+            return
+        # What is applied is adapted as everywhere in the suite.
+        options = ["--namespace", cluster.namespace, "--image", cluster.image]
+        adapt = shlex.join([
+            sys.executable, "-m", "tests.cluster.cluster", *options,
+            *(["--small"] if cluster.small else []),
+        ])  # fmt: skip
+        (folder / "kubectl").write_text(
+            "#!/bin/bash\nset -o pipefail\n"
+            'if [[ "$*" =~ ^(apply|delete)" -k " ]]; then\n'
+            f'  {real} kustomize "$3" | PYTHONPATH={ROOT} {adapt} | {real} "$1" "${{@:4}}" -f -\n'
+            f'else exec {real} "$@"; fi\n'
+        )
+        (folder / "kubectl").chmod(0o755)
+
+    def commands(self, page: str) -> list[tuple[Block, str]]:
+        """The commands of a page."""
+        found = (block for block in blocks(page) if block.language in COMMANDS)
+        return [(block, text) for block in found for text in block.commands()]
+
+    def _find(self, page: str, begins: str, number: int) -> tuple[Block, str]:
+        found = [one for one in self.commands(page) if one[1].startswith(begins)]
+        if len(found) <= number:
+            raise Failed(f"{page} has no command {begins!r}")
+        block, text = found[number]
+        self.typed.add(f"{block.place}: {text}")
+        return block, self._here(text)
+
+    def _here(self, text: str) -> str:
+        text = text.replace("YOUR_OVERLAY", "../YOUR_OVERLAY").replace(IMAGE, self._cluster.image)
+        text = re.sub(r"\b8080(:80\b)?", lambda found: f"{self.web}{found[1] or ''}", text)
+        text = text.replace("service/redis 6379", f"service/redis {self.redis}:6379")
+        text = re.sub(r"\b(127\.0\.0\.1|localhost):6379", rf"\1:{self.redis}", text)
+        for option in ("--namespace ", "-n "):
+            text = text.replace(f"{option}fedstream", f"{option}{self._cluster.namespace}")
+        return text
+
+    def text(self, page: str, language: str, begins: str) -> str:
+        """A block that is no command, such as a file, as it is written here."""
+        [found] = (one.text for one in blocks(page)
+                   if one.language == language and one.text.startswith(begins))  # fmt: skip
+        return self._here(found).replace(
+            "namespace: fedstream", f"namespace: {self._cluster.namespace}"
+        )
+
+    def type(self, page: str, *begins: str, number: int = 0) -> str:
+        """Types commands, by how they begin, and waits: what they printed. Raises Failed."""
+        said = ""
+        for one in begins:
+            block, text = self._find(page, one, number)
+            code, now = self.shell.run(text)
+            if code:
+                raise Failed(f"{block.place}: {text}: exit code {code}: {now.strip()[-1500:]}")
+            said += now
+        return said
+
+    def inline(self, page: str, begins: str) -> str:
+        """Types a command that stands in a sentence: what it printed. Raises Failed."""
+        text = " ".join((ROOT / page).read_text().split())
+        found = re.search(rf"`({re.escape(begins)}[^`]*)`", text)
+        if not found:
+            raise Failed(f"{page} has no command {begins!r}")
+        self.typed.add(f"{page}: {found[1]}")
+        code, said = self.shell.run(self._here(found[1]))
+        if code:
+            raise Failed(f"{page}: {found[1]}: exit code {code}: {said.strip()[-1500:]}")
+        return said
+
+    def begin(self, page: str, begins: str, number: int = 0) -> Beside:
+        """Types a command that goes on, in another terminal."""
+        return self.shell.begin(self._find(page, begins, number)[1].rstrip("& "))
+
+    def overlay(self, text: str) -> Path:
+        """The reader's own overlay, next to the clone, with copies of run.toml and a task."""
+        folder = self.clone.parent / "YOUR_OVERLAY"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(K8S / "base" / "run.toml", folder)
+        (folder / "task.py").write_text(SLOW)
+        (folder / "kustomization.yaml").write_text(text)
+        return folder
+
+
+@dataclass
+class Stage:
+    """For one scenario after the other."""
+
+    cluster: Cluster
+    folder: Path
+    rng: random.Random
+    docs: Docs
+    scenario: str = ""
+    rows: list[Row] = field(default_factory=list)
+
+    def secrets(self) -> list[Manifest]:
+        """Every Secret that components want, but for certificates; new passwords each time."""
+        made: Mapping[str, Mapping[str, str]] = {
+            "fedstream-redis": {role: self._password() for role in ROLES},
+            "fedstream-http": {"token": self._password()},
+            "fedstream-site-a": {"password": self._password()},
+            "fedstream-site-b": {"password": self._password()},
+        }
+        return [
+            {"apiVersion": "v1", "kind": "Secret", "stringData": dict(data),
+             "metadata": {"name": name, "namespace": self.cluster.namespace}}
+            for name, data in made.items()
+        ]  # fmt: skip
+
+    def _password(self) -> str:
+        return f"{self.rng.getrandbits(128):032x}"
+
+    def certificate(self) -> None:
+        """Redis's, as the docs make it."""
+        self.docs.type(
+            KUBERNETES, "cat > names", "openssl req -x509", "openssl req -newkey", "openssl x509",
+            "kubectl --namespace fedstream create secret generic fedstream-redis-tls",
+        )  # fmt: skip
+
+    def run(self) -> Run:
+        """The run in the namespace."""
+        return Run(self.cluster, self.folder)
+
+    def answers(self, port: int) -> None:
+        """Waits until something listens on a port of this machine. Raises Failed."""
+
+        def listens() -> bool:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return True
+            return False
+
+        until(listens, f"something at port {port}", 30)
+
+    @contextmanager
+    def deployed(
+        self, *components: str, resource: str = "base", versions: int = 3, **settings: str
+    ) -> Iterator[Run]:
+        """A namespace with the slow task on these components, at work."""
+        self.cluster.begin()
+        try:
+            self.cluster.apply(self.secrets())
+            if "redis-tls" in components:
+                self.certificate()
+            settings = {"RUN__VERSIONS": "1000000", **settings}
+            self.cluster.apply(
+                self.cluster.rendered(*components, resource=resource, task=SLOW, **settings)
+            )
+            self.cluster.ready()
+            with self.run() as run:
+                run.more(versions)
+                yield run
+        finally:
+            self.cluster.end()
+
+    def add(
+        self, what: str, outcome: Outcome | None = None, pause: float | None = None, note: str = ""
+    ) -> None:
+        """A row of the table; an outcome with faults is a failure."""
+        failed = "; ".join(outcome.wrong) if outcome else ""
+        self.rows.append(Row(self.scenario, what, outcome, pause, note, failed))
+        sys.stdout.write(told(self.rows[-1]) + "\n")
+        sys.stdout.flush()
+
+
+Scenario: TypeAlias = Callable[[Stage], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(play: Scenario) -> Scenario:
+    """Registers a scenario under its function's name; the first line of its docstring says what."""
+    SCENARIOS[play.__name__.replace("_", "-")] = play
+    return play
+
+
+def told(row: Row) -> str:
+    """A row in one line."""
+    cells = [one for one in cells_of(row) if one]
+    return " | ".join(cells) + (f"\n  FAILED: {row.failed}" if row.failed else "")
+
+
+COLUMNS = ("scenario", "what", "versions", "tasks", "s without a version", "replay", "figures")
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """A row's cells, by COLUMNS."""
+    versions = tasks = replay = ""
+    if row.outcome is not None:
+        counts = row.outcome.tasks
+        ended = [f"{n} {name.replace('_', ' ')}" for name, n in counts.items()
+                 if n and name != "issued"]  # fmt: skip
+        versions = str(len(row.outcome.versions) - 1)
+        tasks = f"{counts.get('issued', 0)} = {' + '.join(ended)}"
+        replay = row.outcome.replayed
+    pause = "" if row.pause is None else f"{row.pause:.1f}"
+    verdict = "FAILED" if row.failed else replay
+    return row.scenario, row.what, versions, tasks, pause, verdict, row.note
