@@ -53,8 +53,12 @@ def status(
     elif redis is not None:
         raise ConfigError("--url asks a coordinator and --redis asks Redis: give only one")
     else:
+        from fedstream.coordinator.access import tokens_of
+
         settings = live_settings(config)
-        about = page.fetch(url, run or settings.run.name, settings.http.token)
+        tokens = tokens_of(settings.http)
+        token = tokens.now()[0] if tokens is not None else None
+        about = page.fetch(url, run or settings.run.name, token)
     if as_json:
         verbatim(report.as_json(about) + "\n")
     else:

@@ -382,20 +382,12 @@ BREAKS: dict[str, tuple[Change, str]] = {
     ),
     "an Ingress to a coordinator that asks nobody who they are": (
         lambda m: container(m, "coordinator")["env"].remove(
-            entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN")
+            entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN_FILE")
         ),
         r"exposure: Deployment coordinator: an Ingress leads to it, and it asks for no token",
     ),
     "an Ingress to a coordinator whose token may be missing": (
-        lambda m: entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN")["valueFrom"][
-            "secretKeyRef"
-        ].update(optional=True),
-        r"exposure: Deployment coordinator: .* it asks for no token of a Secret",
-    ),
-    "an Ingress to a coordinator whose token is in the manifest": (
-        lambda m: entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN").update(
-            {"value": "0123456789abcdef", "valueFrom": {}}
-        ),
+        lambda m: volume(m, "coordinator", "http")["secret"].update(optional=True),
         r"exposure: Deployment coordinator: .* it asks for no token of a Secret",
     ),
     "a Redis in the clear behind an Ingress": (
