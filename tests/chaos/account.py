@@ -91,6 +91,7 @@ class _Follower:
         self.format: str = head.get("format", "f32")
         self.like = said["digest"]  # as all of the run's models' are
         self.finished: str | None = None
+        self.ends: int = head["versions"]  # the run's last version, by the newest segment
         self._made(first.standing)
 
     def follow(self, segments: list[tuple[Pages, list[Written]]]) -> None:
@@ -98,6 +99,8 @@ class _Follower:
             self.format = segment.head.get("format", "f32")
             if number:
                 self.account.wrong += self._standing(segment)
+            if segment.head["versions"] > self.ends:  # the run was extended
+                self.ends, self.finished = segment.head["versions"], None
             for record in records:
                 self.account.records.append(record)
                 self.account.wrong += [f"{record}: {what}" for what in self._record(record)]

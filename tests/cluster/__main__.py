@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedstream.experiments import machine
+from tests.cluster import rotation as _rotation  # noqa: F401  (registers its scenarios)
 from tests.cluster import scenarios as _scenarios  # noqa: F401  (registers them)
 from tests.cluster.cluster import IMAGE, Cluster, Failed, reached
 from tests.cluster.stage import COLUMNS, SCENARIOS, Docs, Row, Stage, cells_of
@@ -41,12 +42,13 @@ def main() -> int:
     parser.add_argument("--namespace", default="fedstream", help="another one than the docs'")
     parser.add_argument("--image", default=IMAGE, help="as the cluster knows it")
     parser.add_argument("--small", action="store_true", help="lower requests: for a small machine")
+    parser.add_argument("--node", default="", help="use this node alone, while others are tested")
     options = parser.parse_args()
     if why := reached():
         sys.stdout.write(f"cluster-test: skipped: {why}\n")
         return 0
     began = time.time()
-    cluster = Cluster(options.namespace, options.image, options.small)
+    cluster = Cluster(options.namespace, options.image, options.small, options.node)
     with tempfile.TemporaryDirectory(prefix="cluster-test-") as folder:
         docs = Docs(cluster, Path(folder))
         stage = Stage(cluster, Path(folder), random.Random(options.seed), docs)
@@ -69,8 +71,11 @@ def play(stage: Stage, name: str) -> None:
     except (Failed, AssertionError, subprocess.SubprocessError, OSError) as error:
         traceback.print_exc()
         stage.rows.append(Row(name, "stopped", failed=str(error) or type(error).__name__))
-    for beside in list(stage.docs.shell.beside):
-        stage.docs.shell.ended(beside, "INT")
+    finally:
+        for beside in list(stage.docs.shell.beside):
+            stage.docs.shell.ended(beside, "INT")
+        stage.docs.shell.run("unset ${!FEDSTREAM_@}")
+        stage.cluster.end()
 
 
 def table(rows: Sequence[Row], cluster: Cluster, seed: int, commands: int, seconds: float) -> str:

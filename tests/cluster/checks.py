@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.settings import RedisSettings
 from fedstream.journal import segments
 from fedstream.journal.inspection import recorded_versions
+from tests.chaos.account import USED
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.history import gathered
 from tests.cluster.cluster import Cluster, Failed, until
@@ -40,6 +42,7 @@ class Outcome:
     restarts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     wrong: tuple[str, ...] = ()
     replayed: str = ""  # what `fedstream replay` says
+    used: Mapping[str, int] = field(default_factory=dict)  # updates, by the trainers that made them
 
     def pause(self, since: float = 0.0, to: float = float("inf")) -> float:
         """The longest time in seconds without a version that overlaps a span of time."""
@@ -96,7 +99,8 @@ class Run:
         names = [one["metadata"]["name"] for one in self.cluster.objects("secret")]
         if "fedstream-http" not in names:
             return {}
-        return {"Authorization": f"Bearer {self.cluster.secret('fedstream-http', 'token')}"}
+        newest, *_ = self.cluster.secret("fedstream-http", "token").split("\n")
+        return {"Authorization": f"Bearer {newest}"}
 
     def version(self) -> int:
         """The newest."""
@@ -124,7 +128,7 @@ class Run:
 
     # at its end
 
-    def finish(self, may_restart: str = "$") -> Outcome:
+    def finish(self, may_restart: str = "^$") -> Outcome:
         """Brings the run to rest and checks it. ``may_restart``: containers, as a pattern."""
         about = self.rest()
         journal = self.copied_journal()
@@ -142,7 +146,11 @@ class Run:
         said = (replayed.stdout.splitlines() or [""])[0]
         if replayed.returncode or not re.match(r"(\d+) of \1 versions identical", said):
             wrong.append(f"fedstream replay: {said} {replayed.stderr.strip()[-500:]}")
-        return Outcome(about["tasks"], recorded(journal), restarts, tuple(wrong), said)
+        used = Counter(
+            record["upload"].get("site") or record["upload"]["trainer"]
+            for record in facts.account.taken if record["outcome"] in USED
+        )  # fmt: skip
+        return Outcome(about["tasks"], recorded(journal), restarts, tuple(wrong), said, used)
 
     def copied_journal(self) -> Path:
         """The journal, copied out of the updater's pod as the docs say."""
@@ -161,7 +169,7 @@ class Run:
     @contextmanager
     def redis(self) -> Iterator[RedisSettings]:
         """Redis, or of three the master, as the user ``operator`` reaches it."""
-        names = [one["metadata"]["name"] for one in self.cluster.objects("secret")]
+        names = [one["metadata"]["name"] for one in self._redis.objects("secret")]
         services = [one["metadata"]["name"] for one in self._redis.objects("service")]
         target = "service/redis" if "redis" in services else f"pod/{self.master()}"
         settings: dict[str, Any] = {
@@ -170,7 +178,7 @@ class Run:
         scheme = "redis"
         if "fedstream-redis-tls" in names:
             ca = self._folder / "redis-ca.crt"
-            ca.write_text(self.cluster.secret("fedstream-redis-tls", "ca.crt"))
+            ca.write_text(self._redis.secret("fedstream-redis-tls", "ca.crt"))
             settings["tls"], scheme = {"ca": str(ca)}, "rediss"
         with self._redis.forward(target, 6379) as port:
             url = f"{scheme}://localhost:{port}/0"
@@ -180,7 +188,8 @@ class Run:
         """The pod of the master by the Sentinels' word. Raises Failed."""
         command = (
             'tls=; [ ! -f /etc/redis/tls.inc ] || tls="--tls --cacert /etc/redis-tls/ca.crt"; '
-            'REDISCLI_AUTH=$WATCH_PASSWORD redis-cli -h "$POD_IP" -p 26379 $tls --user watch '
+            "REDISCLI_AUTH=$(head -n 1 /etc/redis-passwords/replication/watch) "
+            'redis-cli -h "$POD_IP" -p 26379 $tls --user watch '
             "--no-auth-warning sentinel get-master-addr-by-name fedstream"
         )
         said = self.cluster.kubectl("exec", "sentinel-0", "--", "sh", "-c", command)

@@ -24,7 +24,10 @@ from tests.k8s.policy.targets import K8S
 
 WORKLOADS = ("Deployment", "StatefulSet")
 IMAGE = "fedstream:0.2.0"  # as k8s/images names it
-ORDER = ("Namespace", "CustomResourceDefinition", "PersistentVolume")  # applied before the rest
+_SMALL = {"coordinator": 1, "trainer": 1, "gateway": 1, "owner": 2}  # replicas on a small machine
+# Groups of what is not in every cluster: without it, definitions are made that take anything, as
+# make k8s-check compares objects with the real ones (tests/k8s/schemas).
+_DEFINED = ("keda.sh", "monitoring.coreos.com", "gateway.networking.k8s.io")
 _WITHIN_S = 300.0  # for what takes seconds on an idle machine
 _ON_NODE = "/var/lib/fedstream-cluster-test"  # where volumes made by hand are
 
@@ -59,6 +62,7 @@ class Cluster:
     namespace: str
     image: str = IMAGE
     small: bool = False
+    node: str = ""  # the only one to use, while others are tested
 
     def kubectl(self, *arguments: str, said: str = "", within_s: float = _WITHIN_S) -> str:
         """What kubectl printed. Raises Failed. ``said``: its standard input."""
@@ -78,11 +82,14 @@ class Cluster:
     def rendered(
         self, *components: str, resource: str = "base", task: str = "", **settings: str
     ) -> Manifests:
-        """The base or an overlay with components, settings, and a task's text, as applied here."""
+        """The base or an overlay with components (names, or paths), settings, and a task's text."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name).resolve()
             up = os.path.relpath(K8S, folder / "chosen")  # kustomize takes no absolute paths
-            parts = [f"{up}/components/{one}" for one in components]
+            parts = [
+                os.path.relpath(Path(one).resolve() if "/" in one else K8S / "components" / one,
+                                folder / "chosen") for one in components
+            ]  # fmt: skip
             chosen = {
                 "kind": "Kustomization", "resources": [f"{up}/{resource}"],
                 "components": [*parts, f"{up}/images"],
@@ -115,7 +122,13 @@ class Cluster:
             text = text.replace("coordinator.fedstream.svc", f"coordinator.{self.namespace}.svc")
         found = [one for one in yaml.safe_load_all(text) if one["kind"] != "Namespace"]
         for one in found:
+            if one["kind"] in WORKLOADS and self.node:
+                selector = {"kubernetes.io/hostname": self.node}
+                one["spec"]["template"]["spec"]["nodeSelector"] = selector
             if one["kind"] in WORKLOADS and self.small:
+                replicas = _SMALL.get(one["metadata"]["name"], one["spec"].get("replicas"))
+                if "replicas" in one["spec"]:
+                    one["spec"]["replicas"] = replicas
                 pod = one["spec"]["template"]["spec"]
                 for container in (*pod["containers"], *pod.get("initContainers", ())):
                     requests = container.setdefault("resources", {}).setdefault("requests", {})
@@ -141,6 +154,7 @@ class Cluster:
     def end(self) -> None:
         """Deletes the namespace and its volumes, and waits until they are gone."""
         volumes = self.objects("persistentvolume", f"made-for={self.namespace}")
+        self.kubectl("delete", "pod", "--all", "--grace-period=1", "--wait=false")
         self.kubectl("delete", "namespace", self.namespace, "--ignore-not-found")
         if volumes:
             self.kubectl(
@@ -150,9 +164,38 @@ class Cluster:
 
     def apply(self, objects: Iterable[Manifest]) -> None:
         """As ``kubectl apply``, with volumes for the claims."""
-        given = sorted(objects, key=lambda one: one["kind"] not in ORDER)
+        given = list(objects)
+        self.define(given)
         self.volumes(given)
         self.kubectl("apply", "--filename", "-", said=yaml.safe_dump_all(given))
+
+    def define(self, objects: Iterable[Manifest]) -> None:
+        """Definitions for the kinds of these objects that this cluster lacks."""
+        for one in objects:
+            group, _, version = one["apiVersion"].partition("/")
+            if group not in _DEFINED:
+                continue
+            kind, plural = one["kind"], f"{one['kind'].lower()}s"
+            schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+            with suppress(Failed):
+                self.kubectl("get", "customresourcedefinition", f"{plural}.{group}")
+                continue
+            definition = {
+                "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+                "metadata": {"name": f"{plural}.{group}", "annotations": {
+                    "api-approved.kubernetes.io": "unapproved, for a test",
+                }},
+                "spec": {
+                    "group": group, "scope": "Namespaced",
+                    "names": {"kind": kind, "plural": plural},
+                    "versions": [{
+                        "name": version, "served": True, "storage": True,
+                        "schema": {"openAPIV3Schema": schema},
+                    }],
+                },
+            }  # fmt: skip
+            self.kubectl("apply", "--filename", "-", said=yaml.safe_dump(definition))
+            self.kubectl("wait", "--for=condition=Established", f"crd/{plural}.{group}")
 
     def volumes(self, objects: Iterable[Manifest]) -> None:
         """Volumes on the node for the claims of these objects that have none."""
@@ -162,7 +205,8 @@ class Cluster:
             if one["kind"] == "PersistentVolumeClaim" and not spec.get("volumeName"):
                 claims[name] = spec
             for template in spec.get("volumeClaimTemplates", ()):
-                for number in range(max(spec.get("replicas", 1), 3)):
+                first = spec.get("ordinals", {}).get("start", 0)
+                for number in range(first, first + max(spec.get("replicas", 1), 3)):
                     claims[f"{template['metadata']['name']}-{name}-{number}"] = template["spec"]
         there = {one["metadata"]["name"] for one in self.objects("persistentvolume")}
         wanted = {n: spec for n, spec in claims.items() if f"{self.namespace}-{n}" not in there}
@@ -323,8 +367,10 @@ def main() -> None:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--image", required=True)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--node", default="")
     cluster = Cluster(**vars(parser.parse_args()))
     objects = cluster.adapted(yaml.safe_load_all(sys.stdin))
+    cluster.define(objects)
     cluster.volumes(objects)
     yaml.safe_dump_all(list(objects), sys.stdout)
 

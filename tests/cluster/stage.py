@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -9,7 +10,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,9 @@ task = Slow
 )
 
 
+_NONE: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class Row:
     """A line of the table."""
@@ -54,6 +58,12 @@ class Row:
     pause: float | None = None  # seconds without a version
     note: str = ""
     failed: str = ""
+
+
+def secret(name: str, namespace: str, data: Mapping[str, str]) -> Manifest:
+    """A Secret."""
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": dict(data)}
 
 
 class Docs:
@@ -80,10 +90,11 @@ class Docs:
         for name in ("docker", "kind"):  # the image is in the cluster
             (folder / name).symlink_to("/bin/true")
         cluster, real = self._cluster, shlex.quote(str(kubectl()))
-        if (cluster.namespace, cluster.image, cluster.small) == ("fedstream", IMAGE, False):
+        if cluster == Cluster("fedstream"):
             return
         # What is applied is adapted as everywhere in the suite.
         options = ["--namespace", cluster.namespace, "--image", cluster.image]
+        options += ["--node", cluster.node]
         adapt = shlex.join([
             sys.executable, "-m", "tests.cluster.cluster", *options,
             *(["--small"] if cluster.small else []),
@@ -107,9 +118,10 @@ class Docs:
             raise Failed(f"{page} has no command {begins!r}")
         block, text = found[number]
         self.typed.add(f"{block.place}: {text}")
-        return block, self._here(text)
+        return block, self.here(text)
 
-    def _here(self, text: str) -> str:
+    def here(self, text: str) -> str:
+        """A command in terms of this machine: namespace, image, ports."""
         text = text.replace("YOUR_OVERLAY", "../YOUR_OVERLAY").replace(IMAGE, self._cluster.image)
         text = re.sub(r"\b8080(:80\b)?", lambda found: f"{self.web}{found[1] or ''}", text)
         text = text.replace("service/redis 6379", f"service/redis {self.redis}:6379")
@@ -122,7 +134,7 @@ class Docs:
         """A block that is no command, such as a file, as it is written here."""
         [found] = (one.text for one in blocks(page)
                    if one.language == language and one.text.startswith(begins))  # fmt: skip
-        return self._here(found).replace(
+        return self.here(found).replace(
             "namespace: fedstream", f"namespace: {self._cluster.namespace}"
         )
 
@@ -144,7 +156,7 @@ class Docs:
         if not found:
             raise Failed(f"{page} has no command {begins!r}")
         self.typed.add(f"{page}: {found[1]}")
-        code, said = self.shell.run(self._here(found[1]))
+        code, said = self.shell.run(self.here(found[1]))
         if code:
             raise Failed(f"{page}: {found[1]}: exit code {code}: {said.strip()[-1500:]}")
         return said
@@ -153,14 +165,21 @@ class Docs:
         """Types a command that goes on, in another terminal."""
         return self.shell.begin(self._find(page, begins, number)[1].rstrip("& "))
 
-    def overlay(self, text: str) -> Path:
-        """The reader's own overlay, next to the clone, with copies of run.toml and a task."""
+    def overlay(self, *components: str, resource: str = "base", **settings: str) -> None:
+        """The page's own overlay, next to the clone, on another resource and with components."""
+        text = self.text(KUBERNETES, "yaml", "apiVersion: kustomize")
+        text = re.sub(r"k8s/overlays/production\b", f"k8s/{resource}", text)
+        literals = [f"FEDSTREAM_{key}={value}" for key, value in settings.items()]
+        merged = {"name": "fedstream-settings", "behavior": "merge", "literals": literals}
+        names = [f"components/{name}" for name in components] + ["images"]
+        parts = [f"../fedstream/k8s/{name}" for name in names]
         folder = self.clone.parent / "YOUR_OVERLAY"
         folder.mkdir(exist_ok=True)
         shutil.copy(K8S / "base" / "run.toml", folder)
         (folder / "task.py").write_text(SLOW)
-        (folder / "kustomization.yaml").write_text(text)
-        return folder
+        (folder / "kustomization.yaml").write_text(
+            f"{text}  - {json.dumps(merged)}\ncomponents: {json.dumps(parts)}\n"
+        )
 
 
 @dataclass
@@ -174,28 +193,26 @@ class Stage:
     scenario: str = ""
     rows: list[Row] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        names = (*ROLES, "site-a", "site-b", "token")
+        self.passwords = {name: f"{self.rng.getrandbits(128):032x}" for name in names}
+
     def secrets(self) -> list[Manifest]:
-        """Every Secret that components want, but for certificates; new passwords each time."""
-        made: Mapping[str, Mapping[str, str]] = {
-            "fedstream-redis": {role: self._password() for role in ROLES},
-            "fedstream-http": {"token": self._password()},
-            "fedstream-site-a": {"password": self._password()},
-            "fedstream-site-b": {"password": self._password()},
-        }
+        """Every Secret that components want, but for certificates."""
+        one, space = self.passwords, self.cluster.namespace
         return [
-            {"apiVersion": "v1", "kind": "Secret", "stringData": dict(data),
-             "metadata": {"name": name, "namespace": self.cluster.namespace}}
-            for name, data in made.items()
-        ]  # fmt: skip
+            secret("fedstream-redis", space, {role: one[role] for role in ROLES}),
+            secret("fedstream-http", space, {"token": one["token"]}),
+            secret("fedstream-site-a", space, {"password": one["site-a"]}),
+            secret("fedstream-site-b", space, {"password": one["site-b"]}),
+        ]
 
-    def _password(self) -> str:
-        return f"{self.rng.getrandbits(128):032x}"
-
-    def certificate(self) -> None:
-        """Redis's, as the docs make it."""
+    def certificate(self, *names: str) -> None:
+        """Redis's, as the docs make it, in files; ``names``: further ones, as DNS:redis.example."""
+        self.docs.type(KUBERNETES, "cat > names")
+        self.docs.shell.run(f"sed -i '1s/$/{''.join(f',{one}' for one in names)}/' names")
         self.docs.type(
-            KUBERNETES, "cat > names", "openssl req -x509", "openssl req -newkey", "openssl x509",
-            "kubectl --namespace fedstream create secret generic fedstream-redis-tls",
+            KUBERNETES, "openssl req -x509", "openssl req -newkey", "openssl x509",
         )  # fmt: skip
 
     def run(self) -> Run:
@@ -214,30 +231,40 @@ class Stage:
 
     @contextmanager
     def deployed(
-        self, *components: str, resource: str = "base", versions: int = 3, **settings: str
+        self,
+        *components: str,
+        resource: str = "base",
+        versions: int = 3,
+        change: Callable[[Manifest], object] = id,
+        before: Iterable[Manifest] = (),
+        redis: Cluster | None = None,
+        settings: Mapping[str, str] = _NONE,
     ) -> Iterator[Run]:
-        """A namespace with the slow task on these components, at work."""
+        """A namespace with the slow task on these components, at work. ``before``: further
+        objects; ``change``: changes each."""
         self.cluster.begin()
-        try:
-            self.cluster.apply(self.secrets())
-            if "redis-tls" in components:
-                self.certificate()
-            settings = {"RUN__VERSIONS": "1000000", **settings}
-            self.cluster.apply(
-                self.cluster.rendered(*components, resource=resource, task=SLOW, **settings)
+        self.cluster.apply([*self.secrets(), *before])
+        if "redis-tls" in components:
+            self.certificate()
+            self.docs.type(
+                KUBERNETES,
+                "kubectl --namespace fedstream create secret generic fedstream-redis-tls",
             )
-            self.cluster.ready()
-            with self.run() as run:
-                run.more(versions)
-                yield run
-        finally:
-            self.cluster.end()
+        keys = {"RUN__VERSIONS": "1000000", **settings}
+        objects = self.cluster.rendered(*components, resource=resource, task=SLOW, **keys)
+        for one in objects:
+            change(one)
+        self.cluster.apply(objects)
+        self.cluster.ready()
+        with Run(self.cluster, self.folder, redis) as run:
+            run.more(versions)
+            yield run
 
     def add(
         self, what: str, outcome: Outcome | None = None, pause: float | None = None, note: str = ""
     ) -> None:
         """A row of the table; an outcome with faults is a failure."""
-        failed = "; ".join(outcome.wrong) if outcome else ""
+        failed = "; ".join(outcome.wrong[:5]) if outcome else ""
         self.rows.append(Row(self.scenario, what, outcome, pause, note, failed))
         sys.stdout.write(told(self.rows[-1]) + "\n")
         sys.stdout.flush()
