@@ -40,6 +40,7 @@ else
   cp users.acl users.acl.before
   mv "users.acl.$$" users.acl
   ask acl load || { mv users.acl.before users.acl; exit 1; }
+  rm -f users.acl.before
   echo 'reload.sh: passwords loaded'
 fi
 # What a replica logs in with, the next time that it does.

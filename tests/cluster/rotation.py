@@ -80,7 +80,7 @@ class Rotation:
             lambda: replies(0) == replies(1) == {True} and are_seen(),
         )  # fmt: skip
         self.sees(
-            f"`{secret}`: without the old", lambda: self.types("head -n 1", secret, *logins),
+            f"`{secret}`: without the old", lambda: self.types("$new", secret, *logins),
             lambda: replies(0) == {True} and replies(1) == {False} and are_seen(),
         )  # fmt: skip
 
@@ -97,7 +97,7 @@ class Rotation:
             )
 
         [old] = self._lines("fedstream-http", "token")
-        for what, begins in (("a new token", "$old"), ("without the old", "head -n 1")):
+        for what, begins in (("a new token", "$old"), ("without the old", "$new")):
             self.sees(
                 f"`fedstream-http`: {what}", lambda: self.types(begins, "fedstream-http", "token"),  # noqa: B023
                 lambda: accepts(self._lines("fedstream-http", "token")[0])
