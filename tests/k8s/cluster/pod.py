@@ -81,7 +81,10 @@ class Inside:
         files = texts(self.place.objects.get(kind, name))
         if "items" not in about:
             return files
-        return {item["path"]: files[item["key"]] for item in about["items"]}
+        return {
+            item["path"]: files[item["key"]] for item in about["items"]
+            if item["key"] in files or not about.get("optional")
+        }  # fmt: skip
 
     def field(self, path: str) -> str:
         """What a fieldRef says."""
