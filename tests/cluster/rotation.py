@@ -12,17 +12,21 @@ from tests.cluster.stage import KUBERNETES, OPERATE, Stage, scenario
 _MORE = 5  # versions after each change
 _SEEN_S = 240.0  # the kubelet changes files within 90 s on an idle machine
 _USERS = "coordinator scheduler updater evaluator trainer operator"  # as the docs' commands have it
-# A service's file with its password for Redis, and what prints the certificate that Redis shows.
+# A service's file with its password for Redis, what a Sentinel logs in with, and what Redis shows.
 _OWN = "cat /etc/fedstream/redis-login/password"
+_ASKS_WITH = (
+    """sed -n 's/^sentinel auth-pass fedstream "*\\([^"]*\\).*/\\1/p' /run/redis/sentinel.conf"""
+)
 _SHOWN = "python3 -c \"import ssl; print(ssl.get_server_certificate(('redis', 6379)))\""
 
 
 class Rotation:
     """A deployment whose Secrets are replaced."""
 
-    def __init__(self, stage: Stage, run: Run, sentinels: int) -> None:
+    def __init__(self, stage: Stage, run: Run, sentinels: bool) -> None:
         self._stage, self._run, self._cluster = stage, run, stage.cluster
         self._redis = [f"redis-{n}" for n in range(3 if sentinels else 1)]
+        self._sentinels = [f"sentinel-{n}" for n in range(3 if sentinels else 0)]
         # What was replaced, from when to when, and after how many seconds all had taken it up.
         self.moments: list[tuple[str, float, float, float]] = []
 
@@ -69,9 +73,13 @@ class Rotation:
             return found
 
         def are_seen() -> bool:
-            return all(
+            own = all(
                 self.in_pod(pod, _OWN).split("\n") == self._lines(secret, key)
                 for key, (_, pod) in logins.items() if pod
+            )  # fmt: skip
+            return own and all(
+                self.in_pod(one, _ASKS_WITH) == self._lines(secret, "sentinel")[0]
+                for one in self._sentinels if "sentinel" in logins
             )  # fmt: skip
 
         old = {key: self._lines(secret, key)[0] for key in logins}
@@ -130,9 +138,12 @@ def _played(stage: Stage, *components: str, may_restart: str = "^$") -> None:
         services = {
             user: (user, f"deployment/{user}") for user in _USERS.split() if user != "operator"
         } | {"updater": ("updater", "updater-0"), "operator": ("operator", "")}
+        if "redis-sentinel" in components:
+            services |= {"replica": ("replica", ""), "sentinel": ("sentinel", "")}
         rotation.passwords("fedstream-redis", services)
         rotation.passwords("fedstream-site-a", {"password": ("trainer-site-a", "site-a-0")})
         rotation.token()
+        stage.docs.inline(OPERATE, "kubectl --namespace fedstream exec redis-0")
         shell = stage.docs.shell
         shell.run("cp ca.crt old-ca.crt; cp ca.key old-ca.key")
 
