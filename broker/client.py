@@ -28,11 +28,23 @@ from redis.crc import key_slot
 
 from fedstream.broker.clock import Clock, uptime
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
-from fedstream.broker.errors import BrokerError, ConfigError, ReplyTooLarge
-from fedstream.broker.failures import is_elsewhere, meaning
+from fedstream.broker.errors import (
+    BrokerError,
+    ConfigError,
+    LoginRefused,
+    ReplyTooLarge,
+    Unavailable,
+)
+from fedstream.broker.failures import is_elsewhere, meaning, said_by_redis
 from fedstream.broker.link import READ, BulkPlace, Link
 from fedstream.broker.places import Address, Cluster, Guide, Sentinels
-from fedstream.broker.settings import RedisSettings, check_files
+from fedstream.broker.settings import (
+    RedisSettings,
+    SentinelSettings,
+    check_files,
+    check_password_file,
+    passwords,
+)
 from fedstream.broker.started import Started
 
 __all__ = ["Client", "RedisSettings"]
@@ -100,11 +112,18 @@ class Client:
         self.database = int(options.get("db") or 0)
         self._guide: Guide | None = None
         self._guide_options: dict[str, Any] = {}
+        self._login: RedisSettings | SentinelSettings = settings
+        self._guide_login = self._login
+        # A password may be replaced while we run, and with it Redis's certificate: then a file of
+        # ours may be older than what Redis has. Not before we were let in: then it is a mistake.
+        self._waits_for_files = settings.password_file is not None
+        self._was_let_in = False
+        check_password_file("redis.password_file", settings)
         if settings.sentinel is not None:
-            sentinel = settings.sentinel
-            secret = sentinel.password.get_secret_value() if sentinel.password else None
+            sentinel = self._guide_login = settings.sentinel
+            check_password_file("redis.sentinel.password_file", sentinel)
             self._guide = Sentinels(sentinel)
-            self._guide_options = {"username": sentinel.username, "password": secret, "db": 0}
+            self._guide_options = {"username": sentinel.username, "password": None, "db": 0}
         elif settings.cluster:
             if options.get("db"):
                 raise ConfigError(
@@ -349,8 +368,12 @@ class Client:
         try:
             async with asyncio.timeout(seconds):
                 link = await self._connected(once.place if once else None)
-        except _BROKEN as error:
-            raise self._lost_redis(error, generation) from error
+        except (*_BROKEN, LoginRefused) as error:
+            meant = self._lost_redis(error, generation)
+            if isinstance(meant, LoginRefused) and self._was_let_in and self._waits_for_files:
+                meant = Unavailable(f"{meant}; waiting for files that Redis accepts")
+            raise meant from error
+        self._was_let_in = True
         return link, seconds - (time.monotonic() - began)
 
     def _put_back(self, link: Link, generation: int, once: _Elsewhere | None = None) -> None:
@@ -392,7 +415,7 @@ class Client:
         """Connect to ``place``, by default to the current node."""
         if place is None and self._guide is not None:
             place = self._place = self._place or await self._guide.find(self._ask)
-        connection = await self._opened(place, self._options)
+        connection = await self._opened(place, self._options, self._login)
         try:
             if isinstance(self._guide, Sentinels):
                 await _check_role(connection)
@@ -421,7 +444,21 @@ class Client:
         connection._reader = connection._writer = None  # noqa: SLF001
         return link
 
-    async def _opened(self, place: Address | None, options: dict[str, Any]) -> Connection:
+    async def _opened(
+        self, place: Address | None, options: dict[str, Any],
+        login: RedisSettings | SentinelSettings,
+    ) -> Connection:  # fmt: skip
+        """Connect, and log in with the first of the passwords that is accepted."""
+        *others, last = passwords(login) or [options.get("password")]
+        for password in others:
+            try:
+                return await self._logged_in(place, options | {"password": password})
+            except exceptions.RedisError as error:
+                if not isinstance(said_by_redis(error), exceptions.AuthenticationError):
+                    raise
+        return await self._logged_in(place, options | {"password": last})
+
+    async def _logged_in(self, place: Address | None, options: dict[str, Any]) -> Connection:
         if place is not None and self._path is None:
             options = options | {"host": place[0], "port": place[1]}
         opened: list[asyncio.WriteTransport] = []
@@ -468,7 +505,9 @@ class Client:
         connection: Connection | None = None
         try:
             async with asyncio.timeout(min(self._timeout_s, _ASKED_S)):
-                connection = await self._opened(node, self._options | self._guide_options)
+                connection = await self._opened(
+                    node, self._options | self._guide_options, self._guide_login
+                )
                 await connection.send_command(*question, check_health=False)
                 return await connection.read_response(disconnect_on_error=False)
         except (exceptions.RedisError, OSError, TimeoutError) as error:
@@ -527,8 +566,6 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
         raise ConfigError(f"redis.url: {shown!r}: {error}") from error
     if settings.username is not None:
         options["username"] = settings.username
-    if settings.password is not None:
-        options["password"] = settings.password.get_secret_value()
     if settings.tls is not None:
         check_files(settings.tls)
         options |= {

@@ -10,6 +10,7 @@
         │   └── NoScript      Redis does not have a script (any more)         (retriable)
         ├── Foreign           a key holds a foreign value                     (retriable)
         ├── ReplyTooLarge     a reply exceeds the caller's limit              (retriable)
+        ├── LoginRefused      Redis refuses the password, or its certificate is not trusted
         ├── BadMessage        an entry that cannot be decoded
         ├── LayoutMismatch    a model of another shape than the run's
         ├── BlobMissing       a blob that is gone: expired, deleted or never written
@@ -58,6 +59,10 @@ class Unavailable(BrokerError):
     """Redis cannot be reached, is loading, or is failing over."""
 
     retriable = True
+
+
+class LoginRefused(BrokerError):
+    """Redis refuses the password, or its certificate is not trusted."""
 
 
 class OutOfMemory(Unavailable):

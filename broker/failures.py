@@ -9,6 +9,7 @@ from redis import exceptions
 from fedstream.broker.errors import (
     BrokerError,
     Foreign,
+    LoginRefused,
     NoScript,
     OutOfMemory,
     Unavailable,
@@ -44,16 +45,17 @@ def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
     """
     if isinstance(error, BrokerError):
         return error
-    if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
-        error = error.__cause__  # on Unix sockets, redis-py wraps errors of its handshake
+    error = said_by_redis(error)
     text = str(error) or type(error).__name__
     where = f"Redis at {address}"
     denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
     if isinstance(error, denied) or _DENIED.search(text):
         if isinstance(error, exceptions.AuthenticationError):
-            text += " (redis.username, redis.password; FEDSTREAM_REDIS__PASSWORD)"
-        else:
-            text += " (a user's rights are for one role and one run: run.name)"
+            keys = (
+                "redis.username; redis.password, FEDSTREAM_REDIS__PASSWORD or redis.password_file"
+            )
+            return LoginRefused(f"{where} refuses: {text} ({keys})")
+        text += " (a user's rights are for one role and one run: run.name)"
         return BrokerError(f"{where} refuses: {text}")
     if isinstance(error, exceptions.NoScriptError):
         return NoScript(f"{where} does not know our scripts yet: a coordinator loads them")
@@ -66,7 +68,7 @@ def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
         return OutOfMemory(f"{where} is full: {text}")
     if untrusted := _UNTRUSTED.search(text):
         why = distrust(untrusted[1], "redis.tls.ca must name the authority that signed it")
-        return BrokerError(f"{where} is not trusted: {why}")
+        return LoginRefused(f"{where} is not trusted: {why}")
     if isinstance(error, exceptions.AskError) and not is_guided:
         return BrokerError(f"{where} is a node of a cluster: set redis.cluster = true")
     passing = (
@@ -79,6 +81,13 @@ def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
     if isinstance(error, passing) or is_elsewhere(error) or _PASSING.search(text):
         return Unavailable(f"{where} does not answer: {text}")
     return BrokerError(f"{where}: {text}")
+
+
+def said_by_redis(error: Exception) -> Exception:
+    """The error itself, or the one that redis-py wraps: its handshake's, on Unix sockets."""
+    if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
+        return error.__cause__
+    return error
 
 
 def is_elsewhere(error: Exception) -> bool:

@@ -36,6 +36,7 @@ from fedstream.broker.ledger import (
 )
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.scripts import Script
+from fedstream.broker.settings import in_lines
 
 # Commands that any of our connections may need: PING and ROLE as checks, TIME for the run's clock,
 # the others to set it up. Not SELECT: a user's keys are the same in every database, and clean-up
@@ -61,14 +62,16 @@ OPTIONAL = ("gateway", "sinks")
 # The sites whose users have the name of their role alone.
 _OWN = {"trainer": POOL, "gateway": GATEWAY}
 
-# Rights of Redis's own processes where sentinels are used, from Redis's documentation; they are not
-# limited to our keys. A user is created only for those with a password.
+# Rights of Redis's own processes where sentinels are used, from Redis's documentation, and of the
+# script that has a server read renewed passwords and certificates. They are not limited to our
+# keys. A user is created only for those with a password.
 PARTS = {
     "replica": "+psync +replconf +ping",
     "sentinel": (
         "allchannels +multi +exec +ping +info +role +publish +subscribe +slaveof +replicaof "
         "+config|rewrite +client|setname +client|kill +script|kill"
     ),
+    "reload": "+acl|load +config|set",
 }
 
 
@@ -133,24 +136,29 @@ def acl(
     """An ACL file for a server dedicated to this run, with a user for each role and site.
 
     ``passwords`` are by role; ``sites`` gives those of sites other than the pool, by site, and
-    ``gateways`` those of gateways whose site has another name than the role. The file contains only
-    their hashes. There is also a user ``health``, which can only send PING (not answered while a
-    script hangs) and has no password, since a probe can't supply one.
+    ``gateways`` those of gateways whose site has another name than the role. A user may have
+    several passwords, one a line. The file contains only their hashes. There is also a user
+    ``health``, which can only send PING (not answered while a script hangs) and has no password,
+    since a probe can't supply one.
     """
     # Nobody can log in as `default`, but Redis loads the append-only file with its rights: without
     # them it drops what scripts wrote (redis/redis#14541).
     lines = ["user default off resetpass allkeys allchannels +@all"]
     for name in (*ROLES, *PARTS):
         if name in passwords:
-            digest = hashlib.sha256(passwords[name].encode()).hexdigest()
             may = rules(name, run) if name in RIGHTS else f"resetkeys -@all {PARTS[name]}"
-            lines.append(f"user {name} on #{digest} {may}")
+            lines.append(f"user {name} on {_hashes(passwords[name])} {may}")
     for role, named in (("trainer", sites or {}), ("gateway", gateways or {})):
         for site, password in named.items():
-            digest = hashlib.sha256(password.encode()).hexdigest()
-            lines.append(f"user {user_of(site, role)} on #{digest} {rules(role, run, site)}")
+            user = user_of(site, role)
+            lines.append(f"user {user} on {_hashes(password)} {rules(role, run, site)}")
     lines.append("user health on nopass resetkeys resetchannels -@all +ping")
     return "\n".join(lines) + "\n"
+
+
+def _hashes(password: str) -> str:
+    """The passwords in a secret as an ACL file has them."""
+    return " ".join(f"#{hashlib.sha256(one.encode()).hexdigest()}" for one in in_lines(password))
 
 
 _CALL = re.compile(

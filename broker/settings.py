@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -35,6 +36,7 @@ class SentinelSettings(_Table):
     master: str = "fedstream"
     username: str | None = None  # of the sentinels themselves
     password: Secret = None
+    password_file: str | None = None  # read anew for every connection; ``password`` goes before it
 
 
 class RedisSettings(_Table):
@@ -44,6 +46,7 @@ class RedisSettings(_Table):
     url: str = "redis://127.0.0.1:6379/0"
     username: str | None = None  # instead of the URL's
     password: Secret = None  # instead of the URL's
+    password_file: str | None = None  # read anew for every connection; ``password`` goes before it
     tls: TlsSettings | None = None
     sentinel: SentinelSettings | None = None
     cluster: bool = False
@@ -56,7 +59,7 @@ class RedisSettings(_Table):
         """None for a password alone: a deployment may hand it out whether or not it is needed."""
         if sentinel is None or sentinel.nodes:
             return sentinel
-        if sentinel.model_fields_set - {"password"}:
+        if sentinel.model_fields_set - {"password", "password_file"}:
             raise ValueError('redis.sentinel.nodes: name at least one, as in ["host:26379"]')
         return None
 
@@ -86,7 +89,8 @@ class RedisSettings(_Table):
     @property
     def is_named(self) -> bool:
         """Whether any setting says where Redis is or how to log in; False if all are defaults."""
-        others = (self.username, self.password, self.tls, self.sentinel)
+        login = (self.username, self.password, self.password_file)
+        others = (*login, self.tls, self.sentinel)
         return (
             "url" in self.model_fields_set or self.cluster or any(one is not None for one in others)
         )
@@ -99,6 +103,31 @@ def address(node: str) -> tuple[str, int]:
     if found is None or not 0 < port < 1 << 16:
         raise ValueError(f"redis.sentinel.nodes: {node!r} is not an address; expected host:port")
     return found[1].strip("[]"), port
+
+
+def passwords(login: RedisSettings | SentinelSettings) -> list[str]:
+    """The passwords to try, in this order; none: it is the URL's, or there is none.
+
+    There are several while a password is being replaced. Raises OSError if the file can't be read.
+    """
+    if login.password is not None:
+        return in_lines(login.password.get_secret_value())
+    if login.password_file is not None:
+        return in_lines(Path(login.password_file).read_text(errors="replace"))
+    return []
+
+
+def in_lines(secret: str) -> list[str]:
+    """The passwords in a secret: one a line, of which the first is the newest."""
+    return [line for line in secret.replace("\r", "").split("\n") if line]
+
+
+def check_password_file(key: str, login: RedisSettings | SentinelSettings) -> None:
+    """Check that the file, if there is one, has a password now. Raises ConfigError."""
+    if login.password_file is not None and login.password is None:
+        _tried(key, login.password_file)
+        if not passwords(login):
+            raise ConfigError(f"{key}: {login.password_file}: contains no password")
 
 
 def check_files(tls: TlsSettings) -> None:

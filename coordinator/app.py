@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
-from pydantic import SecretStr
 
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BlobMissing, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.records import Tally
-from fedstream.coordinator.access import Handler, guarded
+from fedstream.coordinator.access import Handler, Tokens, guarded
 from fedstream.coordinator.downloads import Downloads, send
 from fedstream.runtime.problems import problem
 
@@ -100,20 +99,20 @@ class App:
 
     def __init__(
         self, client: Client, ledger: CoordinatorLedger, keys: Keys, downloads: int,
-        token: SecretStr | None = None,
+        tokens: Tokens | None = None,
     ) -> None:  # fmt: skip
         self._ledger = ledger
         self._keys = keys
         self._downloads = Downloads(client, keys, downloads)
-        self._token = token
+        self._tokens = tokens
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """GET routes under /v1."""
         return (
-            web.get("/v1/runs/{run}", guarded(self._answering(self._status), self._token)),
+            web.get("/v1/runs/{run}", guarded(self._answering(self._status), self._tokens)),
             # For autoscalers, which have no token: only open tasks, live trainers and the state.
             web.get("/v1/runs/{run}/scaling", self._answering(self._scaling)),
-            web.get("/v1/models/{version}", guarded(self._answering(self._model), self._token)),
+            web.get("/v1/models/{version}", guarded(self._answering(self._model), self._tokens)),
         )
 
     def _answering(self, handler: Handler) -> Handler:

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.settings import Secret
+from fedstream.coordinator.access import tokens_of
 from fedstream.runtime.config import Section
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.service import Context
@@ -34,12 +35,13 @@ def has_page(page: PageSettings, http: HttpSettings) -> bool:
     """Whether a coordinator serves the page. Raises ConfigError if it would be everybody's."""
     if not (http.is_local if page.enabled is None else page.enabled):
         return False
-    if not http.is_local and http.token is None:
+    if not http.is_local and not http.has_token:
         raise ConfigError(
             f"page.enabled = true with http.host = {http.host!r}: everybody who reaches the "
             "coordinator would see the run: set http.token too (FEDSTREAM_HTTP__TOKEN)"
         )
-    if page.operator_token is not None and page.operator_token == http.token:
+    operator, tokens = page.operator_token, tokens_of(http)
+    if operator is not None and tokens is not None and tokens.has(operator.get_secret_value()):
         raise ConfigError(
             "page.operator_token is the same as http.token: whoever may look could act, too; "
             "choose another"

@@ -13,12 +13,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from aiohttp import web
-from pydantic import SecretStr
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import COORDINATORS, Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
+from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import App
 from fedstream.coordinator.entries import LARGEST, Entries
 from fedstream.coordinator.intake import EntryIntake
@@ -47,7 +47,7 @@ class Coordinator:
         name: str,
         anarchic: bool = False,
         lr_of: Callable[[int], float] | None = None,
-        token: SecretStr | None = None,
+        tokens: Tokens | None = None,
         page: MakePage | None = None,
     ) -> None:
         """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
@@ -61,7 +61,7 @@ class Coordinator:
         self._name = name
         self._client = Client(redis, name)
         self._ledger = CoordinatorLedger(self._client, keys, name)
-        self._app = App(self._client, self._ledger, keys, settings.downloads, token)
+        self._app = App(self._client, self._ledger, keys, settings.downloads, tokens)
         self._page = None if page is None else page(self._client)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:

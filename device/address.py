@@ -44,6 +44,11 @@ class GatewayAddress:
             )
         return url.origin()
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that :meth:`tls` reads, but for the system's."""
+        return [one for one in (self.ca, self.cert, self.cert_key) if one is not None]
+
     def tls(self) -> ssl.SSLContext:
         """What connections are secured with. Raises ConfigError, naming the file."""
         try:

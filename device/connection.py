@@ -23,12 +23,13 @@ from typing import Self, TypeVar
 
 import aiohttp
 
-from fedstream.broker.errors import FedstreamError, distrust
+from fedstream.broker.errors import ConfigError, FedstreamError, distrust
 from fedstream.device.address import GatewayAddress
 from fedstream.device.errors import NotNow, TurnedAway
 from fedstream.protocol import headers as wire_headers
 from fedstream.protocol.messages import BODY, BadBody, Body, Problem
 from fedstream.runtime.backoff import Backoff
+from fedstream.runtime.tls import stamp
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
@@ -76,8 +77,9 @@ class Connection:
 
     def __init__(self, address: GatewayAddress, say: Callable[[str], None]) -> None:
         """Raises ConfigError."""
-        self.base, self._tls, self._proxy = address.base, address.tls(), address.proxy()
-        self._cert = address.cert
+        self.base, self._proxy = address.base, address.proxy()
+        self._address, self._stamp = address, stamp(address.files)
+        self._tls = address.tls()
         self._say = say
         self._backoff = Backoff(0.5, _MOST_WAIT_S, rng=random.Random())
         self._trouble_since: float | None = None
@@ -85,7 +87,7 @@ class Connection:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=4, keepalive_timeout=_IDLE_S),
+            connector=aiohttp.TCPConnector(limit=4, keepalive_timeout=_IDLE_S),
             auto_decompress=False,  # digests are of the bytes as they are sent
             headers={"User-Agent": "fedstream-device", "Accept-Encoding": "identity"},
             trust_env=False,  # which would also send what ~/.netrc says of the host
@@ -144,7 +146,7 @@ class Connection:
                 method, self.base.with_path(path),
                 data=io.BytesIO(body) if len(body) else None,
                 headers={"Content-Type": wire_headers.CONTENT_TYPE, **(headers or {})},
-                timeout=times, proxy=self._proxy, allow_redirects=False,
+                timeout=times, proxy=self._proxy, allow_redirects=False, ssl=self._newest_tls(),
             ) as response:  # fmt: skip
                 self._has_worked = True
                 yield response
@@ -156,6 +158,20 @@ class Connection:
             raise NotNow(f"{self.base} did not answer in time") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._unreachable(error) from error
+
+    def _newest_tls(self) -> ssl.SSLContext:
+        """What a request is secured with: a renewed file is read, and one that is unusable is not.
+
+        A connection that was secured otherwise is not used again.
+        """
+        found = stamp(self._address.files)
+        if found != self._stamp:
+            self._stamp = found
+            try:
+                self._tls = self._address.tls()
+            except ConfigError as error:
+                self._say(f"{error}; the files before it stay in use")
+        return self._tls
 
     async def answered(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Call ``ask`` until it raises no NotNow, with a wait after each."""
@@ -201,9 +217,10 @@ class Connection:
             asked = "may ask for a certificate of the device"
         if self._has_worked or not asked:
             return NotNow(why)
-        if self._cert is None:
+        cert = self._address.cert
+        if cert is None:
             return NotNow(f"{why}: it {asked}: name yours with --cert FILE")
-        return NotNow(f"{why}: it {asked}, and may not accept that of --cert {self._cert}")
+        return NotNow(f"{why}: it {asked}, and may not accept that of --cert {cert}")
 
     def _untrusted(self, error: Exception) -> str:
         why = getattr(error, "certificate_error", error)

@@ -17,7 +17,7 @@ import json
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 from aiohttp import HttpVersion11, web
 from pydantic import AfterValidator, Field, SecretStr
@@ -63,6 +63,9 @@ def _host_name(host: str) -> str:
 HostName: TypeAlias = Annotated[str, AfterValidator(_host_name)]
 
 
+LEAST_TOKEN: Final = 16  # characters
+
+
 class HttpSettings(Section):
     """Where a service listens, and its limits on clients."""
 
@@ -72,7 +75,10 @@ class HttpSettings(Section):
     hosts: tuple[HostName, ...] | None = ()
     port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any free port
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
-    token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
+    token: Annotated[
+        Annotated[SecretStr, Field(min_length=LEAST_TOKEN)] | None, Field(exclude=True)
+    ] = None
+    token_file: str | None = None  # read again when it has changed; ``token`` goes before it
     # PEM files of a proxy in front, which ends TLS: metrics say when they end.
     certificates: tuple[str, ...] = ()
     connections: Annotated[int, Field(ge=1)] = 256  # concurrent, on ``port``
@@ -81,6 +87,11 @@ class HttpSettings(Section):
     address_arrivals: Annotated[float, Field(gt=0)] | None = None
     idle_s: Annotated[float, Field(gt=0)] = 15.0  # then a connection without a request is closed
     write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
+
+    @property
+    def has_token(self) -> bool:
+        """Whether clients need a token."""
+        return self.token is not None or self.token_file is not None
 
     @property
     def is_local(self) -> bool:

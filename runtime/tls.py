@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     Data = bytes | bytearray | memoryview
 
@@ -47,6 +48,22 @@ class TlsBuffers:
         # Less than that can be inside, and what was held back of the records before.
         self.opened = memoryview(bytearray(READ + 2 * _RECORD))
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+
+
+Stamp: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+def stamp(files: Iterable[Path]) -> Stamp | None:
+    """What the system says of files, which differs once one was replaced or written.
+
+    That notices a Secret of Kubernetes, which changes when a symbolic link is swapped, where
+    watching the files would not. None while one is missing.
+    """
+    try:
+        found = [file.stat() for file in files]
+    except OSError:
+        return None
+    return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
 
 
 @dataclass

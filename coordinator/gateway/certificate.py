@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from cryptography import x509
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.logging import stamp
+from fedstream.runtime import logging
+from fedstream.runtime.tls import stamp
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.runtime.tls import CurrentTls
-
-_Stamp: TypeAlias = "tuple[tuple[int, ...], ...] | None"
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,7 @@ def _names(found: x509.Certificate) -> tuple[str, ...]:
 
 
 class ServedCertificate:
-    """The certificate of new connections, kept as its files are.
-
-    Files are compared by what the system says of them. That notices a Secret of Kubernetes, which
-    changes when a symbolic link is swapped, where watching the files would not.
-    """
+    """The certificate of new connections, kept as its files are."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         """Of settings with ``tls_cert``. Raises ConfigError if it can't be used.
@@ -99,7 +94,7 @@ class ServedCertificate:
         they are replaced from now on.
         """
         self._settings = settings
-        self._seen = self._stamp()
+        self._seen = stamp(self._files())
         self.certificate = self._read()
         self._authorities_end = self._read_authorities()
 
@@ -116,7 +111,7 @@ class ServedCertificate:
         ``current``: what connections begin with. Files that can't be used are reported once, and
         the certificate before stays.
         """
-        found = self._stamp()
+        found = stamp(self._files())
         if found == self._seen:
             return
         try:
@@ -133,9 +128,9 @@ class ServedCertificate:
                 current.context = newest
             self.certificate = read
             self._authorities_end = authorities_end
-            log.info("certificate renewed", ends=stamp(read.ends), names=read.names)
+            log.info("certificate renewed", ends=logging.stamp(read.ends), names=read.names)
         # Files that changed meanwhile are looked at again.
-        self._seen = found if found == self._stamp() else None
+        self._seen = found if found == stamp(self._files()) else None
 
     def _read(self) -> Certificate:
         file = self._files()[0]
@@ -158,11 +153,3 @@ class ServedCertificate:
         settings = self._settings
         named = (settings.tls_cert, settings.tls_key, settings.client_ca)
         return [Path(one) for one in named if one is not None]
-
-    def _stamp(self) -> _Stamp:
-        """What differs once a file was replaced or written; None while one is missing."""
-        try:
-            found = [file.stat() for file in self._files()]
-        except OSError:
-            return None
-        return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)

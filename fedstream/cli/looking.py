@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -52,9 +53,14 @@ def status(
     elif redis is not None:
         raise ConfigError("--url asks a coordinator and --redis asks Redis: give only one")
     else:
-        asked = ("run.name", "http.token")  # not redis, which is not asked
+        from fedstream.coordinator.access import tokens_of
+
+        # Not redis, which is not asked.
+        asked = ("run.name", "http.token", "http.token_file")
         settings = live_settings(config, redis=None, run=run, keys=asked)
-        about = page.fetch(url, settings.run.name, settings.http.token)
+        tokens = tokens_of(settings.http)
+        token = tokens.now()[0] if tokens is not None else None
+        about = page.fetch(url, settings.run.name, token)
     if as_json:
         verbatim(report.as_json(about) + "\n")
     else:
@@ -265,12 +271,27 @@ def acl(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write it to this file instead of stdout")
     ] = None,
+    passwords: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="read passwords from its files, named after the users, not from the environment",
+        ),
+    ] = None,
+    reload: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="make a password, in this file, for a user reload, who may have "
+            "Redis read its users and certificates again",
+        ),
+    ] = None,
 ) -> None:
     """Write Redis's ACL file: a user per role, with access to only what the role needs.
 
     Passwords come from the environment: FEDSTREAM_PASSWORD_COORDINATOR, and likewise for SCHEDULER,
     UPDATER, EVALUATOR, TRAINER and OPERATOR. The file contains their hashes. Needs Redis 7 or
-    later.
+    later. A user may have several passwords, one a line, of which services use the first.
 
     Without --site, the sites are those in coordinator.sites. The trainers of a site hospital-a
     share the user trainer-hospital-a, whose password is FEDSTREAM_PASSWORD_SITE_HOSPITAL_A.
@@ -293,7 +314,12 @@ def acl(
     named = site or [one for one in known if one != POOL]
     gateways = [one for one in named if one == settings.gateway.site]
     trainers = [one for one in named if one not in gateways]
-    text = page.file_of(settings.run.name, os.environ, trainers, gateways)
+    secret = None if reload is None else secrets.token_hex(32)
+    text = page.file_of(
+        settings.run.name, os.environ, trainers, gateways, folder=passwords, reload=secret
+    )  # fmt: skip
+    if reload is not None and secret is not None:
+        page.write(reload, secret)
     if out is None:
         verbatim(text)
     else:

@@ -11,7 +11,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -89,7 +89,7 @@ async def read(client: Client, keys: Keys) -> dict[str, Any]:
     return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
 
 
-def fetch(url: str, run: str, token: SecretStr | None = None) -> dict[str, Any]:
+def fetch(url: str, run: str, token: str | None = None) -> dict[str, Any]:
     """Fetch the status from a coordinator, for users without access to Redis.
 
     ``url`` is its address, with or without a path before ``/v1``. Raises FedstreamError.
@@ -121,10 +121,10 @@ def fetch(url: str, run: str, token: SecretStr | None = None) -> dict[str, Any]:
     return about
 
 
-def _request(url: str, token: SecretStr | None) -> Request:
+def _request(url: str, token: str | None) -> Request:
     request = Request(url)  # noqa: S310  (http or https)
     if token is not None:  # never sent on to a redirect's target
-        request.add_unredirected_header("Authorization", f"Bearer {token.get_secret_value()}")
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
     return request
 
 

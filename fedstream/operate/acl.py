@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY, POOL, check_name
-from fedstream.broker.rights import OPTIONAL, PARTS, ROLES, acl
+from fedstream.broker.rights import OPTIONAL, PARTS, ROLES, acl, user_of
+from fedstream.broker.settings import in_lines
 
 _PREFIX = "FEDSTREAM_PASSWORD_"
 
@@ -20,41 +21,71 @@ def file_of(
     environ: Mapping[str, str],
     sites: Sequence[str] = (),
     gateways: Sequence[str] = (),
+    *,
+    folder: Path | None = None,
+    reload: str | None = None,
 ) -> str:
     """Text of the ACL file, with passwords from the environment. Raises ConfigError.
 
     ``sites`` get a user each, of the trainers there. The pool must not be among them: it uses the
     trainer role's user. ``gateways``: the sites of gateways, likewise; that of the site 'gateway'
-    is the role's user.
+    is the role's user. ``folder``: has the passwords, in files named after the users, in place of
+    the environment. ``reload``: the password of that user.
     """
-    given = {role: environ.get(_PREFIX + role.upper(), "") for role in (*ROLES, *PARTS)}
-    named: dict[str, str] = {}
+    missing: list[str] = []
+
+    def password(user: str, name: str, *, needed: bool = True) -> str:
+        found = environ.get(name, "") if folder is None else _content(folder, user)
+        if needed and not in_lines(found):
+            missing.append(name if folder is None else str(folder / user))
+        return found
+
     own = [site for site in gateways if site != GATEWAY]
-    for site in (*sites, *own):
+    _check([*sites, *own])
+    optional = {*PARTS, *OPTIONAL} - ({"gateway"} if GATEWAY in gateways else set())
+    given = {
+        role: password(role, _PREFIX + role.upper(), needed=role not in optional)
+        for role in (*ROLES, *PARTS)
+    } | ({} if reload is None else {"reload": reload})
+    of_sites = {site: password(user_of(site), variable(site)) for site in sites}
+    of_gateways = {site: password(user_of(site, "gateway"), variable(site)) for site in own}
+    if missing:
+        where = "set in the environment" if folder is None else "there, or empty"
+        raise ConfigError(
+            f"{', '.join(missing)}: not {where}; every role and every site needs a password"
+        )
+    known = {role: text for role, text in given.items() if in_lines(text)}
+    return acl(run, known, of_sites, of_gateways)
+
+
+def _check(sites: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is no site's, or has another one's variable."""
+    for number, site in enumerate(sites):
         check_name("--site", site)
         if site == POOL:
             raise ConfigError(
                 f"--site {POOL}: not needed, since the pool's trainers are the user trainer"
             )
         place = variable(site)
-        if twin := next((one for one in named if variable(one) == place), None):
+        if twin := next((one for one in sites[:number] if variable(one) == place), None):
             raise ConfigError(
                 f"--site {site}: its password would be read from {place}, which is {twin}'s"
             )
-        named[site] = environ.get(place, "")
-    needed = [role for role in ROLES if role not in OPTIONAL]
-    needed += ["gateway"] if GATEWAY in gateways else []
-    missing = [_PREFIX + role.upper() for role in needed if not given[role]]
-    missing += [variable(site) for site, password in named.items() if not password]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: not set in the environment; every role and every site needs a "
-            "password"
-        )
-    return acl(
-        run, {role: password for role, password in given.items() if password},
-        {site: named[site] for site in sites}, {site: named[site] for site in own},
-    )  # fmt: skip
+
+
+def _content(folder: Path, user: str) -> str:
+    """The text of a user's file in a folder or in one below it; '' if there is none.
+
+    Raises ConfigError.
+    """
+    for file in (folder / user, *folder.glob(f"*/{user}")):
+        try:
+            return file.read_text(errors="replace")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"--passwords: {file}: cannot be read: {error.strerror}") from error
+    return ""
 
 
 def variable(site: str) -> str:
@@ -78,5 +109,5 @@ def write(path: Path, text: str) -> None:
         with suppress(OSError):
             part.unlink()
         raise ConfigError(
-            f"--out {path}: {error.strerror}: choose a file in a writable folder"
+            f"{path}: {error.strerror}: choose a file in a writable folder"
         ) from error

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import check_name
@@ -203,20 +203,29 @@ class Settings(Section):
         run = self.run
         if run.start is not None:
             run = run.model_copy(update={"start": StartingPoint.parsed(run.start).absolute})
-        redis = self.redis
+        redis = _absolute(self.redis, "password_file")
         if redis.tls is not None:
-            files = {key: str(Path(path).absolute()) for key, path in redis.tls if path is not None}
-            redis = redis.model_copy(update={"tls": redis.tls.model_copy(update=files)})
-        named = ("tls_cert", "tls_key", "client_ca", "flower_app", "flower_keys")
-        files = {
-            key: str(Path(path).absolute())
-            for key in named
-            if (path := getattr(self.gateway, key)) is not None
-        }
-        gateway = self.gateway.model_copy(update=files)
-        return self.model_copy(
-            update={"run": run, "task": task, "redis": redis, "gateway": gateway}
+            redis = redis.model_copy(update={"tls": _absolute(redis.tls, "ca", "cert", "key")})
+        if redis.sentinel is not None:
+            sentinel = _absolute(redis.sentinel, "password_file")
+            redis = redis.model_copy(update={"sentinel": sentinel})
+        gateway = _absolute(
+            self.gateway, "tls_cert", "tls_key", "client_ca", "flower_app", "flower_keys"
         )
+        http = _absolute(self.http, "token_file")
+        return self.model_copy(
+            update={"run": run, "task": task, "redis": redis, "gateway": gateway, "http": http}
+        )
+
+
+_TableT = TypeVar("_TableT", bound=BaseModel)
+
+
+def _absolute(table: _TableT, *keys: str) -> _TableT:
+    """A table of the configuration with these files, if they are given, by absolute paths."""
+    given = {key: getattr(table, key) for key in keys}
+    files = {key: str(Path(file).absolute()) for key, file in given.items() if file is not None}
+    return table.model_copy(update=files)
 
 
 _OPTIONS = {  # command-line options and the keys they set

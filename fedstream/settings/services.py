@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
+from fedstream.coordinator.access import tokens_of
 from fedstream.coordinator.page import MakePage
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
@@ -173,7 +174,7 @@ def _coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
         lr_of=(lambda device: solvers[device].lr) if settings.rule.by_steps else None,
-        token=settings.http.token, page=page,
+        tokens=tokens_of(settings.http), page=page,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 
@@ -290,7 +291,7 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
 def http_of(role: str, settings: Settings) -> HttpSettings:
     """Where a service listens, under which names, and its limits on clients."""
     http = settings.http
-    if role == "coordinator" and http.token is not None and not http.hosts:
+    if role == "coordinator" and http.has_token and not http.hosts:
         # A page under another name has no token, and no cookie for us.
         return http.model_copy(update={"hosts": None})
     if role == "gateway":

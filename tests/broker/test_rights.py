@@ -7,6 +7,7 @@ of `fedstream acl`. Redis logs what it denied, so that a refusal that a service 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import subprocess
 import sys
@@ -392,6 +393,35 @@ def test_ambiguous_site_is_named(sites: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         acl.file_of(RUN, PASSWORDS, sites)
     assert "\n" not in str(raised.value)
+
+
+def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
+    """As Secrets are mounted: files in a folder, or in one below it."""
+    config, folder, out = tmp_path / "run.toml", tmp_path / "passwords", tmp_path / "users.acl"
+    config.write_text('[coordinator]\nsites = ["pool", "north"]\n')
+    (folder / "site").mkdir(parents=True)
+    for role in rights.ROLES:
+        (folder / role).write_text(f"of-{role}")
+    (folder / "trainer").write_text("new\r\nold\n")
+    asked = [
+        sys.executable, "-m", "fedstream", "acl", "--config", str(config), "--out", str(out),
+        "--passwords", str(folder), "--reload", str(tmp_path / "reload"),
+    ]  # fmt: skip
+    done = subprocess.run(asked, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{folder / 'trainer-north'}: not there, or empty" in done.stderr
+    (folder / "site" / "trainer-north").write_text("of-north")
+    subprocess.run(asked, check=True)
+    users = {line.split()[1]: line.split() for line in out.read_text().splitlines()}
+
+    def hashes(*passwords: str) -> list[str]:
+        return [f"#{hashlib.sha256(one.encode()).hexdigest()}" for one in passwords]
+
+    assert users["trainer"][3:5] == hashes("new", "old")
+    assert users["trainer-north"][3:4] == hashes("of-north")
+    made = (tmp_path / "reload").read_text()
+    assert len(made) == 64
+    assert users["reload"][3:] == [*hashes(made), "resetkeys", "-@all", "+acl|load", "+config|set"]
 
 
 def test_acl_defaults_to_the_configured_sites(tmp_path: Path) -> None:

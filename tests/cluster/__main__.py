@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fedstream.experiments import machine
 from tests.cluster import faults as _faults  # noqa: F401  (registers its scenarios)
+from tests.cluster import rotation as _rotation  # noqa: F401
 from tests.cluster import scenarios as _scenarios  # noqa: F401
 from tests.cluster.cluster import IMAGE, Cluster, Failed, reached
 from tests.cluster.stage import COLUMNS, SCENARIOS, Docs, Row, Stage, cells_of

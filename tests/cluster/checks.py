@@ -99,7 +99,8 @@ class Run:
         names = [one["metadata"]["name"] for one in self.cluster.objects("secret")]
         if "fedstream-http" not in names:
             return {}
-        return {"Authorization": f"Bearer {self.cluster.secret('fedstream-http', 'token')}"}
+        newest, *_ = self.cluster.secret("fedstream-http", "token").split("\n")
+        return {"Authorization": f"Bearer {newest}"}
 
     def version(self) -> int:
         """The newest."""
@@ -127,7 +128,7 @@ class Run:
 
     # at its end
 
-    def finish(self, may_restart: str = "$") -> Outcome:
+    def finish(self, may_restart: str = "^$") -> Outcome:
         """Brings the run to rest and checks it. ``may_restart``: containers, as a pattern.
 
         Others may end only as the kubelet asks them to, when a slow machine misses a probe.
@@ -199,7 +200,8 @@ class Run:
         """The pod of the master by the Sentinels' word. Raises Failed."""
         command = (
             'tls=; [ ! -f /etc/redis/tls.inc ] || tls="--tls --cacert /etc/redis-tls/ca.crt"; '
-            'REDISCLI_AUTH=$WATCH_PASSWORD redis-cli -h "$POD_IP" -p 26379 $tls --user watch '
+            "REDISCLI_AUTH=$(head -n 1 /etc/redis-passwords/replication/watch) "
+            'redis-cli -h "$POD_IP" -p 26379 $tls --user watch '
             "--no-auth-warning sentinel get-master-addr-by-name fedstream"
         )
         said = self.cluster.kubectl("exec", "sentinel-0", "--", "sh", "-c", command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from pydantic import SecretStr
 from safetensors.numpy import load
 
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Tensor
 from fedstream.broker.messages import GiveUp
+from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import _ranges
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
@@ -259,12 +262,35 @@ def test_version_ranges_are_compact(versions: list[int], text: str) -> None:
     assert _ranges(versions) == text
 
 
+def test_tokens_are_those_that_the_file_has_now(tmp_path: Path) -> None:
+    """One that can't be used changes nothing; at the start it is an error."""
+    file = tmp_path / "token"
+    old, new = "old" * 6, "new" * 6
+    file.write_text(old)
+    tokens = Tokens(None, str(file))
+    assert tokens.has(old)
+    file.write_text(f"{new}\r\n{old}\n")
+    assert tokens.now() == [new, old]
+    for unusable in ("", "too short", f"{new}\nshort"):
+        file.write_text(unusable)
+        assert tokens.now() == [new, old]
+        with pytest.raises(ConfigError, match=r"^http\.token_file: .*at least 16 characters"):
+            Tokens(None, str(file))
+    file.unlink()
+    assert tokens.now() == [new, old]
+    with pytest.raises(ConfigError, match=r"^http\.token_file: .*No such file"):
+        Tokens(None, str(file))
+    file.write_text(new)
+    assert not tokens.has(old)
+    assert Tokens(SecretStr(old), str(file)).now() == [old]
+
+
 async def test_token_is_required_if_configured(redis: RedisSettings, keys: Keys) -> None:
     """Of status and models, in no other form than it is; an autoscaler has none."""
     right = "0123456789abcdef-é"
     coordinator = Coordinator(
         CoordinatorSettings(), LeaseSettings(), keys=keys, redis=redis, name="coordinator-0",
-        token=SecretStr(right),
+        tokens=Tokens(SecretStr(right)),
     )  # fmt: skip
     http = await serving(coordinator)
     try:

@@ -295,6 +295,35 @@ async def test_gateway_is_trusted_by_its_authority(
         assert await OwnGateway(connection, own._key, 7).check_in(ASKS) == 0.0
 
 
+async def test_renewed_files_are_used_by_the_next_request(
+    gateway: FakeGateway, authority: trustme.CA, tmp_path: Path, said: list[str]
+) -> None:
+    """Of the authority that is trusted, and of the device's own certificate."""
+    ca, cert = tmp_path / "ca.pem", tmp_path / "cert.pem"
+    stranger = trustme.CA()
+
+    def writes(trusted: trustme.CA, signer: trustme.CA) -> None:
+        ca.write_bytes(trusted.cert_pem.bytes())
+        cert.write_bytes(signer.issue_cert("d").private_key_and_cert_chain_pem.bytes())
+
+    writes(authority, authority)
+    async with (
+        secured(gateway, authority.issue_cert("localhost"), authority) as url,
+        Connection(GatewayAddress(url, ca=ca, cert=cert), said.append) as connection,
+    ):
+        assert (await connection.once("GET", "/")).status == 404
+        cert.write_text("no certificate")
+        assert (await connection.once("GET", "/")).status == 404
+        assert len(said) == 1
+        assert said[0].startswith(f"--cert {cert}: expected a certificate and its unencrypted")
+        for trusted, signer in ((stranger, authority), (authority, stranger)):
+            writes(trusted, signer)
+            with pytest.raises(NotNow):
+                await connection.once("GET", "/")
+        writes(authority, authority)
+        assert (await connection.once("GET", "/")).status == 404
+
+
 @pytest.mark.parametrize(
     ("name", "advice"),
     [

@@ -148,7 +148,8 @@ class Command:
         """The run now, if it is there and can be reached."""
         try:
             config = tomllib.loads((self.out / "run.toml").read_text())
-            return asyncio.run(_look(config["redis"]["url"], config["run"]["name"]))
+            redis = RedisSettings.model_validate(config["redis"])
+            return asyncio.run(_look(redis, config["run"]["name"]))
         except (OSError, KeyError, tomllib.TOMLDecodeError, FedstreamError):
             return None
 
@@ -191,8 +192,8 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-async def _look(url: str, run: str) -> View:
-    client = Client(RedisSettings(url=url))
+async def _look(redis: RedisSettings, run: str) -> View:
+    client = Client(redis)
     try:
         return await EveryRole(client, Keys(run), "test").look()
     finally:

@@ -26,9 +26,15 @@ def entry(manifests: Manifests, workload: str, name: str) -> dict[str, Any]:
     return next(one for one in container(manifests, workload)["env"] if one["name"] == name)
 
 
-def _without(some: dict[str, Any], name: str) -> None:
-    """Removes a variable from a container's environment."""
-    some["env"] = [one for one in some["env"] if one["name"] != name]
+def volume(manifests: Manifests, workload: str, name: str) -> dict[str, Any]:
+    """A volume of a workload's pods."""
+    return next(one for one in pod(manifests, workload)["volumes"] if one["name"] == name)
+
+
+def login(manifests: Manifests, workload: str) -> dict[str, Any]:
+    """The Secret with a service's password for Redis."""
+    source: dict[str, Any] = volume(manifests, workload, "redis-login")["projected"]["sources"][0]
+    return source["secret"]
 
 
 def config(manifests: Manifests, start: str) -> dict[str, str]:
@@ -99,10 +105,8 @@ BREAKS: dict[str, tuple[Change, str]] = {
         r"references: Deployment trainer, .*: ConfigMap .* has no 'run\.tml'",
     ),
     "a password that the Secret has not": (
-        lambda m: entry(m, "trainer", "FEDSTREAM_REDIS__PASSWORD")["valueFrom"][
-            "secretKeyRef"
-        ].update(key="trainers"),
-        r"references: Deployment trainer, .*: Secret 'fedstream-redis' has no 'trainers'",
+        lambda m: login(m, "trainer")["items"][0].update(key="trainers"),
+        r"references: Deployment trainer: Secret 'fedstream-redis' has no 'trainers'",
     ),
     "a mount without a volume": (
         lambda m: container(m, "evaluator")["volumeMounts"][0].update(name="conf"),
@@ -380,20 +384,12 @@ BREAKS: dict[str, tuple[Change, str]] = {
     ),
     "an Ingress to a coordinator that asks nobody who they are": (
         lambda m: container(m, "coordinator")["env"].remove(
-            entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN")
+            entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN_FILE")
         ),
         r"exposure: Deployment coordinator: Ingress coordinator leads to it, and it asks for no",
     ),
     "an Ingress to a coordinator whose token may be missing": (
-        lambda m: entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN")["valueFrom"][
-            "secretKeyRef"
-        ].update(optional=True),
-        r"exposure: Deployment coordinator: .* it asks for no token of a Secret",
-    ),
-    "an Ingress to a coordinator whose token is in the manifest": (
-        lambda m: entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN").update(
-            {"value": "0123456789abcdef", "valueFrom": {}}
-        ),
+        lambda m: volume(m, "coordinator", "http")["secret"].update(optional=True),
         r"exposure: Deployment coordinator: .* it asks for no token of a Secret",
     ),
     "a Redis in the clear behind an Ingress": (
@@ -419,9 +415,9 @@ BREAKS: dict[str, tuple[Change, str]] = {
 
 SITES: dict[str, tuple[Change, str]] = {
     "a site with the pool's password": (
-        lambda m: entry(m, "site-a", "FEDSTREAM_REDIS__PASSWORD")["valueFrom"][
-            "secretKeyRef"
-        ].update(name="fedstream-redis", key="trainer"),
+        lambda m: login(m, "site-a").update(
+            name="fedstream-redis", items=[{"key": "trainer", "path": "password"}]
+        ),
         r"sites: StatefulSet site-a: Deployment trainer has the Secret of its site",
     ),
     "a site that is the pool's user": (
@@ -433,8 +429,8 @@ SITES: dict[str, tuple[Change, str]] = {
         r"sites: StatefulSet site-a: coordinator\.sites does not name 'site-a'",
     ),
     "a site without a user": (
-        lambda m: _without(pod(m, "redis")["initContainers"][0], "FEDSTREAM_PASSWORD_SITE_SITE_A"),
-        r"sites: StatefulSet site-a: Redis's users are made without FEDSTREAM_PASSWORD_SITE_SITE_A",
+        lambda m: volume(m, "redis", "site-a")["secret"].update(secretName="fedstream-http"),
+        r"sites: StatefulSet site-a: Redis's users are made without the password of 'fedstream-s",
     ),
 }
 
@@ -442,10 +438,6 @@ GATEWAYS: dict[str, tuple[Change, str]] = {
     "a gateway whose site nobody serves": (
         lambda m: config(m, "fedstream-run").pop("FEDSTREAM_COORDINATOR__SITES__GATEWAY"),
         r"sites: StatefulSet gateway: coordinator\.sites does not name 'gateway'",
-    ),
-    "a gateway without a user": (
-        lambda m: _without(pod(m, "redis")["initContainers"][0], "FEDSTREAM_PASSWORD_GATEWAY"),
-        r"sites: StatefulSet gateway: Redis's users are made without FEDSTREAM_PASSWORD_GATEWAY",
     ),
     "a gateway that is a trainer's user": (
         lambda m: entry(m, "gateway", "FEDSTREAM_REDIS__USERNAME").update(value="trainer"),

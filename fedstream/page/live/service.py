@@ -19,6 +19,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.coordinator.access import tokens_of
 from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.page.files import no_icon, send_static
 from fedstream.page.guard import HEADERS, Answering, Asker, form_of, is_ours
@@ -70,7 +71,9 @@ class LiveService:
         self._settings = settings
         self._run = settings.run.name
         keys = Keys(settings.run.name)
-        self._sessions = Sessions(self._run, settings.http.token, settings.page.operator_token)
+        self._sessions = Sessions(
+            self._run, tokens_of(settings.http), settings.page.operator_token
+        )  # fmt: skip
         self._now = client.clock.now  # on which replicas agree
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
         self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)

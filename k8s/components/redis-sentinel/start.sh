@@ -4,6 +4,7 @@
 #   ready     whether Redis has what the master has: a rolling update waits for that before it takes the next one
 #   leave     before Redis stops: if it is the master, let another take over
 #   sentinel  start Sentinel
+#   reload    have Sentinel take up what was renewed in its Secrets; before each liveness probe
 # ADDRESS is the pod's own name, NODES and SENTINELS are everybody's.
 set -eu
 
@@ -15,12 +16,56 @@ tls=
 
 hash() { printf %s "$1" | sha256sum | cut -d ' ' -f 1; }
 
-# ask HOST PORT COMMAND...: the reply as user sentinel; nothing if there is none within 3 s
+# passwords USER: those that its Secret has, one a line; two while one is replaced, the new one first
+passwords() { tr -d '\r' < "/etc/redis-passwords/replication/$1" | grep .; }
+
+newest() { passwords "$1" | head -n 1; }
+
+hashes() { passwords "$1" | while IFS= read -r password; do printf '#%s ' "$(hash "$password")"; done; }
+
+# as PASSWORD HOST PORT COMMAND...: the reply as user sentinel; nothing if there is none within 3 s
+as() {
+  password=$1 host=$2 port=$3
+  shift 3
+  REDISCLI_AUTH=$password timeout ${within:-3} redis-cli -h "$host" -p "$port" $tls --user sentinel --no-auth-warning "$@" \
+    2>/dev/null </dev/null || true
+}
+
+# ask HOST PORT COMMAND...: the same with the first password that is accepted
 ask() {
-  host=$1 port=$2
-  shift 2
-  REDISCLI_AUTH=$SENTINEL_PASSWORD timeout 3 redis-cli -h "$host" -p "$port" $tls --user sentinel \
-    --no-auth-warning "$@" 2>/dev/null || true
+  passwords sentinel | while IFS= read -r password; do
+    said=$(as "$password" "$@")
+    case $said in NOAUTH*) ;; *) echo "$said"; return ;; esac
+  done
+}
+
+# The password with which a Sentinel asks the others: the newest that all of them accept, or else the oldest. A Redis that
+# refuses a Sentinel is down to it. Nobody is asked while there is only one.
+accepted() {
+  within=1 # a probe waits
+  passwords sentinel | sed '$d' | while IFS= read -r password; do
+    for place in $(printf '%s:6379 ' $NODES) $(printf '%s:26379 ' $SENTINELS); do
+      [ "${place%:*}" = "$ADDRESS" ] || [ "$(as "$password" "${place%:*}" "${place#*:}" ping)" = PONG ] || continue 2
+    done
+    echo "$password"
+    return
+  done | grep . || passwords sentinel | tail -n 1
+}
+
+tls_files() { cat /etc/redis-tls/* 2>/dev/null | sha256sum; }
+
+# itself COMMAND...: the reply of this pod's own Sentinel, as user reload
+itself() {
+  REDISCLI_AUTH=$(cat reload) timeout 3 redis-cli -h "$POD_IP" -p 26379 $tls ${tls:+--insecure} --user reload \
+    --no-auth-warning "$@" || true
+}
+
+# must COMMAND...: have it do that
+must() {
+  said=$(itself "$@")
+  [ "$said" = OK ] && return
+  echo "start.sh: $1 $2: ${said:-no answer}" >&2
+  return 1
 }
 
 # The master by a Sentinel's word; nothing if none answers.
@@ -80,7 +125,7 @@ dir /var/lib/redis
 # Else what it was sent last stays there, and the next one beside it may be more than the volume holds.
 rdb-del-sync-files yes
 masteruser replica
-masterauth "$REPLICA_PASSWORD"
+masterauth "$(newest replica)"
 replica-announce-ip $ADDRESS
 # A master that is cut off takes no writes: the services wait, and find the new one.
 min-replicas-to-write 1
@@ -117,6 +162,8 @@ EOF
       [ -n "$master" ] || sleep 1
     done
     umask 077
+    cd /run/redis
+    head -c 32 /dev/urandom | sha256sum | cut -d ' ' -f 1 > reload
     # Its id is its name's: one that restarts is the same one, and not a fourth that has a vote.
     # failover-timeout: after a failed election the next one comes after twice this time. An emptied master waits 60 s for
     # another to take over: 10 s allows three elections in that time, 30 s only one.
@@ -131,18 +178,39 @@ sentinel announce-ip $ADDRESS
 sentinel announce-port 26379
 sentinel monitor $master_name $master 6379 2
 sentinel auth-user $master_name sentinel
-sentinel auth-pass $master_name "$SENTINEL_PASSWORD"
+sentinel auth-pass $master_name "$(accepted)"
 sentinel down-after-milliseconds $master_name 5000
 sentinel failover-timeout $master_name 10000
 sentinel parallel-syncs $master_name 1
 sentinel sentinel-user sentinel
-sentinel sentinel-pass "$SENTINEL_PASSWORD"
+sentinel sentinel-pass "$(accepted)"
 user default off
-user sentinel on #$(hash "$SENTINEL_PASSWORD") allkeys allchannels +@all
-user watch on #$(hash "$WATCH_PASSWORD") allchannels -@all +ping +hello +role +subscribe +psubscribe +client|setname +sentinel|get-master-addr-by-name +sentinel|master +sentinel|masters +sentinel|replicas +sentinel|sentinels
+user sentinel on $(hashes sentinel) allkeys allchannels +@all
+user watch on $(hashes watch) allchannels -@all +ping +hello +role +subscribe +psubscribe +client|setname +sentinel|get-master-addr-by-name +sentinel|master +sentinel|masters +sentinel|replicas +sentinel|sentinels
 user health on nopass -@all +ping
+user reload on #$(hash "$(cat reload)") -@all +acl|setuser +sentinel|set +sentinel|config +shutdown
 EOF
+    tls_files > tls-loaded
+    rm -f passwords-loaded
     echo "$ADDRESS: master is $master"
     exec redis-server $conf --sentinel
+    ;;
+
+  reload)
+    cd /run/redis
+    asks_with=$(accepted)
+    now=$(echo "$asks_with" | cat - /etc/redis-passwords/replication/* | sha256sum)
+    if [ "$now" != "$(cat passwords-loaded 2>/dev/null)" ]; then
+      for user in sentinel watch; do
+        must acl setuser $user on resetpass $(hashes $user)
+      done
+      must sentinel set $master_name auth-pass "$asks_with"
+      must sentinel config set sentinel-pass "$asks_with"
+      echo "$now" > passwords-loaded
+    fi
+    # A Sentinel reads certificates only when it starts. They restart one after another: 30 s after the files' change, 60, 90.
+    [ -n "$tls" ] && [ "$(tls_files)" != "$(cat tls-loaded)" ] || exit 0
+    number=${ADDRESS%%.*}
+    [ $(($(date +%s) - $(stat -L -c %Y /etc/redis-tls/tls.crt))) -lt $((30 + 30 * ${number##*-})) ] || itself shutdown
     ;;
 esac

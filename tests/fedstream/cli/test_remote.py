@@ -17,6 +17,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.messages import Assignment
 from fedstream.cli.app import main
+from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import App
 from fedstream.observe import status
 from tests.support import EveryRole, Hand
@@ -188,7 +189,7 @@ async def test_coordinators_token_comes_from_the_environment(
 ) -> None:
     right = "0123456789abcdef"
     app = web.Application()
-    guarded = App(client, EveryRole(client, keys, "c"), keys, 4, SecretStr(right))
+    guarded = App(client, EveryRole(client, keys, "c"), keys, 4, Tokens(SecretStr(right)))
     app.add_routes(guarded.routes())
     server = TestServer(app)
     await server.start_server()

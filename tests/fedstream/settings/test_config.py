@@ -29,6 +29,22 @@ def test_relative_paths_resolve_from_anywhere(
         assert read(None, [f"task.name={name}"]).with_absolute_paths().task.name == name
 
 
+def test_files_are_named_by_absolute_paths() -> None:
+    """Those that a service reads again and again, wherever it was started."""
+    keys = (
+        "redis.password_file", "redis.tls.ca", "redis.sentinel.password_file", "http.token_file",
+        "gateway.client_ca",
+    )  # fmt: skip
+    sets = ["redis.url=rediss://h", 'redis.sentinel.nodes=["h:1"]', "gateway.tls_cert=a"]
+    sets += ["gateway.tls_key=b", *(f"{key}=file" for key in keys)]
+    found = read(None, sets).with_absolute_paths()
+    for key in keys:
+        table: object = found
+        for part in key.split("."):
+            table = getattr(table, part)
+        assert table == str(Path("file").absolute()), key
+
+
 def test_devices_that_trigger_themselves_have_no_rests() -> None:
     own = ["scheduler.policy.kind=none", "trainer.anarchic.rate=1.0"]
     assert read(None, own).scheduler.rest_s == 0.0

@@ -81,7 +81,10 @@ class Inside:
         files = texts(self.place.objects.get(kind, name))
         if "items" not in about:
             return files
-        return {item["path"]: files[item["key"]] for item in about["items"]}
+        return {
+            item["path"]: files[item["key"]] for item in about["items"]
+            if item["key"] in files or not about.get("optional")
+        }  # fmt: skip
 
     def field(self, path: str) -> str:
         """What a fieldRef says."""
@@ -163,9 +166,10 @@ class Container:
 
     def _paths(self) -> Callable[[str], str]:
         """What puts the folders of this machine in place of the mount paths."""
-        mounts = [one["mountPath"].rstrip("/") for one in self.spec.get("volumeMounts", ())]
+        mounts = {one["mountPath"].rstrip("/") for one in self.spec.get("volumeMounts", ())}
         if not mounts:
             return str
+        mounts |= {"/etc/redis-passwords"}  # which has mounts in it
         longest_first = sorted(map(re.escape, mounts), key=len, reverse=True)
         mounted = re.compile(rf"(?<![\w./-])(?:{'|'.join(longest_first)})(?!\.?[\w-])")
         return lambda text: mounted.sub(lambda found: f"{self.root}{found[0]}", text)

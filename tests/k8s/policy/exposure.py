@@ -13,6 +13,7 @@ from tests.k8s.policy.workloads import (
     entered,
     environment,
     hosts,
+    mount_of,
     workloads,
 )
 
@@ -37,13 +38,11 @@ def exposure(manifests: Manifests) -> Iterator[str]:
                 yield f"HTTPRoute {route['metadata']['name']}: lets in without TLS"
     if "coordinator" in services:
         coordinator = Workload(manifests.get("Deployment", "coordinator"))
-        tokens = [
-            entry
-            for entry in coordinator.containers[0]["env"]
-            if entry["name"] == "FEDSTREAM_HTTP__TOKEN"
-        ]
-        secret = tokens[0].get("valueFrom", {}).get("secretKeyRef") if tokens else None
-        if secret is None or secret.get("optional"):
+        container = coordinator.containers[0]
+        file = environment(manifests, container).get("FEDSTREAM_HTTP__TOKEN_FILE", "")
+        mount = mount_of(container, file)
+        volume = coordinator.volumes[mount["name"]] if mount else {}
+        if volume.get("secret", {"optional": True}).get("optional"):
             yield (
                 f"{coordinator.name}: {services['coordinator']} leads to it, and it asks for no "
                 "token of a Secret"

@@ -10,6 +10,7 @@ from tests.k8s.policy.workloads import (
     Workload,
     held,
     selected,
+    sources,
     with_jobs,
     workloads,
 )
@@ -63,13 +64,16 @@ def _volumes(manifests: Manifests) -> Iterator[str]:
 
 
 def _source(manifests: Manifests, workload: Workload, volume: Manifest) -> Iterator[str]:
-    sources = {
-        "ConfigMap": volume.get("configMap", {}).get("name"),
-        "Secret": volume.get("secret", {}).get("secretName"),
-    }
-    for kind, name in sources.items():
-        if name is not None and held(manifests, kind, name) is None:
+    for kind, about in sources(volume):
+        name, keys = about["name"], held(manifests, kind, about["name"])
+        if about.get("optional"):  # one that the operator may add
+            keys = BY_THE_OPERATOR.get((kind, name), keys)
+        if keys is None:
             yield f"{workload.name}: there is no {kind} {name!r}"
+            continue
+        for item in about.get("items", ()):
+            if item["key"] not in keys:
+                yield f"{workload.name}: {kind} {name!r} has no {item['key']!r}"
     claim = volume.get("persistentVolumeClaim", {}).get("claimName")
     found = manifests.find("PersistentVolumeClaim", claim or "") or claim in _templates(manifests)
     if claim and not found and ("PersistentVolumeClaim", claim) not in BY_THE_OPERATOR:
@@ -233,7 +237,7 @@ def _unused(manifests: Manifests) -> Iterator[str]:
     used: set[tuple[str, str]] = set()
     for workload in with_jobs(manifests):
         for volume in workload.volumes.values():
-            used.add(("ConfigMap", volume.get("configMap", {}).get("name", "")))
+            used.update((kind, about["name"]) for kind, about in sources(volume))
             used.add(
                 ("PersistentVolumeClaim", volume.get("persistentVolumeClaim", {}).get("claimName"))
             )

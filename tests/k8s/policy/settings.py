@@ -21,6 +21,7 @@ from tests.k8s.policy.workloads import (
     environment,
     file_at,
     mount_of,
+    secret_at,
     workloads,
 )
 
@@ -93,8 +94,9 @@ def _service(
     user = user_of(found.trainer.site) if own else role
     if role == "gateway":
         user = user_of(found.gateway.site, role)
-    password = f"password-of-{'password' if own else role}"
-    if found.redis.username != user or env.get("FEDSTREAM_REDIS__PASSWORD") != password:
+    file = found.redis.password_file or ""
+    _, key = secret_at(workload, container, file) or ("", "")
+    if found.redis.username != user or key != ("password" if own else role):
         yield f"is not Redis's user {user!r} with that user's password"
     if env.get("FEDSTREAM_NAME") != "pod-0":
         yield "FEDSTREAM_NAME is not the pod's name"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import GATEWAY, POOL
+from fedstream.broker.keys import POOL
 from fedstream.coordinator.sites import served
-from fedstream.operate.acl import variable
-from tests.k8s.cluster.manifests import Manifest, Manifests
+from tests.k8s.cluster.manifests import Manifests
 from tests.k8s.policy.settings import read
-from tests.k8s.policy.workloads import Workload, workloads
+from tests.k8s.policy.workloads import Workload, secret_at, sources, workloads
 
 
 def sites(manifests: Manifests) -> Iterator[str]:
@@ -31,26 +30,23 @@ def sites(manifests: Manifests) -> Iterator[str]:
             continue
         if site not in served(settings.sites, settings.trusted_sites):
             yield f"{workload.name}: coordinator.sites does not name {site!r}"
-        secret = _secret(container, "FEDSTREAM_REDIS__PASSWORD")
+        secret, _ = secret_at(workload, container, found.redis.password_file or "") or (None, "")
+        redis = manifests.find("StatefulSet", "redis")
         for other in workloads(manifests):
-            shares = [one for one in other.containers if secret in _secrets(one)]
-            if other.name != workload.name and shares and not is_gateway:
+            has = other.name not in (workload.name, "StatefulSet redis") and secret in _secrets(
+                other
+            )
+            if has and not is_gateway:
                 yield f"{workload.name}: {other.name} has the Secret of its site, {secret!r}"
-        if (redis := manifests.find("StatefulSet", "redis")) is None:
-            continue
-        name = "FEDSTREAM_PASSWORD_GATEWAY" if site == GATEWAY else variable(site)
-        given = {_secret(one, name) for one in Workload(redis).all_containers}
-        if secret not in given:
-            yield f"{workload.name}: Redis's users are made without {name} of {secret!r}"
+        if redis is not None and secret not in _secrets(Workload(redis)):
+            yield f"{workload.name}: Redis's users are made without the password of {secret!r}"
 
 
-def _secret(container: Manifest, name: str) -> str | None:
-    """The Secret that a variable comes from."""
-    for entry in container.get("env", ()):
-        if entry["name"] == name and "secretKeyRef" in entry.get("valueFrom", {}):
-            return str(entry["valueFrom"]["secretKeyRef"]["name"])
-    return None
-
-
-def _secrets(container: Manifest) -> set[str | None]:
-    return {_secret(container, entry["name"]) for entry in container.get("env", ())}
+def _secrets(workload: Workload) -> set[str]:
+    """The Secrets that a workload's pods have."""
+    return {
+        about["name"]
+        for volume in workload.volumes.values()
+        for kind, about in sources(volume)
+        if kind == "Secret"
+    }

@@ -212,6 +212,32 @@ def file_at(manifests: Manifests, workload: Workload, container: Manifest, path:
     return None
 
 
+def sources(volume: Manifest) -> list[tuple[str, Manifest]]:
+    """The ConfigMaps and Secrets that a volume is made of: kind, and what is said of each."""
+    named = {"configMap": ("ConfigMap", "name"), "secret": ("Secret", "secretName")}
+    found = [
+        (kind, {**volume[field], "name": volume[field][name]})
+        for field, (kind, name) in named.items()
+        if field in volume
+    ]
+    for one in volume.get("projected", {}).get("sources", ()):
+        found += [(named[field][0], about) for field, about in one.items()]
+    return found
+
+
+def secret_at(workload: Workload, container: Manifest, path: str) -> tuple[str, str] | None:
+    """The Secret and the key that are a file of a container, by a volume that says its items."""
+    mount = mount_of(container, path)
+    if mount is None:
+        return None
+    name = path.removeprefix(mount["mountPath"].rstrip("/") + "/")
+    for kind, about in sources(workload.volumes[mount["name"]]):
+        for item in about.get("items", ()):
+            if kind == "Secret" and item["path"] == name:
+                return about["name"], item["key"]
+    return None
+
+
 def mount_of(container: Manifest, path: str) -> Manifest | None:
     """The innermost mount that ``path`` lies in."""
     around = [

@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import Assignment
+from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import PageSettings, has_page
 from fedstream.page.guard import HEADERS
 from fedstream.page.live.service import _local
@@ -253,7 +254,7 @@ async def test_coordinator_may_not_do_what_an_operator_may(serve: Serve, tmp_pat
 
 
 def test_cookies_end_and_are_of_one_run_and_token() -> None:
-    ours = Sessions("demo", SecretStr(TOKEN), SecretStr(OPERATOR))
+    ours = Sessions("demo", Tokens(SecretStr(TOKEN)), SecretStr(OPERATOR))
     begun = ours.begun(TOKEN, 1000.0)
     assert begun is not None
     who, cookie = begun
@@ -264,10 +265,15 @@ def test_cookies_end_and_are_of_one_run_and_token() -> None:
     said, _, mac = cookie.rpartition(".")
     assert ours.who(f"{said}0.{mac}", 1001.0) is None
     for other in (
-        Sessions("other", SecretStr(TOKEN), None), Sessions("demo", SecretStr(OPERATOR), None),
-        Sessions("demo", None, None),
+        Sessions("other", Tokens(SecretStr(TOKEN)), None),
+        Sessions("demo", Tokens(SecretStr(OPERATOR)), None), Sessions("demo", None, None),
     ):  # fmt: skip
         assert other.who(cookie, 1001.0) is None
+    renewed = Sessions("demo", Tokens(SecretStr(f"{OPERATOR}\n{TOKEN}")), None)
+    assert renewed.who(cookie, 1001.0) == "viewer"
+    begun = renewed.begun(TOKEN, 1000.0)
+    assert begun is not None
+    assert Sessions("demo", Tokens(SecretStr(OPERATOR)), None).who(begun[1], 1001.0) == "viewer"
     for junk in ("", ".", "..", "viewer.9.x", "viewer.99999999999999999999.x", "é.1.2"):
         assert ours.who(junk, 1001.0) is None
 
@@ -283,7 +289,7 @@ def test_cookies_end_and_are_of_one_run_and_token() -> None:
         ({"enabled": False}, {}, False),
         ({"enabled": True}, {"host": "10.0.0.1"}, "set http.token"),
         (
-            {"operator_token": SecretStr(TOKEN)}, {"token": SecretStr(TOKEN)},
+            {"operator_token": SecretStr(TOKEN)}, {"token": SecretStr(f"{OPERATOR}\n{TOKEN}")},
             "page.operator_token is the same",
         ),
     ],

@@ -1,0 +1,272 @@
+"""The manifests' reload.sh: Redis takes up renewed passwords and certificates while it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedstream.local.parent import death_with_parent
+from fedstream.operate import acl
+from tests.broker.certificates import authority, signed
+from tests.broker.guarded import PASSWORDS, RUN
+from tests.broker.servers import Redis, redis, redis_7, said, until
+from tests.k8s.policy.targets import K8S
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(redis_7() is None, reason="the users' rights need Redis 7"),
+    pytest.mark.skipif(shutil.which("redis-cli") is None, reason="the script needs redis-cli"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys"),
+]
+
+
+ROLES = [name.removeprefix("FEDSTREAM_PASSWORD_").lower() for name in PASSWORDS]
+SITE = "nor.th"  # its user's name would be a pattern that others match
+
+
+class Pod:
+    """The folders of the manifest's Redis, and its files."""
+
+    def __init__(self, root: Path, *hosts: str) -> None:
+        """``hosts``: addresses that the certificates are for, besides 127.0.0.1."""
+        self.root = root
+        self._hosts = ("127.0.0.1", *hosts)
+        self.folders = {
+            f"/etc/{name}": root / name for name in ("redis-passwords", "redis-tls", "redis/")
+        } | {"/run/redis": root / "run"}
+        self.passwords, self.tls, conf, self.run = self.folders.values()
+        for folder in (self.passwords / "roles", self.passwords / "site", self.tls, conf, self.run):
+            folder.mkdir(parents=True)
+        (conf / "tls.inc").touch()
+        for name in ("first", "second"):
+            authority(root, name)
+        for role in ROLES:
+            self.set(f"roles/{role}", f"of-{role}")
+        self.set(f"site/trainer-{SITE}", "of-site")
+        self.set("site/trainer-norxth", "of-another")
+        self.certify("first")
+        acl.write(self.run / "reload", "of-reload")
+        acl.write(self.users, self.made())
+
+    @property
+    def users(self) -> Path:
+        return self.run / "users.acl"
+
+    def set(self, name: str, password: str) -> None:
+        """A password, as its Secret is mounted."""
+        (self.passwords / name).write_text(password)
+
+    def certify(self, name: str) -> None:
+        """The Secret fedstream-redis-tls, by an authority."""
+        signed(self.root, "server", name, *self._hosts)
+        for ours, theirs in {
+            "server.crt": "tls.crt", "server.key": "tls.key", f"{name}.crt": "ca.crt",
+        }.items():  # fmt: skip
+            shutil.copy(self.root / ours, self.tls / theirs)
+
+    def made(self) -> str:
+        """The users, as `fedstream acl` makes them of the passwords there are."""
+        return acl.file_of(RUN, {}, [SITE, "norxth"], folder=self.passwords, reload="of-reload")
+
+    def server(self) -> AbstractContextManager[Redis]:
+        return redis(
+            self.root / "server", "--tls-cert-file", str(self.tls / "tls.crt"),
+            "--tls-key-file", str(self.tls / "tls.key"), "--tls-auth-clients", "no",
+            "--tls-ca-cert-file", str(self.tls / "ca.crt"), "--aclfile", str(self.users), tls=True,
+        )  # fmt: skip
+
+    def here(self, file: Path) -> str:
+        """A file of the manifests, with the folders of this machine."""
+        text = file.read_text()
+        for there, here in self.folders.items():
+            text = text.replace(there, f"{here}/" if there.endswith("/") else str(here))
+        return text
+
+    def reload(self, port: int, host: str = "127.0.0.1") -> subprocess.CompletedProcess[str]:
+        """As the kubelet runs it."""
+        text = self.here(K8S / "base" / "reload.sh").replace(" -h ", f" -p {port} -h ")
+        return subprocess.run(
+            ["sh", "-c", text], check=False, capture_output=True, text=True, timeout=60,
+            env={**os.environ, "POD_IP": host},
+        )  # fmt: skip
+
+    def greeted(self, server: Redis, user: str, password: str, by: str = "first") -> bytes:
+        """The reply to a login over TLS, of a server whose certificate that authority signed."""
+        trust = ssl.create_default_context(cafile=self.root / f"{by}.crt")
+        return said(server.port, "AUTH", user, password, tls=trust)
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Pod:
+    return Pod(tmp_path)
+
+
+def test_renewed_passwords_and_certificates_are_taken_up(pod: Pod) -> None:
+    with pod.server() as server:
+        assert pod.greeted(server, "trainer", "of-trainer") == b"+OK\r\n"
+        assert pod.reload(server.port).returncode == 0
+        assert pod.reload(server.port).stdout == "", "nothing is new"
+        pod.set("roles/trainer", "new\r\nof-trainer\n")
+        pod.set(f"site/trainer-{SITE}", "new of site\nof-site")
+        pod.set("roles/watch", "a Sentinel's: no user of Redis")
+        done = pod.reload(server.port)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "passwords loaded" in done.stdout
+        assert pod.users.read_text() == pod.made()
+        for password in ("new", "of-trainer"):
+            assert pod.greeted(server, "trainer", password) == b"+OK\r\n"
+        assert pod.greeted(server, f"trainer-{SITE}", "new of site") == b"+OK\r\n"
+        assert pod.greeted(server, "trainer-norxth", "of-another") == b"+OK\r\n"
+        pod.set("roles/trainer", "new")
+        pod.certify("second")
+        assert pod.reload(server.port).returncode == 0
+        assert pod.greeted(server, "trainer", "of-trainer", "second").startswith(b"-WRONGPASS")
+        assert pod.greeted(server, "trainer", "new", "second") == b"+OK\r\n"
+        assert pod.greeted(server, "updater", "of-updater", "second") == b"+OK\r\n"
+        assert pod.users.stat().st_mode & 0o777 == 0o640
+
+
+def test_what_redis_refuses_is_told_and_tried_again(pod: Pod) -> None:
+    with pod.server() as server:
+        pod.set("roles/trainer", "new")
+        users = pod.users.read_text()
+        pod.users.write_text(users + "user broken on +nonsense\n")
+        done = pod.reload(server.port)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "acl load: ERR" in done.stderr
+        assert pod.greeted(server, "trainer", "of-trainer") == b"+OK\r\n"
+        pod.users.write_text(users)
+        (pod.tls / "tls.key").write_text("no key")
+        done = pod.reload(server.port)
+        assert (done.returncode, done.stdout) == (1, "reload.sh: passwords loaded\n")
+        assert "config set: ERR" in done.stderr
+        assert pod.greeted(server, "trainer", "new") == b"+OK\r\n"
+        pod.certify("second")
+        assert pod.reload(server.port).returncode == 0
+        assert pod.greeted(server, "trainer", "new", "second") == b"+OK\r\n"
+
+
+def begun(stack: ExitStack, *words: str, **about: Any) -> subprocess.Popen[bytes]:
+    """A process that ends with the stack."""
+    process = stack.enter_context(
+        subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            preexec_fn=death_with_parent(), **about,  # noqa: PLW1509  (one prepared system call)
+        )
+    )  # fmt: skip
+    stack.callback(process.kill)
+    return process
+
+
+class Sentinel:
+    """A Sentinel as the manifests' start.sh starts it, beside a Redis, each at its own address."""
+
+    def __init__(self, stack: ExitStack, pod: Pod, redis: str, *hosts: str) -> None:
+        """``hosts``: the Sentinels' addresses, its own first."""
+        host, *_ = hosts
+        self._stack, self.host, self.run = stack, host, pod.root / host
+        self.run.mkdir()
+        pod.folders["/run/redis"] = self.run
+        self._script = pod.here(K8S / "components" / "redis-sentinel" / "start.sh")
+        self._environment = {
+            **os.environ, "POD_IP": host, "ADDRESS": host, "NODES": redis,
+            "SENTINELS": " ".join(hosts),
+        }  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        words = ("sh", "-c", self._script, "sh", "sentinel")
+        self.process = begun(self._stack, *words, env=self._environment)
+
+    def reload(self) -> None:
+        """As the kubelet runs it."""
+        done = subprocess.run(
+            ["sh", "-c", self._script, "sh", "reload"], env=self._environment, check=False,
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def asked(self, user: str, password: str, *command: str, ca: Path | None = None) -> str:
+        """The reply to a command; '' if it does not answer. ``ca``: who must have signed."""
+        trust = ("--cacert", str(ca)) if ca else ("--insecure",)
+        return subprocess.run(
+            ["redis-cli", "-h", self.host, "-p", "26379", "--tls", *trust, "--user", user,
+             "--pass", password, "--no-auth-warning", *command],
+            check=False, capture_output=True, text=True, timeout=60,
+        ).stdout.strip()  # fmt: skip
+
+    def sees(self, password: str) -> str:
+        """What it thinks of the master."""
+        lines = self.asked("sentinel", password, "sentinel", "master", "fedstream").split("\n")
+        return lines[lines.index("flags") + 1] if "flags" in lines else ""
+
+    @property
+    def asks_with(self) -> set[str]:
+        """The passwords with which it asks Redis and the other Sentinels."""
+        conf = (self.run / "sentinel.conf").read_text()
+        return set(
+            re.findall(
+                r'^sentinel (?:auth-pass fedstream|sentinel-pass) "?(\w+)', conf, re.MULTILINE
+            )
+        )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses in 127.0.0.0/8 are Linux's alone")
+def test_sentinels_take_up_passwords_at_once_and_certificates_in_turn(tmp_path: Path) -> None:
+    net = f"127.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}"
+    redis_host, *hosts = (f"{net}.{n}" for n in (1, 2, 3))
+    pod = Pod(tmp_path, redis_host, *hosts)
+    (pod.passwords / "replication").mkdir()
+    for user in ("sentinel", "watch"):
+        pod.set(f"replication/{user}", "old")
+    inc = tmp_path / "redis" / "tls.inc"
+    inc.write_text(pod.here(K8S / "components" / "redis-tls" / "tls.inc"))
+    acl.write(pod.users, pod.made())
+    conf = ("--bind", redis_host, "--aclfile", str(pod.users), "--dir", str(tmp_path), "--save", "")
+    with ExitStack() as stack:
+        begun(stack, "redis-server", str(inc), *conf)
+        reload = partial(pod.reload, 6379, redis_host)
+        first = Sentinel(stack, pod, redis_host, *hosts)
+        second = Sentinel(stack, pod, redis_host, *reversed(hosts))
+        for one in (first, second):
+            until(lambda one=one: one.sees("old") == "master", "it knows the master")
+        pod.set("replication/sentinel", "new\nold")
+        pod.set("replication/watch", "seen\nold")
+        first.reload()
+        assert first.asked("watch", "seen", "ping") == first.asked("watch", "old", "ping") == "PONG"
+        second.reload()
+        assert first.asks_with == second.asks_with == {"old"}, "Redis does not know the new one"
+        pod.folders["/run/redis"] = pod.run
+        assert reload().returncode == 0
+        for one in (first, second):
+            one.reload()
+            assert one.asks_with == {"new"}
+        pod.set("replication/sentinel", "new")
+        assert reload().returncode == 0
+        for one in (first, second):
+            one.reload()
+            assert one.asked("sentinel", "old", "ping").startswith("NOAUTH")
+            until(lambda one=one: one.sees("new") == "master", "it goes on to see the master")
+        pod.certify("second")
+        shutil.copy(tmp_path / "second.crt", pod.tls / "ca.crt")
+        first.reload()
+        assert first.process.poll() is None, "it is not its turn"
+        os.utime(pod.tls / "tls.crt", (0, 0))
+        first.reload()
+        assert first.process.wait(20) == 0
+        assert reload().returncode == 0
+        first.start()
+        until(
+            lambda: first.asked("health", "x", "ping", ca=tmp_path / "second.crt") == "PONG",
+            "it shows the new certificate",
+        )
