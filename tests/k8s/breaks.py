@@ -491,7 +491,9 @@ GATEWAYS: dict[str, tuple[Change, str]] = {
 OTHERS: dict[str, tuple[str, Change, str]] = {
     "a route to a coordinator that asks for no token": (
         "base with route",
-        lambda m: _without(container(m, "coordinator"), "FEDSTREAM_HTTP__TOKEN"),
+        lambda m: container(m, "coordinator")["env"].remove(
+            entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN_FILE")
+        ),
         r"exposure: Deployment coordinator: HTTPRoute coordinator leads to it, and it asks for no",
     ),
     "a collector that no service may reach": (
