@@ -454,7 +454,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 _TRY = """
 for at in "$@"; do
-  (timeout 3 bash -c "exec 3<>/dev/tcp/${at%:*}/${at#*:}" 2>/dev/null && echo "$at") &
+  (timeout 10 bash -c "exec 3<>/dev/tcp/${at%:*}/${at#*:}" 2>/dev/null && echo "$at") &
 done; wait
 """
 
