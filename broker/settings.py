@@ -57,7 +57,7 @@ class RedisSettings(_Table):
         if sentinel is None or sentinel.nodes:
             return sentinel
         if sentinel.model_fields_set - {"password"}:
-            raise ValueError("redis.sentinel.nodes: name at least one, as in [\"host:26379\"]")
+            raise ValueError('redis.sentinel.nodes: name at least one, as in ["host:26379"]')
         return None
 
     @model_validator(mode="after")
