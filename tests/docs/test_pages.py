@@ -471,7 +471,9 @@ def deployed(reader: Open, page: str, **instead: str) -> Iterator[Reader]:
         url, routes = f"redis://127.0.0.1:{redis.number}", f"http://127.0.0.1:{http.number}"
         environ = {f"FEDSTREAM_PASSWORD_{role.upper()}": SECRET for role in ROLES}
         environ |= {"CLUSTER_PASSWORD": SECRET, "FEDSTREAM_REDIS__PASSWORD": SECRET}
-        stands = {"redis://127.0.0.1:6379": url, "http://127.0.0.1:8080": routes, **instead}
+        forwarded = {"redis://127.0.0.1:6379": url, "http://127.0.0.1:8080": routes}
+        text = (ROOT / page).read_text()
+        stands = {one: here for one, here in forwarded.items() if one in text} | instead
         with reader(page, environ, stands) as opened:
             config = RUN.format(url=url, folder=opened.folder) + f"[http]\nport = {http.number}\n"
             config += '[coordinator]\nsites = ["pool", "gateway"]\n'
