@@ -112,15 +112,16 @@ class Client:
         self.database = int(options.get("db") or 0)
         self._guide: Guide | None = None
         self._guide_options: dict[str, Any] = {}
-        self._login: RedisSettings | SentinelSettings = settings
-        self._guide_login = self._login
+        self._login = settings
+        self._guide_login: RedisSettings | SentinelSettings = settings
         # A password may be replaced while we run, and with it Redis's certificate: then a file of
         # ours may be older than what Redis has. Not before we were let in: then it is a mistake.
         self._waits_for_files = settings.password_file is not None
         self._was_let_in = False
         check_password_file("redis.password_file", settings)
         if settings.sentinel is not None:
-            sentinel = self._guide_login = settings.sentinel
+            sentinel = settings.sentinel
+            self._guide_login = sentinel
             check_password_file("redis.sentinel.password_file", sentinel)
             self._guide = Sentinels(sentinel)
             self._guide_options = {"username": sentinel.username, "password": None, "db": 0}
@@ -415,7 +416,7 @@ class Client:
         """Connect to ``place``, by default to the current node."""
         if place is None and self._guide is not None:
             place = self._place = self._place or await self._guide.find(self._ask)
-        connection = await self._opened(place, self._options, self._login)
+        connection = await self._logged_in(place, self._options, self._login)
         try:
             if isinstance(self._guide, Sentinels):
                 await _check_role(connection)
@@ -444,21 +445,22 @@ class Client:
         connection._reader = connection._writer = None  # noqa: SLF001
         return link
 
-    async def _opened(
+    async def _logged_in(
         self, place: Address | None, options: dict[str, Any],
         login: RedisSettings | SentinelSettings,
     ) -> Connection:  # fmt: skip
         """Connect, and log in with the first of the passwords that is accepted."""
-        *others, last = passwords(login) or [options.get("password")]
+        tries: list[str | None] = [*passwords(login)] or [options.get("password")]
+        *others, last = tries
         for password in others:
             try:
-                return await self._logged_in(place, options | {"password": password})
+                return await self._opened(place, options | {"password": password})
             except exceptions.RedisError as error:
                 if not isinstance(said_by_redis(error), exceptions.AuthenticationError):
                     raise
-        return await self._logged_in(place, options | {"password": last})
+        return await self._opened(place, options | {"password": last})
 
-    async def _logged_in(self, place: Address | None, options: dict[str, Any]) -> Connection:
+    async def _opened(self, place: Address | None, options: dict[str, Any]) -> Connection:
         if place is not None and self._path is None:
             options = options | {"host": place[0], "port": place[1]}
         opened: list[asyncio.WriteTransport] = []
@@ -505,7 +507,7 @@ class Client:
         connection: Connection | None = None
         try:
             async with asyncio.timeout(min(self._timeout_s, _ASKED_S)):
-                connection = await self._opened(
+                connection = await self._logged_in(
                     node, self._options | self._guide_options, self._guide_login
                 )
                 await connection.send_command(*question, check_health=False)

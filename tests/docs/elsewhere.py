@@ -76,6 +76,7 @@ users: [{name: none}]
 # CLUSTER_JOURNAL, and as a pod does by running fedstream here.
 _KUBECTL = """#!/bin/bash
 if [ -n {real} ]; then
+    [[ "$*" != *" --dry-run=client "* ]] || exec {real} --kubeconfig {config} "$@"
     said=$({real} --kubeconfig {config} "$@" 2>&1)
     case $said in
         *"connection refused"*|*"was refused"*) ;;

@@ -610,6 +610,8 @@ def test_operate_kubernetes(reader: Open) -> None:
     environ = {"CLUSTER_JOURNAL": "made/journal"}
     with reader("docs/how-to/operate-kubernetes.md", environ) as page:
         (page.folder / "task.py").write_text(task.text)
+        for file in ("tls.crt", "tls.key", "ca.crt"):
+            (page.folder / file).touch()
         page.given(
             "fedstream simulate --task task.py:task --versions 130 --out made"
             " --set scheduler.steps.n=50 --set updater.norm_factor=0"

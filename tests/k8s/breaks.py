@@ -34,7 +34,8 @@ def volume(manifests: Manifests, workload: str, name: str) -> dict[str, Any]:
 def login(manifests: Manifests, workload: str) -> dict[str, Any]:
     """The Secret with a service's password for Redis."""
     source: dict[str, Any] = volume(manifests, workload, "redis-login")["projected"]["sources"][0]
-    return source["secret"]
+    secret: dict[str, Any] = source["secret"]
+    return secret
 
 
 def config(manifests: Manifests, start: str) -> dict[str, str]:

@@ -205,10 +205,10 @@ class Sentinel:
             check=False, capture_output=True, text=True, timeout=60,
         ).stdout.strip()  # fmt: skip
 
-    def sees(self, password: str) -> str:
-        """What it thinks of the master."""
+    def sees_master(self, password: str) -> bool:
+        """Whether the master is not down to it."""
         lines = self.asked("sentinel", password, "sentinel", "master", "fedstream").split("\n")
-        return lines[lines.index("flags") + 1] if "flags" in lines else ""
+        return "flags" in lines and lines[lines.index("flags") + 1] == "master"
 
     @property
     def asks_with(self) -> set[str]:
@@ -239,7 +239,7 @@ def test_sentinels_take_up_passwords_at_once_and_certificates_in_turn(tmp_path: 
         first = Sentinel(stack, pod, redis_host, *hosts)
         second = Sentinel(stack, pod, redis_host, *reversed(hosts))
         for one in (first, second):
-            until(lambda one=one: one.sees("old") == "master", "it knows the master")
+            until(partial(one.sees_master, "old"), "it knows the master")
         pod.set("replication/sentinel", "new\nold")
         pod.set("replication/watch", "seen\nold")
         first.reload()
@@ -256,7 +256,7 @@ def test_sentinels_take_up_passwords_at_once_and_certificates_in_turn(tmp_path: 
         for one in (first, second):
             one.reload()
             assert one.asked("sentinel", "old", "ping").startswith("NOAUTH")
-            until(lambda one=one: one.sees("new") == "master", "it goes on to see the master")
+            until(partial(one.sees_master, "new"), "it goes on to see the master")
         pod.certify("second")
         shutil.copy(tmp_path / "second.crt", pod.tls / "ca.crt")
         first.reload()

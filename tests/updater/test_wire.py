@@ -47,7 +47,7 @@ def hand(hand: Hand) -> Hand:
 def coordinator(hand: Hand, redis: RedisSettings) -> Callable[[], Coordinator]:
     return lambda: Coordinator(
         CoordinatorSettings(), LeaseSettings(), keys=hand.keys, redis=redis, name="c",
-        anarchic=False, token=None,
+        anarchic=False,
     )  # fmt: skip
 
 

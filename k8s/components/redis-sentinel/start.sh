@@ -42,7 +42,7 @@ ask() {
 # The password with which a Sentinel asks the others: the newest that all of them accept, or else the oldest. A Redis that
 # refuses a Sentinel is down to it. Nobody is asked while there is only one.
 accepted() {
-  within=1 # a probe waits
+  within=2 # a probe waits
   passwords sentinel | sed '$d' | while IFS= read -r password; do
     for place in $(printf '%s:6379 ' $NODES) $(printf '%s:26379 ' $SENTINELS); do
       [ "${place%:*}" = "$ADDRESS" ] || [ "$(as "$password" "${place%:*}" "${place#*:}" ping)" = PONG ] || continue 2
