@@ -346,6 +346,7 @@ class _Wrong:
             return False
         assert isinstance(holder, dict)  # noqa: S101  (a table is in a table)
         key = str(self.key[-1])
+        items: Any
         if _ITEMS in table:
             items = _plain(table.pop(_ITEMS))
         else:

@@ -155,10 +155,12 @@ async def _named(settings: RedisSettings, trusted: Sequence[Address]) -> list[Ad
     sentinel = settings.sentinel
     for host, port in trusted:
         netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        plain = {"url": urlsplit(settings.url)._replace(netloc=netloc, path="").geturl()}
+        url = urlsplit(settings.url)._replace(netloc=netloc, path="").geturl()
+        plain: dict[str, object] = {"url": url, "sentinel": None, "cluster": False}
         if sentinel is not None:
-            plain |= {"username": sentinel.username, "password": sentinel.password}
-        alone = settings.model_copy(update=plain | {"sentinel": None, "cluster": False})
+            keys = ("username", "password", "password_file")
+            plain |= {key: getattr(sentinel, key) for key in keys}
+        alone = settings.model_copy(update=plain)
         client = Client(alone, "doctor")
         try:
             if sentinel is None:

@@ -30,20 +30,20 @@ class Volumes:
             "JOURNAL": str(journal), "BACKUPS": str(copies), "KEEP": "2",
         }  # fmt: skip
 
-    def job(self, *arguments: str, fails: bool = False, **environ: str) -> str:
+    def job(self, name: str, *, fails: bool = False, **environ: str) -> str:
         """What a job's pod says: ``backup`` or ``restore``."""
         done = subprocess.run(
-            ["sh", SCRIPT, *arguments], env=self.environ | environ,
+            ["sh", SCRIPT, name], env=self.environ | environ,
             capture_output=True, text=True, timeout=TEST_GUARD_S, check=False,
         )  # fmt: skip
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
         return done.stderr if fails else done.stdout
 
-    def backup(self, **environ: str) -> Path:
+    def backup(self) -> Path:
         """The newest copy, which is new. Copies are named by the second."""
         before = [name for name in self.names() if name != "unfinished"]
         wait_until(lambda: not (before and before[-1] == _now()), "the next second")
-        self.job("backup", **environ)
+        self.job("backup")
         [made] = {*self.names()} - {*before}
         return self.copies / made
 
