@@ -155,7 +155,9 @@ async def _named(settings: RedisSettings, trusted: Sequence[Address]) -> list[Ad
     sentinel = settings.sentinel
     for host, port in trusted:
         netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        plain = {"url": urlsplit(settings.url)._replace(netloc=netloc, path="").geturl()}
+        plain: dict[str, object] = {
+            "url": urlsplit(settings.url)._replace(netloc=netloc, path="").geturl()
+        }
         if sentinel is not None:
             plain |= {"username": sentinel.username, "password": sentinel.password}
         alone = settings.model_copy(update=plain | {"sentinel": None, "cluster": False})
