@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
+    Any,
     Literal,
     NamedTuple,
     TypeAlias,

@@ -65,7 +65,7 @@ def main() -> int:
         f"{len(combinations())} combinations on the base, {len(ADDITIONS)} on production: "
         f"{objects} objects\n"
         f"schemas     Kubernetes {' and '.join(VERSIONS)}, KEDA, Prometheus operator\n"
-        f"checks      {len(CHECKS)} on each rendering: {len(CHECKS) * len(rendered)}\n"
+        f"checks      {len(CHECKS)} on each rendering: {len(CHECKS) * len(found)}\n"
         f"checkov     {verdict.passed} passed, {sum(verdict.excepted.values())} excepted with "
         f"their reason ({excepted})\n"
         f"k8s-check   {len(wrong)} wrong, {time.monotonic() - began:.0f} s\n"
