@@ -28,7 +28,7 @@ _REPLACE = (
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownCertificate:
     """What a server shows. Times in seconds since 1970."""
 
     names: tuple[str, ...]  # hosts and addresses (subjectAltName)
@@ -95,7 +95,7 @@ async def examine(settings: RedisSettings, *, now: float) -> list[Finding]:
 class _Look:
     """What became of a connection to one server."""
 
-    shown: Shown | None = None
+    shown: ShownCertificate | None = None
     wrong: str = ""  # why services would not trust it, in OpenSSL's words
     is_anothers: bool = False  # because it is for other names
     away: str = ""  # why there was no connection
@@ -132,14 +132,14 @@ async def _look(client: Client, place: Address, within_s: float) -> _Look:
         return _Look(away=str(error.strerror or error))
 
 
-async def _greeted(place: Address, context: ssl.SSLContext) -> Shown | None:
+async def _greeted(place: Address, context: ssl.SSLContext) -> ShownCertificate | None:
     """The certificate of a server; None if the context asks for none. Raises OSError."""
     _, writer = await asyncio.open_connection(*place, ssl=context, server_hostname=place[0])
     found = writer.get_extra_info("peercert")
     writer.transport.abort()
     if not found:
         return None
-    return Shown(
+    return ShownCertificate(
         tuple(name for _, name in found.get("subjectAltName", ())),
         ssl.cert_time_to_seconds(found["notBefore"]),
         ssl.cert_time_to_seconds(found["notAfter"]),

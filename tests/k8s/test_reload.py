@@ -138,6 +138,8 @@ def test_renewed_passwords_and_certificates_are_taken_up(pod: Pod) -> None:
 
 def test_what_redis_refuses_is_told_and_tried_again(pod: Pod) -> None:
     with pod.server() as server:
+        # Redis listens before it has read its users, and would not start with the broken one.
+        assert pod.greeted(server, "trainer", "of-trainer") == b"+OK\r\n"
         pod.set("roles/trainer", "new")
         users = pod.users.read_text()
         pod.users.write_text(users + "user broken on +nonsense\n")
