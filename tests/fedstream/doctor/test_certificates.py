@@ -29,7 +29,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[3]
 [DOCUMENTED] = re.findall(
-    r"^subjectAltName=(.*)$", (ROOT / "docs/how-to/kubernetes.md").read_text(), re.MULTILINE
+    r"^subjectAltName=(.*)$", (ROOT / "docs/how-to/production.md").read_text(), re.MULTILINE
 )
 NAMES = DOCUMENTED.replace("DNS:", "").split(",")
 HOSTS = "sentinel-0.sentinels, redis-0.redis-nodes, redis-1.redis-nodes"
