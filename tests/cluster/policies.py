@@ -40,6 +40,11 @@ OUTSIDE = [
         ("Prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"}),
         ("the Ingress controller", "ingress", {}),
         ("KEDA", "keda", {"app": "keda-operator"}),
+        (
+            "an OpenTelemetry collector",
+            "observability",
+            {"app.kubernetes.io/name": "opentelemetry-collector"},
+        ),
         ("MLflow", "mlflow", {"app.kubernetes.io/name": "mlflow"}),
         ("a stranger", "default", {"app.kubernetes.io/name": "fedstream"}),
         ("a neighbour of KEDA", "keda", {}),

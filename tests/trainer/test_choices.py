@@ -166,7 +166,7 @@ async def test_upload_contains_its_devices_learning_rate(
     hand: Hand, make: Make, task: Task, groups: tuple[SolverGroup, ...],
     wanted: dict[int, float],
 ) -> None:  # fmt: skip
-    await hand.create()
+    await hand.create(devices=DEVICES)
     async with running(make(solver=Sgd(lr=0.2), solvers=groups), context()):
         for device in wanted:
             await hand.open(device=device)

@@ -193,7 +193,7 @@ def test_simulated_device_sends_compressed_updates(
 async def test_trainer_sends_compressed_updates(hand: Hand, make: Make) -> None:
     task = Small()
     hand.layout = layout_of(task.model())
-    await hand.create(sends="delta")
+    await hand.create(sends="delta", devices=task.devices)
     groups = (SolverGroup(devices=(1,), compression=TopK(share=0.125)),)
     async with running(make(task=task, solver=Sgd(), solvers=groups), context()):
         for device in (0, 1):
