@@ -39,7 +39,7 @@ class Sessions:
         """Who shows a token, and the cookie that says so; None if it is no token of ours."""
         for who in ("operator", "viewer"):
             if self._is(who, token):
-                return who, self._signed(who, int(now) + LASTS_S[who], self._now(who)[0])
+                return who, self._signed(who, int(now) + LASTS_S[who], token)
         return None
 
     def who(self, cookie: str, now: float) -> Who | None:
