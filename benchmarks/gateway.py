@@ -114,7 +114,7 @@ class Cluster:
     def begin(
         self, name: str, module: str, *words: object, stdout: IO[bytes] | None = None
     ) -> None:
-        """Start a process of this name; what it says of failures goes to its log."""
+        """Start a process of this name; its failures go to its log."""
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, words)],
@@ -390,7 +390,7 @@ def most_tasks_per_s(found: dict[str, Any], cores: int) -> float:
 
 
 def verdicts(found: dict[str, Any]) -> list[str]:
-    """One line per bound: what was measured, and whether it was held."""
+    """One line per bound: the measured value, and whether the bound was held."""
     memory = max(found["idle"]["memory_mb"], found["work"]["memory_mb"])
     rows = (
         ("gateway's memory, MB", memory, MEMORY_MB, memory <= MEMORY_MB),

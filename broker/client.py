@@ -23,7 +23,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from redis import exceptions
-from redis.asyncio.connection import Connection, DefaultParser, SSLConnection, parse_url
+from redis.asyncio.connection import Connection, DefaultParser, parse_url
 from redis.crc import key_slot
 
 from fedstream.broker.clock import Clock, uptime
@@ -482,25 +482,23 @@ class Client:
 
         A server that is not trusted any more keeps its entry, one that can't be reached loses it.
         """
-        if self._make is SSLConnection:
-            guides = self._guide.nodes if self._guide is not None else ()
-            current = (self._place,) if self._place is not None else ()
-            places = {*guides, *current, *self.certificates}
-            await asyncio.gather(*map(self._read_certificate, places))
+        current = () if self._place is None else (self._place,)
+        places = {*self.places, *current, *self.certificates}
+        await asyncio.gather(*map(self._read_certificate, places))
 
     async def _read_certificate(self, place: Address) -> None:
         try:
             async with asyncio.timeout(min(self._timeout_s, _ASKED_S)):
-                context = self._make(**self._options).ssl_context.get()  # reads the files anew
-                _, writer = await asyncio.open_connection(*place, ssl=context)
+                if (context := self.tls_context()) is None:
+                    return
+                shown = await shown_certificate(place, context)
         except ssl.SSLError:
             return
         except (OSError, TimeoutError):
             self.certificates.pop(place, None)
             return
-        if shown := writer.get_extra_info("peercert"):  # nothing if it isn't verified
+        if shown:
             self.certificates[place] = _ends(shown, context)
-        writer.transport.abort()
 
     async def _ask(self, node: Address, question: tuple[str, ...]) -> Any:
         """Ask a node for the current address and return its reply. Raises BrokerError."""
@@ -576,6 +574,14 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
             "ssl_keyfile": settings.tls.key,
         }
     return options
+
+
+async def shown_certificate(place: Address, context: ssl.SSLContext) -> Mapping[str, Any]:
+    """The certificate that a server shows; empty if the context verifies none. Raises OSError."""
+    _, writer = await asyncio.open_connection(*place, ssl=context)
+    shown: Mapping[str, Any] | None = writer.get_extra_info("peercert")
+    writer.transport.abort()
+    return shown or {}
 
 
 def _ends(shown: Mapping[str, Any], context: ssl.SSLContext) -> float:

@@ -118,7 +118,7 @@ def passwords(login: RedisSettings | SentinelSettings) -> list[str]:
 
 
 def in_lines(secret: str) -> list[str]:
-    """The passwords in a secret: one a line, of which the first is the newest."""
+    """The passwords in a secret: one a line, the newest first."""
     return [line for line in secret.replace("\r", "").split("\n") if line]
 
 

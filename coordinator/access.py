@@ -29,28 +29,29 @@ class Tokens:
         """``file`` counts if there is no ``token``. Raises ConfigError if it can't be used."""
         self._file = Path(file) if file is not None and token is None else None
         self._stamp = stamp([self._file]) if self._file else None
-        self._tokens = self._read() if self._file else in_lines(_text(token))
+        self._tokens = self._read(self._file) if self._file else in_lines(_text(token))
 
     def now(self) -> list[str]:
         """The tokens; those before, while the file can't be used."""
         if self._file is not None and (found := stamp([self._file])) != self._stamp:
             self._stamp = found
             with suppress(ConfigError):
-                self._tokens = self._read()
+                self._tokens = self._read(self._file)
         return self._tokens
 
     def has(self, token: str) -> bool:
         """Whether this is one of them."""
         return any(is_same(one, token) for one in self.now())
 
-    def _read(self) -> list[str]:
+    @staticmethod
+    def _read(file: Path) -> list[str]:
         try:
-            found = in_lines(Path(str(self._file)).read_text(errors="replace"))
+            found = in_lines(file.read_text(errors="replace"))
         except OSError as error:
-            raise ConfigError(f"http.token_file: {self._file}: {error.strerror}") from error
+            raise ConfigError(f"http.token_file: {file}: {error.strerror}") from error
         if not found or min(map(len, found)) < LEAST_TOKEN:
             raise ConfigError(
-                f"http.token_file: {self._file}: expected tokens of at least {LEAST_TOKEN} "
+                f"http.token_file: {file}: expected tokens of at least {LEAST_TOKEN} "
                 "characters, one a line"
             )
         return found

@@ -53,7 +53,7 @@ class Context:
     tls: CurrentTls | None = None  # that the service's own routes are served with
     retries: Counter = field(init=False)
     refused: Counter = field(init=False)  # requests, before any route
-    # What says when certificates end, in seconds since 1970, by what they are called.
+    # Functions that return the end of each certificate, in seconds since 1970, by its name.
     certificates: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.client import Client, RedisSettings, shown_certificate
 from fedstream.broker.errors import BrokerError, distrust
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 
@@ -122,7 +122,7 @@ async def _look(client: Client, place: Address, within_s: float) -> _Look:
             wrong, is_anothers = refused.verify_message, refused.verify_code in _ANOTHERS
             try:
                 return _Look(await _greeted(place, open_minded), wrong, is_anothers)
-            except ssl.SSLCertVerificationError:  # of a stranger: what it says means nothing
+            except ssl.SSLCertVerificationError:  # an unknown authority signed it
                 return _Look(None, wrong)
     except TimeoutError:
         return _Look(away=f"no answer within {within_s:g} s")
@@ -134,9 +134,7 @@ async def _look(client: Client, place: Address, within_s: float) -> _Look:
 
 async def _greeted(place: Address, context: ssl.SSLContext) -> ShownCertificate | None:
     """The certificate of a server; None if the context asks for none. Raises OSError."""
-    _, writer = await asyncio.open_connection(*place, ssl=context, server_hostname=place[0])
-    found = writer.get_extra_info("peercert")
-    writer.transport.abort()
+    found = await shown_certificate(place, context)
     if not found:
         return None
     return ShownCertificate(
@@ -182,7 +180,7 @@ async def _named(settings: RedisSettings, trusted: Sequence[Address]) -> list[Ad
 
 
 def _judged(looks: dict[Address, _Look], now: float) -> Iterator[Finding]:
-    """One finding for all servers of which the same is to be said."""
+    """One finding for all servers with the same result."""
     alike: dict[_Look, list[Address]] = {}
     for place, look in looks.items():
         alike.setdefault(look, []).append(place)

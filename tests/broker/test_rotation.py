@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
 
 
 def accepts(server: Redis, *passwords: str) -> None:
-    """From now on; whoever is connected as this user has to log in again."""
+    """Set the passwords of the user, and end its connections."""
     words = ("resetpass", "on", "+@all", *(f">{one}" for one in passwords))
     assert said(server.port, "ACL", "SETUSER", "me", *words) == b"+OK\r\n"
     said(server.port, "CLIENT", "KILL", "USER", "me")

@@ -49,7 +49,7 @@ class Sessions:
         if not (until.isascii() and until.isdigit() and len(until) < 12 and int(until) > now):
             return None
         for who in ("operator", "viewer"):
-            if name == who:  # signed with any of the tokens: one of them may be going
+            if name == who:  # signed with any of the tokens: one may be being replaced
                 signed = (self._signed(who, int(until), token) for token in self._now(who))
                 return who if any(is_same(one, cookie) for one in signed) else None
         return None
@@ -73,7 +73,8 @@ class Sessions:
         return tokens.now() if tokens is not None else []
 
     def _is(self, who: Who, token: str) -> bool:
-        return any(is_same(one, token) for one in self._now(who))
+        tokens = self._tokens[who]
+        return tokens is not None and tokens.has(token)
 
     def _signed(self, who: Who, until: int, token: str) -> str:
         said = f"{who}.{until}"
