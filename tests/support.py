@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -468,6 +469,14 @@ async def snapshot(client: Client, keys: Keys) -> dict[str, object]:
             value = await value
         found[name.decode()] = (kind, expires, value)
     return found
+
+
+def free_port() -> int:
+    """A port of this machine for a program that cannot choose one itself."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
 
 
 @asynccontextmanager

@@ -69,7 +69,8 @@ def play(stage: Stage, name: str) -> None:
         SCENARIOS[name](stage)
     except (Failed, AssertionError, subprocess.SubprocessError, OSError) as error:
         traceback.print_exc()
-        stage.rows.append(Row(name, "stopped", failed=str(error) or type(error).__name__))
+        said = str(error).replace(f"{stage.folder}/", "")  # nothing in the table is of one machine
+        stage.rows.append(Row(name, "stopped", failed=said or type(error).__name__))
     finally:
         for beside in list(stage.docs.shell.beside):
             stage.docs.shell.ended(beside, "INT")

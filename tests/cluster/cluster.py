@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,10 @@ from typing import Any
 
 import yaml
 
+from fedstream.local.ports import is_answering
 from tests.k8s.cluster.manifests import Manifest, Manifests, kubectl, rendered
 from tests.k8s.policy.targets import K8S
+from tests.support import free_port
 
 WORKLOADS = ("Deployment", "StatefulSet")
 IMAGE = "fedstream:0.2.0"  # as k8s/images names it
@@ -45,14 +46,6 @@ def until(condition: Callable[[], Any], what: str, within_s: float = _WITHIN_S) 
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)
     return found
-
-
-def free_port() -> int:
-    """One of this machine on which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @dataclass
@@ -322,16 +315,14 @@ class Cluster:
             text=True,
         )
 
-        def listens() -> bool:
+        def forwards() -> bool:
             if process.poll() is not None:
                 said = process.stderr.read().strip() if process.stderr else ""
                 raise Failed(f"kubectl port-forward {target}: {said}")
-            with suppress(OSError), socket.create_connection(("127.0.0.1", local), timeout=1):
-                return True
-            return False
+            return is_answering("127.0.0.1", local)
 
         try:
-            until(listens, f"port-forward {target}", 30)
+            until(forwards, f"port-forward {target}", 30)
             yield local
         finally:
             process.terminate()

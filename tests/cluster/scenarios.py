@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 import yaml
 
 from tests.cluster.checks import NAME, Run
-from tests.cluster.cluster import Cluster, Failed, free_port, until
+from tests.cluster.cluster import Cluster, Failed, until
 from tests.cluster.stage import (
     KUBERNETES,
     OPERATE,
@@ -35,6 +35,7 @@ from tests.cluster.stage import (
 from tests.k8s.cluster.manifests import Manifest
 from tests.k8s.policy.targets import K8S, combinations, differences, largest, overlays
 from tests.k8s.policy.targets import together as components_together
+from tests.support import free_port
 
 INSPECT = "docs/how-to/inspect.md"
 _PHASE_S = 20.0  # how long a number of trainers is measured

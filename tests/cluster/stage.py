@@ -7,10 +7,9 @@ import random
 import re
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +17,14 @@ from typing import TypeAlias
 
 import yaml
 
+from fedstream.local.ports import is_answering
 from tests.cluster.checks import Outcome, Run
-from tests.cluster.cluster import IMAGE, Cluster, Failed, free_port, until
+from tests.cluster.cluster import IMAGE, Cluster, Failed, until
 from tests.docs.pages import COMMANDS, ROOT, Block, blocks
 from tests.docs.shell import Beside, Shell
 from tests.k8s.cluster.manifests import Manifest, kubectl
 from tests.k8s.policy.targets import K8S
+from tests.support import free_port
 
 ROLES = (
     "coordinator", "scheduler", "updater", "evaluator", "trainer", "operator", "replica",
@@ -71,13 +72,7 @@ def secret(name: str, namespace: str, data: Mapping[str, str]) -> Manifest:
 
 def answers(port: int) -> None:
     """Waits until something listens on a port of this machine. Raises Failed."""
-
-    def listens() -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return True
-        return False
-
-    until(listens, f"something at port {port}", 30)
+    until(lambda: is_answering("127.0.0.1", port), f"something at port {port}", 30)
 
 
 class Docs:

@@ -7,7 +7,6 @@ beside it, in `supernodes/RELEASE`.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -35,7 +34,7 @@ from fedstream.runtime.tasks import LeaseSettings
 from fedstream.runtime.tls import CurrentTls
 from fedstream.wire import F32
 from tests.broker.pipeline import finished, pipeline
-from tests.support import context, running
+from tests.support import context, free_port, running
 
 pytest.importorskip("flwr", reason="Flower has an environment of its own: make flower")
 
@@ -159,14 +158,6 @@ async def gateway(
         port = await stack.enter_async_context(at)
         await stack.enter_async_context(running(one, its))
         yield port, came
-
-
-def free_port() -> int:
-    """A port for the supernode's own API, which cannot choose one itself."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @contextmanager
