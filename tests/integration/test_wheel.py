@@ -16,8 +16,8 @@ from tests.integration.command import BLOBS, GUARD_S, SCRIPT, TEST_GUARD_S
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "broker", "coordinator", "experiments", "fedstream", "journal", "runtime", "strategies",
-    "trainer", "updater", "pyproject.toml", "README.md", "LICENSE",
+    "broker", "coordinator", "experiments", "fedstream", "trainer", "updater", "pyproject.toml",
+    "README.md", "LICENSE",
 )  # fmt: skip
 USES = "import broker, runtime, updater.models\nfrom {module} import outputs\n"
 TASK = (USES + BLOBS).replace("nn.Linear(2, 2)", "nn.Linear(2, outputs)")
