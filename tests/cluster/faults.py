@@ -1,9 +1,11 @@
 """Faults on the cluster, drawn from a seed, while the run goes on; and attempts to reach each pod.
 
-``python -m tests.cluster --only faults --seed N`` plays the run of a seed and adds its faults to
-benchmarks/results/cluster-faults.csv. What some kinds need is in the environment: for `roll`
-CLUSTER_OTHER_IMAGE, another release; for `clock` CLUSTER_CLOCK=NODE:FILE, where the offset of a
-node's clock is written, in seconds. For `api` a node must have a process `kube-apiserver`.
+``python -m tests.cluster --only faults --seed N`` plays the 100 faults of a seed that
+benchmarks/results/cluster-faults.csv lacks, in batches: after each, the run is brought to rest and
+checked. Kinds that other tests on the cluster would notice, or that want a second image, need a
+variable of the environment: CLUSTER_API=NODE, which has a process `kube-apiserver`;
+CLUSTER_CLOCK=NODE:FILE, where the offset of a node's clock is written, in seconds;
+CLUSTER_OTHER_IMAGE, another release.
 """
 
 from __future__ import annotations
@@ -17,82 +19,47 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.cluster.checks import Run
+from tests.cluster.checks import Outcome, Run
 from tests.cluster.cluster import Cluster, Failed, until
 from tests.cluster.policies import OUTSIDE, documented, expected
-from tests.cluster.stage import Stage, scenario
+from tests.cluster.stage import Row, Stage, scenario
 from tests.docs.pages import ROOT
 from tests.k8s.cluster.manifests import Manifest
 from tests.k8s.policy.networks import Place
 
 RESULTS = ROOT / "benchmarks" / "results" / "cluster-faults.csv"
 COLUMNS = (
-    "seed", "components", "number", "kind", "target", "lasts_s", "without_version_s",
-    "until_versions_s", "policies", "held",
+    "seed", "number", "kind", "target", "without_version_s", "whole_again_s", "recovered",
+    "components", "policies", "replay", "held",
 )  # fmt: skip
 VARIANTS: Sequence[tuple[str, ...]] = ((), ("redis-aof",), ("redis-sentinel",))
+_BATCH = 20
 _VERSIONS = 3  # that have to come after a fault before the next one
 _JOURNAL = "/var/lib/fedstream-cluster-test/{}/journal-updater-0"  # the volume, on every node
-_UPDATER = "app.kubernetes.io/component=updater"
 _SIZE_MB = 200  # of the volume
-_CUT = "ip fedstream-cut"
-
-
-class Kind(StrEnum):
-    """What can go wrong."""
-
-    KILL = "kill"  # a container's process, by SIGKILL
-    DELETE = "delete"  # a pod
-    PAIR = "pair"  # two pods at once
-    EVICT = "evict"  # a pod, by the Eviction API
-    DRAIN = "drain"  # a node is cordoned and loses all pods of the namespace, by the Eviction API
-    CUT = "cut"  # the network between Redis and all services, or one
-    FULL = "full"  # the journal's volume
-    OOM = "oom"  # the memory of a container's cgroup is taken until the kernel kills its process
-    ROLL = "roll"  # some workloads to another release and back
-    LOST = "lost"  # Redis together with the updater
-    API = "api"  # the API server stops for a minute
-    CLOCK = "clock"  # of a node, an hour off
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that goes wrong. The target is drawn among what there is when its turn comes."""
-
-    kind: Kind
-    lasts_s: float
-    share: tuple[float, float]  # in [0, 1): which targets
-
-
-def plan(seed: int, kinds: Sequence[Kind]) -> list[Fault]:
-    """Each kind once, in an order, for a time and at targets that the seed draws."""
-    rng = random.Random(seed)
-    return [
-        Fault(kind, round(rng.uniform(2, 15), 1), (rng.random(), rng.random()))
-        for kind in rng.sample(kinds, len(kinds))
-    ]
+_HOUR = 3600
 
 
 class Node:
     """A node, as root: by a privileged pod that shares its processes and network."""
 
-    def __init__(self, name: str, image: str) -> None:
+    def __init__(self, name: str, cluster: Cluster) -> None:
         self.name = name
-        self._cluster = Cluster("default", image)
-        self._pod = f"fault-agent-{name}"
+        self._cluster = Cluster("default", cluster.image)
+        self._pod = f"fault-agent-{cluster.namespace}-{name}"
 
     def __enter__(self) -> Node:
         container = {
             "name": "agent", "image": self._cluster.image, "command": ["sleep", "infinity"],
             "securityContext": {"privileged": True, "runAsUser": 0},
             # Of the class Guaranteed: what takes memory is not what the kernel kills first.
-            "resources": {"limits": {"cpu": "200m", "memory": "512Mi"}},
+            "resources": {"limits": {"cpu": "500m", "memory": "512Mi"}},
         }  # fmt: skip
         spec = {
             "nodeName": self.name, "hostPID": True, "hostNetwork": True, "containers": [container],
@@ -125,9 +92,7 @@ for found in $(grep -ls "$1" /proc/[0-9]*/cgroup); do
   if grep -qE '^NSpid:.*[[:space:]]1$' "/proc/$pid/status"; then main=$pid; fi
 done
 """
-_OOM = (
-    _MAIN
-    + """
+_OOM = """
 group=$(sed -n 's/^[0-9]*:memory:/memory/p; s/^0::/unified/p' "/proc/$main/cgroup" | head -n 1)
 for at in "/sys/fs/cgroup/$group" "/sys/fs/cgroup/${group#unified}"; do
   if [ -f "$at/cgroup.procs" ]; then procs=$at/cgroup.procs; fi
@@ -138,7 +103,6 @@ while [ -d "/proc/$main" ] && [ -d "/proc/$taker" ]; do sleep 0.1; done
 kill -9 $taker 2>/dev/null || true
 [ ! -d "/proc/$main" ]
 """
-)
 _STOP_API = """
 pids=$(pgrep -x kube-apiserver)
 script="sleep 2; kill -STOP $pids; sleep 60; kill -CONT $pids"
@@ -148,101 +112,87 @@ setsid sh -c "$(echo $script)" >/dev/null 2>&1 </dev/null &
 
 @dataclass
 class Injector:
-    """Does what a fault says, and undoes it. Each method returns the target's name."""
+    """Injects faults. Each method undoes its fault before it returns the target's name."""
 
     cluster: Cluster
     nodes: Mapping[str, Node]
-    victims: set[str] = field(default_factory=set)  # containers that may have ended by themselves
+    run: Run
+    victims: set[str] = field(default_factory=set)  # workloads whose containers may have failed
 
-    def kinds(self) -> list[Kind]:
-        """Those that this cluster has the means for."""
-        lacking = set()
-        if "CLUSTER_OTHER_IMAGE" not in os.environ:
-            lacking.add(Kind.ROLL)
-        if "CLUSTER_CLOCK" not in os.environ:
-            lacking.add(Kind.CLOCK)
-        if not self._with_api():
-            lacking.add(Kind.API)
-        return [kind for kind in Kind if kind not in lacking]
+    def pods(self, **labels: str) -> list[Manifest]:
+        """Those that run, by name; at least one."""
+        wanted = {f"app.kubernetes.io/{name}": value for name, value in labels.items()}
 
-    def play(self, fault: Fault, run: Run) -> str:
-        """Injects a fault; it is over when this returns."""
-        doing: Callable[[Fault, Run], str] = getattr(self, f"_{fault.kind}")
-        return doing(fault, run)
+        def found() -> list[Manifest]:
+            return sorted(
+                (pod for pod in self.cluster.pods()
+                 if wanted.items() <= pod["metadata"]["labels"].items()
+                 and pod["status"].get("containerStatuses")
+                 and all("running" in one["state"] for one in pod["status"]["containerStatuses"])),
+                key=_name,
+            )  # fmt: skip
 
-    def _pods(self, **labels: str) -> list[Manifest]:
-        found = [
-            pod for pod in self.cluster.pods()
-            if all(pod["metadata"]["labels"].get(f"app.kubernetes.io/{name}") == value
-                   for name, value in labels.items())
-            and all("running" in one["state"] for one in _statuses(pod)) and _statuses(pod)
-        ]  # fmt: skip
-        return sorted(found, key=_name)
+        those: list[Manifest] = until(found, f"a pod runs: {labels}")
+        return those
 
-    def _drawn(self, share: float, **labels: str) -> Manifest:
+    def drawn(self, rng: random.Random, **labels: str) -> Manifest:
         """A pod: each workload is as likely as the others."""
-        found: list[Manifest] = until(lambda: self._pods(**labels), "a pod that runs")
-        parts = sorted({_part(pod) for pod in found})
-        at = share * len(parts)
-        those = [pod for pod in found if _part(pod) == parts[int(at)]]
-        return those[int(at % 1 * len(those))]
+        found = self.pods(**labels)
+        part = rng.choice(sorted({_part(pod) for pod in found}))
+        return rng.choice([pod for pod in found if _part(pod) == part])
 
-    def _container(self, share: float) -> tuple[Node, str, Manifest]:
-        pod = self._drawn(share)
-        [status] = _statuses(pod)
+    def ended(self, pods: Iterable[Manifest]) -> None:
+        """Waits until these pods are gone, or their containers have ended."""
+        lives = {_life(pod) for pod in pods}
+        until(lambda: lives.isdisjoint(map(_life, self.cluster.objects("pod"))), "pods end")
+
+    def hit(self, rng: random.Random, script: str) -> str:
+        """Runs a script on the node of a container, which it ends."""
+        pod = self.drawn(rng)
         self.victims.add(_part(pod))
-        return self._node(pod), status["containerID"].rpartition("/")[2], pod
-
-    def _node(self, pod: Manifest) -> Node:
-        return self.nodes[pod["spec"]["nodeName"]]
-
-    def _kill(self, fault: Fault, run: Run) -> str:
-        node, container, pod = self._container(fault.share[0])
-        node.run(_MAIN + "kill -9 $main", container)
+        container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+        self.nodes[pod["spec"]["nodeName"]].run(_MAIN + script, container)
+        self.ended([pod])
         return _name(pod)
 
-    def _oom(self, fault: Fault, run: Run) -> str:
-        node, container, pod = self._container(fault.share[0])
-        node.run(_OOM, container)
-        return _name(pod)
+    def kill(self, rng: random.Random) -> str:
+        """SIGKILL for a container's first process."""
+        return self.hit(rng, "kill -9 $main")
 
-    def _delete(self, fault: Fault, run: Run) -> str:
-        return self._deleted(fault, [self._drawn(fault.share[0])])
+    def oom(self, rng: random.Random) -> str:
+        """Memory of a container's cgroup is taken until the kernel kills its first process."""
+        return self.hit(rng, _OOM)
 
-    def _pair(self, fault: Fault, run: Run) -> str:
-        return self._deleted(fault, random.Random(fault.share[0]).sample(self._pods(), 2))
-
-    def _lost(self, fault: Fault, run: Run) -> str:
-        servers = self._pods(name="redis")
-        if len(servers) > 1:
-            servers = [pod for pod in servers if _name(pod) == run.master()]
-        return self._deleted(fault, [*servers, *self._pods(component="updater")])
-
-    def _deleted(self, fault: Fault, pods: Sequence[Manifest]) -> str:
-        """At once, or with their grace period: every other time."""
-        names = sorted({_name(pod) for pod in pods})
-        how = ["--grace-period=0", "--force"] if fault.share[1] < 0.5 else []
+    def deleted(self, rng: random.Random, pods: Sequence[Manifest]) -> str:
+        """Pods, at once or with their grace period: every other time."""
+        how = rng.choice([["--grace-period=0", "--force"], []])
+        names = [_name(pod) for pod in pods]
         self.cluster.kubectl("delete", "pod", *names, *how, "--wait=false")
-        self._gone(pods)
+        self.ended(pods)
         return " ".join([*names, *how[:1]])
 
-    def _evict(self, fault: Fault, run: Run) -> str:
-        pod = self._drawn(fault.share[0])
-        until(lambda: self._evicted(_name(pod)), f"{_name(pod)} may be evicted")
-        self._gone([pod])
-        return _name(pod)
+    def delete(self, rng: random.Random) -> str:
+        """A pod."""
+        return self.deleted(rng, [self.drawn(rng)])
 
-    def _gone(self, pods: Sequence[Manifest]) -> None:
-        """Waits until pods have ended, so that what they cost comes within the fault's time."""
-        those = {pod["metadata"]["uid"] for pod in pods}
+    def pair(self, rng: random.Random) -> str:
+        """Two pods at once."""
+        return self.deleted(rng, rng.sample(self.pods(), 2))
 
-        def ended() -> bool:
-            return those.isdisjoint(one["metadata"]["uid"] for one in self.cluster.objects("pod"))
+    def lost(self, rng: random.Random) -> str:
+        """Redis, or its master, together with the updater."""
+        servers = self.pods(name="redis")
+        if len(servers) > 1:
+            servers = [pod for pod in servers if _name(pod) == self.run.master()]
+        return self.deleted(rng, [*servers, *self.pods(component="updater")])
 
-        until(ended, "pods end")
+    def evicted(self, pods: Iterable[Manifest]) -> None:
+        """By the Eviction API, as soon as budgets allow it."""
+        for pod in pods:
+            until(lambda: self._takes_eviction(_name(pod)), f"{_name(pod)} may be evicted")  # noqa: B023
+            self.ended([pod])
 
-    def _evicted(self, name: str) -> bool:
-        """Whether the API took the eviction; a budget may refuse it for now."""
+    def _takes_eviction(self, name: str) -> bool:
         space = self.cluster.namespace
         said = {"apiVersion": "policy/v1", "kind": "Eviction",
                 "metadata": {"name": name, "namespace": space}}  # fmt: skip
@@ -256,66 +206,79 @@ class Injector:
                 raise
         return True
 
-    def _drain(self, fault: Fault, run: Run) -> str:
-        node = self._node(self._drawn(fault.share[0])).name
-        self.cluster.kubectl("cordon", node)
-        try:
-            there = [pod for pod in self._pods() if pod["spec"]["nodeName"] == node]
-            for pod in there:
-                until(lambda: self._evicted(_name(pod)), f"{_name(pod)} may be evicted")  # noqa: B023
-            self._gone(there)
-        finally:
-            self.cluster.kubectl("uncordon", node)
+    def evict(self, rng: random.Random) -> str:
+        """A pod, by the Eviction API."""
+        pod = self.drawn(rng)
+        self.evicted([pod])
+        return _name(pod)
+
+    def drain(self, rng: random.Random) -> str:
+        """A node is cordoned and loses all pods of the namespace."""
+        node: str = self.drawn(rng)["spec"]["nodeName"]
+        with self.cordoned([node]):
+            self.evicted(self.on(node))
         return node
 
-    def _cut(self, fault: Fault, run: Run) -> str:
-        servers = self._pods(name="redis") + self._pods(name="sentinel")
-        services = self._pods(name="fedstream")
-        if fault.share[1] < 0.5:
-            services = [self._drawn(fault.share[0], name="fedstream")]
+    def on(self, node: str) -> list[Manifest]:
+        """The pods of a node."""
+        return [pod for pod in self.pods() if pod["spec"]["nodeName"] == node]
+
+    @contextmanager
+    def cordoned(self, nodes: Sequence[str]) -> Iterator[None]:
+        """Pods are scheduled to other nodes alone."""
+        self.cluster.kubectl("cordon", *nodes)
+        try:
+            yield
+        finally:
+            self.cluster.kubectl("uncordon", *nodes)
+
+    def cut(self, rng: random.Random) -> str:
+        """The network between Redis and all services, or one."""
+        servers = self.cluster.pods()
+        servers = [pod for pod in servers if _part(pod) in ("redis", "sentinel")]
+        services = rng.choice([[self.drawn(rng, name="fedstream")], self.pods(name="fedstream")])
         ends = [", ".join(pod["status"]["podIP"] for pod in those) for those in (servers, services)]
-        ways = [f"ip saddr {{ {a} }} ip daddr {{ {b} }} drop" for a, b in (ends, ends[::-1])]
-        chain = "{ type filter hook forward priority 0; }"
+        table = f"ip {self.cluster.namespace}-cut"
+        rules = [
+            f"add table {table}",
+            f"add chain {table} cut {{ type filter hook forward priority 0; }}",
+            *(f"add rule {table} cut ip saddr {{ {a} }} ip daddr {{ {b} }} drop"
+              for a, b in (ends, ends[::-1])),
+        ]  # fmt: skip
         for node in self.nodes.values():
-            node.run(
-                f"nft 'add table {_CUT}; add chain {_CUT} forward {chain}; "
-                + "; ".join(f"add rule {_CUT} forward {way}" for way in ways) + "'"
-            )  # fmt: skip
-        time.sleep(fault.lasts_s)
+            node.run(f"nft '{'; '.join(rules)}'")
+        time.sleep(rng.uniform(2, 12))
         for node in self.nodes.values():
-            node.run(f"nft delete table {_CUT}")
+            node.run(f"nft delete table {table}")
         return _name(services[0]) if len(services) == 1 else "all services"
 
-    def _full(self, fault: Fault, run: Run) -> str:
-        [updater] = until(lambda: self._pods(component="updater"), "the updater runs")
-        self.victims.add(_part(updater))
-        at = _JOURNAL.format(self.cluster.namespace)
-        node = self._node(updater)
-        node.run(f"dd if=/dev/zero of={at}/filled bs=1M 2>/dev/null || true")
-        time.sleep(fault.lasts_s)
-        node.run(f"rm {at}/filled")
+    def full(self, rng: random.Random) -> str:
+        """The journal's volume, until the updater waits for room and some seconds more."""
+        [updater] = self.pods(component="updater")
+        at, node = _JOURNAL.format(self.cluster.namespace), self.nodes[updater["spec"]["nodeName"]]
+        log = ("logs", _name(updater), f"--since-time={time.strftime('%FT%TZ', time.gmtime())}")
+        node.run(f"dd if=/dev/zero of={at}/filled bs=4k 2>/dev/null || true")
+        try:
+            until(lambda: "No space left" in self.cluster.kubectl(*log), "the updater waits")
+            time.sleep(rng.uniform(1, 10))
+        finally:
+            node.run(f"rm {at}/filled")
         return _name(updater)
 
-    def _roll(self, fault: Fault, run: Run) -> str:
-        """Some workloads work with others of another release."""
-        parts = sorted({_part(pod) for pod in self._pods(name="fedstream")})
-        rng = random.Random(fault.share[0])
-        chosen = [part for part in parts if rng.random() < 0.5] or parts
+    def roll(self, rng: random.Random) -> str:
+        """Some workloads work with others of another release, and come back."""
+        every = self.cluster.objects("deployment,statefulset", "app.kubernetes.io/name=fedstream")
+        chosen = [one for one in every if rng.random() < 0.5] or every
         for image in (os.environ["CLUSTER_OTHER_IMAGE"], self.cluster.image):
-            for part in chosen:
-                kind = "statefulset" if part in ("updater", "gateway") else "deployment"
-                self.cluster.kubectl("set", "image", f"{kind}/{part}", f"{part}={image}")
-            self.cluster.ready()
-            run.more(_VERSIONS)
-        return " ".join(chosen)
+            for one in chosen:
+                name = _name(one)
+                self.cluster.kubectl("set", "image", f"{one['kind']}/{name}", f"{name}={image}")
+            whole(self.cluster, self.run)
+        return " ".join(map(_name, chosen))
 
-    def _with_api(self) -> list[Node]:
-        return [node for node in self.nodes.values()
-                if node.run("pgrep -x kube-apiserver || true").strip()]  # fmt: skip
-
-    def _api(self, fault: Fault, run: Run) -> str:
-        [node, *_] = self._with_api()
-        node.run(_STOP_API)
+    def api(self, rng: random.Random) -> str:
+        """The API server stops for a minute."""
+        self.nodes[os.environ["CLUSTER_API"]].run(_STOP_API)
         until(lambda: not self._answers(), "the API server stops", 30)
         until(self._answers, "the API server answers")
         return "kube-apiserver"
@@ -325,25 +288,92 @@ class Injector:
             return bool(self.cluster.kubectl("get", "--raw", "/readyz", within_s=5))
         return False
 
-    def _clock(self, fault: Fault, run: Run) -> str:
+    def clock(self, rng: random.Random) -> str:
+        """A node's clock is an hour off."""
         name, _, path = os.environ["CLUSTER_CLOCK"].partition(":")
-        offset = "+3600" if fault.share[0] < 0.5 else "-3600"
+        offset = rng.choice([_HOUR, -_HOUR])
+        if not self.on(name):
+            with self.cordoned([other for other in self.nodes if other != name]):
+                self.evicted([self.drawn(rng)])
+                until(lambda: self.on(name), f"a pod on {name}")
         try:
-            self.nodes[name].run(f"echo {offset} >{path}")
-            time.sleep(fault.lasts_s)
-            run.more(_VERSIONS)
+            self.nodes[name].run(f"echo {offset:+d} >{path}")
+            time.sleep(rng.uniform(2, 12))
+            whole(self.cluster, self.run)
+            return " ".join([name, f"{offset:+d}", *map(_name, self.on(name))])
         finally:
             self.nodes[name].run(f"echo +0 >{path}")
-        return f"{name} {offset}"
 
 
-def _statuses(pod: Manifest) -> list[Manifest]:
-    found: list[Manifest] = pod["status"].get("containerStatuses", [])
-    return found
+class Kind(NamedTuple):
+    """What can go wrong: how often in the faults of a seed."""
+
+    times: int
+    play: Callable[[Injector, random.Random], str]
+    needs: str = ""  # a variable of the environment
 
 
-def _name(pod: Manifest) -> str:
-    return str(pod["metadata"]["name"])
+KINDS: Mapping[str, Kind] = {
+    "kill": Kind(24, Injector.kill),
+    "delete": Kind(18, Injector.delete),
+    "pair": Kind(14, Injector.pair),
+    "evict": Kind(10, Injector.evict),
+    "cut": Kind(10, Injector.cut),
+    "lost": Kind(6, Injector.lost),
+    "oom": Kind(5, Injector.oom),
+    "full": Kind(4, Injector.full),
+    "roll": Kind(3, Injector.roll, "CLUSTER_OTHER_IMAGE"),
+    "drain": Kind(2, Injector.drain),
+    "clock": Kind(2, Injector.clock, "CLUSTER_CLOCK"),
+    "api": Kind(2, Injector.api, "CLUSTER_API"),
+}
+
+
+class Fault(NamedTuple):
+    """One thing that goes wrong. Its target is drawn among what there is when its turn comes."""
+
+    number: int
+    kind: str
+    draw: int  # seed of what is drawn
+
+
+def plan(seed: int) -> list[Fault]:
+    """Every kind as often as KINDS says, in an order of the seed."""
+    rng = random.Random(seed)
+    kinds = [name for name, kind in KINDS.items() for _ in range(kind.times)]
+    rng.shuffle(kinds)
+    return [Fault(number, kind, rng.getrandbits(32)) for number, kind in enumerate(kinds)]
+
+
+def whole(cluster: Cluster, run: Run) -> None:
+    """Waits until versions come and all workloads are rolled out and ready. Raises Failed."""
+
+    def ready() -> bool:
+        return all(
+            one["status"].get("observedGeneration") == one["metadata"]["generation"]
+            and {one["status"].get(f"{which}eplicas", 0) for which in ("r", "readyR", "updatedR")}
+            == {one["spec"]["replicas"]}
+            for one in cluster.objects("deployment,statefulset")
+        )  # fmt: skip
+
+    run.more(_VERSIONS)
+    try:
+        until(ready, "workloads are ready")
+    except Failed as error:
+        raise Failed(f"{error}\n{cluster.story()}") from None
+
+
+def steady(versions: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Versions' times, without the hours that a clock was off."""
+    found: list[tuple[int, float]] = []
+    for number, at in versions:
+        off = round((at - found[-1][1]) / _HOUR) if found else 0
+        found.append((number, at - off * _HOUR))
+    return tuple(found)
+
+
+def _name(one: Manifest) -> str:
+    return str(one["metadata"]["name"])
 
 
 def _part(pod: Manifest) -> str:
@@ -351,25 +381,19 @@ def _part(pod: Manifest) -> str:
     return str(labels.get("app.kubernetes.io/component") or labels["app.kubernetes.io/name"])
 
 
-@contextmanager
-def _agents(cluster: Cluster) -> Iterator[dict[str, Node]]:
-    with ExitStack() as opened:
-        names = [_name(node) for node in cluster.objects("node")]
-        yield {name: opened.enter_context(Node(name, cluster.image)) for name in names}
+def _life(pod: Manifest) -> tuple[str, int]:
+    """Another one after a pod was replaced, or its containers began again."""
+    started = pod["status"].get("containerStatuses", ())
+    return pod["metadata"]["uid"], sum(one["restartCount"] for one in started)
 
 
 @contextmanager
-def _small_volume(cluster: Cluster, nodes: Mapping[str, Node]) -> Iterator[None]:
-    """The journal's volume with so little room that it can be filled."""
-    at, [node, *_] = _JOURNAL.format(cluster.namespace), nodes.values()
-    cluster.scale("statefulset/updater", 0)
-    until(lambda: not cluster.objects("pod", _UPDATER), "the updater ends")
-    node.run(
-        f"cp -a {at} {at}.whole; mount -t tmpfs -o size={_SIZE_MB}m,mode=777 none {at}; "
-        f"cp -a {at}.whole/. {at}"
-    )
+def _small_volume(cluster: Cluster, node: Node) -> Iterator[None]:
+    """The journal's volume is a file system of its own, which can be filled."""
+    at = _JOURNAL.format(cluster.namespace)
+    cluster.end()
+    node.run(f"mkdir -p {at}; mount -t tmpfs -o size={_SIZE_MB}m,mode=777 none {at}")
     try:
-        cluster.scale("statefulset/updater", 1)
         yield
     finally:
         node.run(f"umount --lazy {at}")
@@ -377,79 +401,93 @@ def _small_volume(cluster: Cluster, nodes: Mapping[str, Node]) -> Iterator[None]
 
 @scenario
 def faults(stage: Stage) -> None:
-    """A run with a fault of every kind, in an order and at targets drawn from the seed."""
-    seed = stage.seed
-    components = VARIANTS[seed % len(VARIANTS)]
-    played: list[tuple[Fault, str, float, float]] = []
+    """The faults of a seed that are not in the results yet, in batches: a run for each."""
+    done = {(row["seed"], row["number"]) for row in recorded()}
+    todo = [
+        fault for fault in plan(stage.seed)
+        if (str(stage.seed), str(fault.number)) not in done
+        and (not KINDS[fault.kind].needs or KINDS[fault.kind].needs in os.environ)
+    ]  # fmt: skip
+    with ExitStack() as opened:
+        names = [_name(node) for node in stage.cluster.objects("node")]
+        nodes = {name: opened.enter_context(Node(name, stage.cluster)) for name in names}
+        while todo:
+            record(_played(stage, nodes, todo[:_BATCH]))
+            del todo[:_BATCH]
+    stage.rows += summary(recorded())
+
+
+def _played(stage: Stage, nodes: Mapping[str, Node], batch: Sequence[Fault]) -> list[list[object]]:
+    """Rows of faults that were played in one run; after one that stopped it there is no other."""
+    components = VARIANTS[batch[0].number // _BATCH % len(VARIANTS)]
+    rows: list[list[object]] = []
+    spans, stopped = [], ""
     with (
-        _agents(stage.cluster) as nodes,
+        _small_volume(stage.cluster, next(iter(nodes.values()))),
         stage.deployed("no-data", *components) as run,
-        _small_volume(stage.cluster, nodes),
     ):
-        injector = Injector(stage.cluster, nodes)
+        injector = Injector(stage.cluster, nodes, run)
         guarded = "enforced" if enforced(stage.cluster) else "not enforced"
-        stopped: tuple[str, ...] = ()
-        for fault in plan(seed, injector.kinds()):
-            since, target = time.time(), ""
+        for fault in batch:
+            before, since, target = stage.cluster.pods(), time.time(), ""
             try:
-                run.more(_VERSIONS)
-                since = time.time()
-                target = injector.play(fault, run)
-                run.more(_VERSIONS)
-                stage.cluster.ready()
+                target = KINDS[fault.kind].play(injector, random.Random(fault.draw))
+                whole(stage.cluster, run)
             except Failed as error:
-                stopped = (f"{fault.kind}: {error}",)
-            played.append((fault, target, since, time.time()))
-            sys.stdout.write(f"{fault.kind}: {target}: {time.time() - since:.0f} s\n")
+                stopped = f"{fault.kind}: {error}"
+            spans.append((since, time.time()))
+            lives = set(map(_life, before))
+            new = sorted(_name(pod) for pod in stage.cluster.pods() if _life(pod) not in lives)
+            rows.append([
+                stage.seed, fault.number, fault.kind, target, 0.0,
+                round(time.time() - since, 1), " ".join(new), " ".join(components), guarded,
+            ])  # fmt: skip
+            sys.stdout.write(f"{' | '.join(map(str, rows[-1]))} {stopped}\n")
             sys.stdout.flush()
             if stopped:
                 break
-        outcome = run.finish(may_restart=f"^({'|'.join(sorted(injector.victims))})-")
-        outcome = replace(outcome, wrong=(*outcome.wrong, *stopped))
-    rows = []
-    for number, (fault, target, since, to) in enumerate(played):
-        pause = outcome.pause(since, to)
-        stage.add(f"{fault.kind}: {target}", outcome, pause, f"{', '.join(components)} seed {seed}")
-        rows.append([
-            seed, " ".join(components), number, fault.kind, target, fault.lasts_s, round(pause, 1),
-            round(to - since, 1), guarded, "no" if outcome.wrong else "yes",
-        ])  # fmt: skip
-    record(rows)
+        try:
+            outcome = run.finish(may_restart=f"^({'|'.join(sorted(injector.victims))})-")
+        except Failed as error:
+            outcome = Outcome({}, wrong=(str(error),))
+    wrong = " ".join("; ".join([stopped, *outcome.wrong]).strip("; ").split())
+    outcome = replace(outcome, versions=steady(outcome.versions))
+    for row, span in zip(rows, spans, strict=True):
+        row[4] = round(outcome.pause(*span), 1)
+        row += [outcome.replayed, wrong or "yes"]
+    sys.stdout.write(f"batch of seed {stage.seed}: {outcome.tasks} {outcome.replayed} {wrong}\n")
+    return rows
 
 
-def record(rows: Sequence[Sequence[object]], path: Path = RESULTS) -> None:
-    """Adds faults to the results, and writes the table of all beside them."""
+def record(rows: Iterable[Sequence[object]], path: Path = RESULTS) -> None:
+    """Adds faults to the results."""
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([*([COLUMNS] if new else []), *rows])
+        csv.writer(file, lineterminator="\n").writerows([*([COLUMNS] if new else []), *rows])
+
+
+def recorded(path: Path = RESULTS) -> list[dict[str, str]]:
+    """The faults that were played, by COLUMNS."""
+    if not path.exists():
+        return []
     with path.open(newline="") as file:
-        path.with_suffix(".md").write_text(table(list(csv.DictReader(file))))
+        return list(csv.DictReader(file))
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """What faults of each kind cost, for people."""
-    failed = sorted({int(row["seed"]) for row in rows if row["held"] != "yes"})
-    seeds = {row["seed"] for row in rows}
-    lines = [
-        "# Faults on Kubernetes", "",
-        "`python -m tests.cluster --only faults --seed N`: a run for each seed, with network",
-        "policies enforced. After its faults every run was brought to rest and checked: the tasks",
-        "issued are the sum of all outcomes, none is lost or counted twice, no container restarted",
-        "but those that a fault ended, and the journal replays identically to Redis's model.", "",
-        f"{len(rows)} faults in {len(seeds)} runs: "
-        + (f"NOT held: seeds {', '.join(map(str, failed))}" if failed else "all checks held"), "",
-        "| kind | number | s without a version: median | worst | checks held |",
-        "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for kind in Kind:
+def summary(rows: Sequence[Mapping[str, str]]) -> list[Row]:
+    """What faults of each kind cost, for the table."""
+    found = []
+    for kind in KINDS:
         those = [row for row in rows if row["kind"] == kind]
         if those:
             pauses = [float(row["without_version_s"]) for row in those]
-            held = sum(row["held"] == "yes" for row in those)
-            lines.append(f"| {kind} | {len(those)} | {statistics.median(pauses):.1f} "
-                         f"| {max(pauses):.1f} | {held} |")  # fmt: skip
-    return "\n".join(lines) + "\n"
+            median = f"median {statistics.median(pauses):.1f} s"
+            failed = [f"seed {row['seed']}, {row['number']}: {row['held']}"
+                      for row in those if row["held"] != "yes"]  # fmt: skip
+            found.append(
+                Row("faults", f"{kind}: {len(those)}", None, max(pauses), median, "; ".join(failed))
+            )
+    return found
 
 
 _TRY = """
