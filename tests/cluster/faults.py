@@ -36,7 +36,7 @@ from tests.k8s.policy.networks import Place
 RESULTS = ROOT / "benchmarks" / "results" / "cluster-faults.csv"
 COLUMNS = (
     "seed", "number", "kind", "target", "without_version_s", "whole_again_s", "recovered",
-    "components", "policies", "replay", "held",
+    "components", "policies", "tasks", "replay", "held",
 )  # fmt: skip
 VARIANTS: Sequence[tuple[str, ...]] = ((), ("redis-aof",), ("redis-sentinel",))
 _BATCH = 20
@@ -452,9 +452,10 @@ def _played(stage: Stage, nodes: Mapping[str, Node], batch: Sequence[Fault]) -> 
             outcome = Outcome({}, wrong=(str(error),))
     wrong = " ".join("; ".join([stopped, *outcome.wrong]).strip("; ").split())
     outcome = replace(outcome, versions=steady(outcome.versions))
+    tasks = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in outcome.tasks.items() if n)
     for row, span in zip(rows, spans, strict=True):
         row[4] = round(outcome.pause(*span), 1)
-        row += [outcome.replayed, wrong or "yes"]
+        row += [tasks, outcome.replayed, wrong or "yes"]
     sys.stdout.write(f"batch of seed {stage.seed}: {outcome.tasks} {outcome.replayed} {wrong}\n")
     return rows
 
