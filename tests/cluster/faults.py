@@ -2,8 +2,7 @@
 
 ``python -m tests.cluster --only faults --seed N`` plays the 100 faults of a seed that
 benchmarks/results/cluster-faults.csv lacks, in batches: after each, the run is brought to rest and
-checked. Kinds that other tests on the cluster would notice, or that want a second image, need a
-variable of the environment: CLUSTER_API=NODE, which has a process `kube-apiserver`;
+checked. Some kinds need a variable of the environment: CLUSTER_API=NODE, whose API server may stop;
 CLUSTER_CLOCK=NODE:FILE, where the offset of a node's clock is written, in seconds;
 CLUSTER_OTHER_IMAGE, another release.
 """
@@ -16,14 +15,13 @@ import os
 import random
 import re
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.cluster.checks import Outcome, Run
 from tests.cluster.cluster import Cluster, Failed, until
@@ -42,333 +40,235 @@ VARIANTS: Sequence[tuple[str, ...]] = ((), ("redis-aof",), ("redis-sentinel",))
 _BATCH = 20
 _VERSIONS = 3  # that have to come after a fault before the next one
 _JOURNAL = "/var/lib/fedstream-cluster-test/{}/journal-updater-0"  # the volume, on every node
-_SIZE_MB = 200  # of the volume
-_HOUR = 3600
+_SERVERS = {"redis", "sentinel"}
 
 
-class Node:
-    """A node, as root: by a privileged pod that shares its processes and network."""
-
-    def __init__(self, name: str, cluster: Cluster) -> None:
-        self.name = name
-        self._cluster = Cluster("default", cluster.image)
-        self._pod = f"fault-agent-{cluster.namespace}-{name}"
-
-    def __enter__(self) -> Node:
-        container = {
-            "name": "agent", "image": self._cluster.image, "command": ["sleep", "infinity"],
-            "securityContext": {"privileged": True, "runAsUser": 0},
-            # Of the class Guaranteed: what takes memory is not what the kernel kills first.
-            "resources": {"limits": {"cpu": "500m", "memory": "512Mi"}},
-        }  # fmt: skip
-        spec = {
-            "nodeName": self.name, "hostPID": True, "hostNetwork": True, "containers": [container],
-            "terminationGracePeriodSeconds": 1, "tolerations": [{"operator": "Exists"}],
-        }  # fmt: skip
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": self._pod}, "spec": spec}
-        self._cluster.kubectl("apply", "--filename", "-", said=json.dumps(pod))
-        self._cluster.kubectl("wait", "--for=condition=Ready", "--timeout=2m", f"pod/{self._pod}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cluster.kubectl("delete", "pod", self._pod, "--wait=false")
-
-    def run(self, script: str, *arguments: str) -> str:
-        """What a shell printed that sees the node's files. Raises Failed."""
-        return self._cluster.kubectl(
-            "exec", self._pod, "--", "sh", "-ec", _ON_NODE, "sh", script, *arguments
-        )
-
-
-# Not by way of process 1: it may have more rights than anything on the node.
+# As root, with a node's files. Not by way of process 1, which may have more rights than any other.
 _ON_NODE = """
 runtime=$(grep -lsxE 'containerd|crio' /proc/[0-9]*/comm | head -n 1 | cut -d / -f 3)
-script=$1; shift
-exec nsenter --target "$runtime" --mount sh -ec "$script" sh "$@"
+exec nsenter --target "$runtime" --mount sh -ec "$@"
 """
 _MAIN = """  # the first process of a container
-for found in $(grep -ls "$1" /proc/[0-9]*/cgroup); do
+for found in $(grep -ls "$0" /proc/[0-9]*/cgroup); do
   pid=${found#/proc/}; pid=${pid%/cgroup}
   if grep -qE '^NSpid:.*[[:space:]]1$' "/proc/$pid/status"; then main=$pid; fi
 done
 """
-_OOM = """
-group=$(sed -n 's/^[0-9]*:memory:/memory/p; s/^0::/unified/p' "/proc/$main/cgroup" | head -n 1)
-for at in "/sys/fs/cgroup/$group" "/sys/fs/cgroup/${group#unified}"; do
-  if [ -f "$at/cgroup.procs" ]; then procs=$at/cgroup.procs; fi
-done
-echo 1000 >"/proc/$main/oom_score_adj"
-sh -c 'echo $$ >"$1"; exec tail /dev/zero' sh "$procs" & taker=$!
-while [ -d "/proc/$main" ] && [ -d "/proc/$taker" ]; do sleep 0.1; done
-kill -9 $taker 2>/dev/null || true
-[ ! -d "/proc/$main" ]
+_KILL = _MAIN + "kill -9 $main"
+_TAKE_MEMORY = (
+    _MAIN
+    + """
+echo 1000 >/proc/$main/oom_score_adj
+group=$(sed -n 's/^[0-9]*:memory:/memory/p; s/^0:://p' /proc/$main/cgroup | head -n 1)
+sh -c "echo \\$\\$ >/sys/fs/cgroup/$group/cgroup.procs; exec tail /dev/zero" || true
 """
+)
 _STOP_API = """
-pids=$(pgrep -x kube-apiserver)
-script="sleep 2; kill -STOP $pids; sleep 60; kill -CONT $pids"
-setsid sh -c "$(echo $script)" >/dev/null 2>&1 </dev/null &
+stop="pkill -STOP -x kube-apiserver; sleep 60; pkill -CONT -x kube-apiserver"
+setsid sh -c "sleep 2; $stop" >/dev/null 2>&1 </dev/null &
 """
 
 
 @dataclass
 class Injector:
-    """Injects faults. Each method undoes its fault before it returns the target's name."""
+    """Draws pods, and does to them what a kind of fault does; that is undone in the end."""
 
     cluster: Cluster
-    nodes: Mapping[str, Node]
     run: Run
     victims: set[str] = field(default_factory=set)  # workloads whose containers may have failed
 
-    def pods(self, **labels: str) -> list[Manifest]:
-        """Those that run, by name; at least one."""
-        wanted = {f"app.kubernetes.io/{name}": value for name, value in labels.items()}
+    def pods(self, *parts: str) -> list[Manifest]:
+        """Those that run, of some workloads or of all; at least one."""
 
-        def found() -> list[Manifest]:
-            return sorted(
-                (pod for pod in self.cluster.pods()
-                 if wanted.items() <= pod["metadata"]["labels"].items()
-                 and pod["status"].get("containerStatuses")
-                 and all("running" in one["state"] for one in pod["status"]["containerStatuses"])),
-                key=_name,
-            )  # fmt: skip
+        def running() -> list[Manifest]:
+            return [
+                pod for pod in self.cluster.pods() if not parts or _part(pod) in parts
+                if (started := pod["status"].get("containerStatuses"))
+                and all("running" in one["state"] for one in started)
+            ]  # fmt: skip
 
-        those: list[Manifest] = until(found, f"a pod runs: {labels}")
-        return those
+        found: list[Manifest] = until(running, f"a pod runs: {' '.join(parts)}")
+        return found
 
-    def drawn(self, rng: random.Random, **labels: str) -> Manifest:
-        """A pod: each workload is as likely as the others."""
-        found = self.pods(**labels)
-        part = rng.choice(sorted({_part(pod) for pod in found}))
-        return rng.choice([pod for pod in found if _part(pod) == part])
+    def on(self, node: str, script: str, *arguments: str) -> None:
+        """Runs a shell's script on a node. Raises Failed."""
+        shell = ("sh", "-ec", _ON_NODE, "sh", script, *arguments)
+        Cluster("default").kubectl("exec", agent(self.cluster, node), "--", *shell)
+
+    def recovered(self) -> None:
+        """Waits until versions come and all workloads are ready. Raises Failed."""
+        self.run.more(_VERSIONS)
+        self.cluster.ready()
+
+    # which pods
+
+    def one(self, rng: random.Random) -> list[Manifest]:
+        """Each workload is as likely as the others."""
+        pods = self.pods()
+        # Preferably one that was not killed before: it would come back later each time.
+        fresh = [pod for pod in pods if not _life(pod)[1]] or pods
+        part = rng.choice(sorted({_part(pod) for pod in fresh}))
+        return [rng.choice([pod for pod in fresh if _part(pod) == part])]
+
+    def two(self, rng: random.Random) -> list[Manifest]:
+        """Of one workload, or of two."""
+        return rng.sample(self.pods(), 2)
+
+    def redis_and_updater(self, rng: random.Random) -> list[Manifest]:
+        """Of several Redis, the master."""
+        servers = self.pods("redis")
+        if len(servers) > 1:
+            servers = [pod for pod in servers if _name(pod) == self.run.master()]
+        return [*servers, *self.updater(rng)]
+
+    def updater(self, _: random.Random) -> list[Manifest]:
+        """The only one."""
+        return self.pods("updater")
+
+    def of_a_node(self, rng: random.Random) -> list[Manifest]:
+        """All of the namespace."""
+        return self.on_node(self.one(rng)[0]["spec"]["nodeName"])
+
+    def of_the_clock(self, _: random.Random) -> list[Manifest]:
+        """All whose clock can be set."""
+        return self.on_node(_clock()[0])
+
+    def on_node(self, node: str) -> list[Manifest]:
+        """All of the namespace on a node."""
+        return [pod for pod in self.pods() if pod["spec"]["nodeName"] == node]
+
+    def services(self, rng: random.Random) -> list[Manifest]:
+        """Of some workloads, or of all but Redis and the Sentinels."""
+        parts = sorted({_part(pod) for pod in self.pods()} - _SERVERS)
+        return self.pods(*([part for part in parts if rng.random() < 0.5] or parts))
+
+    # what happens to them
 
     def ended(self, pods: Iterable[Manifest]) -> None:
         """Waits until these pods are gone, or their containers have ended."""
         lives = {_life(pod) for pod in pods}
         until(lambda: lives.isdisjoint(map(_life, self.cluster.objects("pod"))), "pods end")
 
-    def hit(self, rng: random.Random, script: str) -> str:
-        """Runs a script on the node of a container, which it ends."""
-        pod = self.drawn(rng)
-        self.victims.add(_part(pod))
-        container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
-        self.nodes[pod["spec"]["nodeName"]].run(_MAIN + script, container)
-        self.ended([pod])
-        return _name(pod)
-
-    def kill(self, rng: random.Random) -> str:
+    def kill(self, pods: Sequence[Manifest], _: random.Random, script: str = _KILL) -> None:
         """SIGKILL for a container's first process."""
-        return self.hit(rng, "kill -9 $main")
-
-    def oom(self, rng: random.Random) -> str:
-        """Memory of a container's cgroup is taken until the kernel kills its first process."""
-        return self.hit(rng, _OOM)
-
-    def deleted(self, rng: random.Random, pods: Sequence[Manifest]) -> str:
-        """Pods, at once or with their grace period: every other time."""
-        how = rng.choice([["--grace-period=0", "--force"], []])
-        names = [_name(pod) for pod in pods]
-        self.cluster.kubectl("delete", "pod", *names, *how, "--wait=false")
-        self.ended(pods)
-        return " ".join([*names, *how[:1]])
-
-    def delete(self, rng: random.Random) -> str:
-        """A pod."""
-        return self.deleted(rng, [self.drawn(rng)])
-
-    def pair(self, rng: random.Random) -> str:
-        """Two pods at once."""
-        return self.deleted(rng, rng.sample(self.pods(), 2))
-
-    def lost(self, rng: random.Random) -> str:
-        """Redis, or its master, together with the updater."""
-        servers = self.pods(name="redis")
-        if len(servers) > 1:
-            servers = [pod for pod in servers if _name(pod) == self.run.master()]
-        return self.deleted(rng, [*servers, *self.pods(component="updater")])
-
-    def evicted(self, pods: Iterable[Manifest]) -> None:
-        """By the Eviction API, as soon as budgets allow it."""
         for pod in pods:
-            until(lambda: self._takes_eviction(_name(pod)), f"{_name(pod)} may be evicted")  # noqa: B023
-            self.ended([pod])
+            self.victims.add(_part(pod))
+            container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+            self.on(pod["spec"]["nodeName"], script, container)
+        self.ended(pods)
 
-    def _takes_eviction(self, name: str) -> bool:
-        space = self.cluster.namespace
-        said = {"apiVersion": "policy/v1", "kind": "Eviction",
-                "metadata": {"name": name, "namespace": space}}  # fmt: skip
-        path = f"/api/v1/namespaces/{space}/pods/{name}/eviction"
+    def oom(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """Memory of a container is taken until the kernel kills its first process."""
+        self.kill(pods, rng, _TAKE_MEMORY)
+
+    def delete(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """At once, or with their grace period."""
+        how = rng.choice([["--grace-period=0", "--force"], []])
+        self.cluster.kubectl("delete", "pod", *map(_name, pods), *how, "--wait=false")
+        self.ended(pods)
+
+    def evict(self, pods: Sequence[Manifest], _: random.Random) -> None:
+        """By the Eviction API, as budgets allow it; their node takes no others meanwhile."""
+        node, mark = pods[0]["spec"]["nodeName"], f"evicted={self.cluster.namespace}"
+        self.cluster.kubectl("label", "pod", *map(_name, pods), mark)
         try:
-            self.cluster.kubectl("create", "--raw", path, "--filename", "-", said=json.dumps(said))
-        except Failed as error:
-            if "disruption budget" in str(error) or "TooManyRequests" in str(error):
-                return False
-            if "not found" not in str(error).lower():
-                raise
-        return True
-
-    def evict(self, rng: random.Random) -> str:
-        """A pod, by the Eviction API."""
-        pod = self.drawn(rng)
-        self.evicted([pod])
-        return _name(pod)
-
-    def drain(self, rng: random.Random) -> str:
-        """A node is cordoned and loses all pods of the namespace."""
-        node: str = self.drawn(rng)["spec"]["nodeName"]
-        with self.cordoned([node]):
-            self.evicted(self.on(node))
-        return node
-
-    def on(self, node: str) -> list[Manifest]:
-        """The pods of a node."""
-        return [pod for pod in self.pods() if pod["spec"]["nodeName"] == node]
-
-    @contextmanager
-    def cordoned(self, nodes: Sequence[str]) -> Iterator[None]:
-        """Pods are scheduled to other nodes alone."""
-        self.cluster.kubectl("cordon", *nodes)
-        try:
-            yield
+            how = ("--delete-emptydir-data", "--pod-selector", mark)
+            self.cluster.kubectl("drain", node, *how)
         finally:
-            self.cluster.kubectl("uncordon", *nodes)
+            self.cluster.kubectl("uncordon", node)
 
-    def cut(self, rng: random.Random) -> str:
-        """The network between Redis and all services, or one."""
-        servers = self.cluster.pods()
-        servers = [pod for pod in servers if _part(pod) in ("redis", "sentinel")]
-        services = rng.choice([[self.drawn(rng, name="fedstream")], self.pods(name="fedstream")])
-        ends = [", ".join(pod["status"]["podIP"] for pod in those) for those in (servers, services)]
-        table = f"ip {self.cluster.namespace}-cut"
-        rules = [
-            f"add table {table}",
-            f"add chain {table} cut {{ type filter hook forward priority 0; }}",
-            *(f"add rule {table} cut ip saddr {{ {a} }} ip daddr {{ {b} }} drop"
-              for a, b in (ends, ends[::-1])),
-        ]  # fmt: skip
-        for node in self.nodes.values():
-            node.run(f"nft '{'; '.join(rules)}'")
-        time.sleep(rng.uniform(2, 12))
-        for node in self.nodes.values():
-            node.run(f"nft delete table {table}")
-        return _name(services[0]) if len(services) == 1 else "all services"
-
-    def full(self, rng: random.Random) -> str:
-        """The journal's volume, until the updater waits for room and some seconds more."""
-        [updater] = self.pods(component="updater")
-        at, node = _JOURNAL.format(self.cluster.namespace), self.nodes[updater["spec"]["nodeName"]]
-        log = ("logs", _name(updater), f"--since-time={time.strftime('%FT%TZ', time.gmtime())}")
-        node.run(f"dd if=/dev/zero of={at}/filled bs=4k 2>/dev/null || true")
-        try:
-            until(lambda: "No space left" in self.cluster.kubectl(*log), "the updater waits")
-            time.sleep(rng.uniform(1, 10))
-        finally:
-            node.run(f"rm {at}/filled")
-        return _name(updater)
-
-    def roll(self, rng: random.Random) -> str:
-        """Some workloads work with others of another release, and come back."""
-        every = self.cluster.objects("deployment,statefulset", "app.kubernetes.io/name=fedstream")
-        chosen = [one for one in every if rng.random() < 0.5] or every
+    def roll(self, pods: Sequence[Manifest], _: random.Random) -> None:
+        """Their workloads work with others of another release, and come back."""
+        which = f"app.kubernetes.io/component in ({', '.join({_part(pod) for pod in pods})})"
         for image in (os.environ["CLUSTER_OTHER_IMAGE"], self.cluster.image):
-            for one in chosen:
-                name = _name(one)
-                self.cluster.kubectl("set", "image", f"{one['kind']}/{name}", f"{name}={image}")
-            whole(self.cluster, self.run)
-        return " ".join(map(_name, chosen))
+            kinds = ("deployment,statefulset", "--selector", which)
+            self.cluster.kubectl("set", "image", *kinds, f"*={image}")
+            self.recovered()
 
-    def api(self, rng: random.Random) -> str:
-        """The API server stops for a minute."""
-        self.nodes[os.environ["CLUSTER_API"]].run(_STOP_API)
+    def lasts(self, nodes: Iterable[str], begin: str, end: str, rng: random.Random) -> None:
+        """Runs a script on nodes, and some seconds later one that undoes it."""
+        try:
+            for node in nodes:
+                self.on(node, begin)
+            time.sleep(rng.uniform(2, 12))
+        finally:
+            for node in nodes:
+                self.on(node, end)
+
+    def cut(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """The network between them and Redis with the Sentinels."""
+        servers = (pod for pod in self.cluster.pods() if _part(pod) in _SERVERS)
+        ends = [", ".join(pod["status"]["podIP"] for pod in those) for those in (servers, pods)]
+        table = f"ip {self.cluster.namespace}-cut"
+        chain = f"{table} cut {{ type filter hook forward priority 0; }}"
+        rules = "; ".join(f"add rule {table} cut ip saddr {{ {a} }} ip daddr {{ {b} }} drop"
+                          for a, b in (ends, ends[::-1]))  # fmt: skip
+        begin = f"nft 'add table {table}; add chain {chain}; {rules}'"
+        self.lasts(nodes(self.cluster), begin, f"nft delete table {table}", rng)
+
+    def fill(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """The journal's volume."""
+        filled = f"{_JOURNAL.format(self.cluster.namespace)}/filled"
+        begin = f"dd if=/dev/zero of={filled} bs=4k || true"
+        self.lasts([pods[0]["spec"]["nodeName"]], begin, f"rm {filled}", rng)
+
+    def off(self, _: Sequence[Manifest], rng: random.Random) -> None:
+        """The clock of their node is an hour off."""
+        node, path = _clock()
+        begin = f"echo {rng.choice(['+3600', '-3600'])} >{path}"
+        self.lasts([node], begin, f"echo +0 >{path}", rng)
+
+    def stop_api(self, *_: object) -> None:
+        """The API server, for a minute."""
+        self.on(os.environ["CLUSTER_API"], _STOP_API)
         until(lambda: not self._answers(), "the API server stops", 30)
         until(self._answers, "the API server answers")
-        return "kube-apiserver"
 
     def _answers(self) -> bool:
         with suppress(Failed):
             return bool(self.cluster.kubectl("get", "--raw", "/readyz", within_s=5))
         return False
 
-    def clock(self, rng: random.Random) -> str:
-        """A node's clock is an hour off."""
-        name, _, path = os.environ["CLUSTER_CLOCK"].partition(":")
-        offset = rng.choice([_HOUR, -_HOUR])
-        if not self.on(name):
-            with self.cordoned([other for other in self.nodes if other != name]):
-                self.evicted([self.drawn(rng)])
-                until(lambda: self.on(name), f"a pod on {name}")
-        try:
-            self.nodes[name].run(f"echo {offset:+d} >{path}")
-            time.sleep(rng.uniform(2, 12))
-            whole(self.cluster, self.run)
-            return " ".join([name, f"{offset:+d}", *map(_name, self.on(name))])
-        finally:
-            self.nodes[name].run(f"echo +0 >{path}")
-
 
 class Kind(NamedTuple):
-    """What can go wrong: how often in the faults of a seed."""
+    """What can go wrong."""
 
-    times: int
-    play: Callable[[Injector, random.Random], str]
+    times: int  # in the faults of a seed
+    draw: Callable[[Injector, random.Random], list[Manifest]]
+    play: Callable[[Injector, Sequence[Manifest], random.Random], None]
     needs: str = ""  # a variable of the environment
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind(24, Injector.kill),
-    "delete": Kind(18, Injector.delete),
-    "pair": Kind(14, Injector.pair),
-    "evict": Kind(10, Injector.evict),
-    "cut": Kind(10, Injector.cut),
-    "lost": Kind(6, Injector.lost),
-    "oom": Kind(5, Injector.oom),
-    "full": Kind(4, Injector.full),
-    "roll": Kind(3, Injector.roll, "CLUSTER_OTHER_IMAGE"),
-    "drain": Kind(2, Injector.drain),
-    "clock": Kind(2, Injector.clock, "CLUSTER_CLOCK"),
-    "api": Kind(2, Injector.api, "CLUSTER_API"),
+    "kill": Kind(24, Injector.one, Injector.kill),
+    "delete": Kind(18, Injector.one, Injector.delete),
+    "pair": Kind(14, Injector.two, Injector.delete),
+    "evict": Kind(10, Injector.one, Injector.evict),
+    "cut": Kind(10, Injector.services, Injector.cut),
+    "lost": Kind(6, Injector.redis_and_updater, Injector.delete),
+    "oom": Kind(5, Injector.one, Injector.oom),
+    "full": Kind(4, Injector.updater, Injector.fill),
+    "roll": Kind(3, Injector.services, Injector.roll, "CLUSTER_OTHER_IMAGE"),
+    "drain": Kind(2, Injector.of_a_node, Injector.evict),
+    "clock": Kind(2, Injector.of_the_clock, Injector.off, "CLUSTER_CLOCK"),
+    "api": Kind(2, lambda *_: [], Injector.stop_api, "CLUSTER_API"),
 }
 
 
-class Fault(NamedTuple):
-    """One thing that goes wrong. Its target is drawn among what there is when its turn comes."""
-
-    number: int
-    kind: str
-    draw: int  # seed of what is drawn
-
-
-def plan(seed: int) -> list[Fault]:
-    """Every kind as often as KINDS says, in an order of the seed."""
+def plan(seed: int) -> list[tuple[int, str, int]]:
+    """Faults: number, kind and seed of what is drawn, among what there is when its turn comes."""
     rng = random.Random(seed)
     kinds = [name for name, kind in KINDS.items() for _ in range(kind.times)]
     rng.shuffle(kinds)
-    return [Fault(number, kind, rng.getrandbits(32)) for number, kind in enumerate(kinds)]
-
-
-def whole(cluster: Cluster, run: Run) -> None:
-    """Waits until versions come and all workloads are rolled out and ready. Raises Failed."""
-
-    def ready() -> bool:
-        return all(
-            one["status"].get("observedGeneration") == one["metadata"]["generation"]
-            and {one["status"].get(f"{which}eplicas", 0) for which in ("r", "readyR", "updatedR")}
-            == {one["spec"]["replicas"]}
-            for one in cluster.objects("deployment,statefulset")
-        )  # fmt: skip
-
-    run.more(_VERSIONS)
-    try:
-        until(ready, "workloads are ready")
-    except Failed as error:
-        raise Failed(f"{error}\n{cluster.story()}") from None
+    return [(number, kind, rng.getrandbits(32)) for number, kind in enumerate(kinds)]
 
 
 def steady(versions: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Versions' times, without the hours that a clock was off."""
+    """Versions' times in seconds, without the hours that a clock was off."""
     found: list[tuple[int, float]] = []
     for number, at in versions:
-        off = round((at - found[-1][1]) / _HOUR) if found else 0
-        found.append((number, at - off * _HOUR))
+        off = round((at - found[-1][1]) / 3600) if found else 0
+        found.append((number, at - off * 3600))
     return tuple(found)
 
 
@@ -378,7 +278,8 @@ def _name(one: Manifest) -> str:
 
 def _part(pod: Manifest) -> str:
     labels = pod["metadata"]["labels"]
-    return str(labels.get("app.kubernetes.io/component") or labels["app.kubernetes.io/name"])
+    name = labels["app.kubernetes.io/name"]
+    return str(labels.get("app.kubernetes.io/component", name))
 
 
 def _life(pod: Manifest) -> tuple[str, int]:
@@ -387,16 +288,46 @@ def _life(pod: Manifest) -> tuple[str, int]:
     return pod["metadata"]["uid"], sum(one["restartCount"] for one in started)
 
 
+def _clock() -> tuple[str, str]:
+    node, _, path = os.environ["CLUSTER_CLOCK"].partition(":")
+    return node, path
+
+
+def nodes(cluster: Cluster) -> list[str]:
+    """The cluster's."""
+    return [_name(node) for node in cluster.objects("node")]
+
+
+def agent(cluster: Cluster, node: str) -> str:
+    """The pod, in the namespace `default`, by which scripts run on a node."""
+    return f"fault-agent-{cluster.namespace}-{node}"
+
+
 @contextmanager
-def _small_volume(cluster: Cluster, node: Node) -> Iterator[None]:
-    """The journal's volume is a file system of its own, which can be filled."""
-    at = _JOURNAL.format(cluster.namespace)
-    cluster.end()
-    node.run(f"mkdir -p {at}; mount -t tmpfs -o size={_SIZE_MB}m,mode=777 none {at}")
+def agents(cluster: Cluster) -> Iterator[None]:
+    """A privileged pod on each node, which shares its processes and network."""
+    container = {
+        "name": "agent", "image": cluster.image, "command": ["sleep", "infinity"],
+        "securityContext": {"privileged": True, "runAsUser": 0},
+        # Of the class Guaranteed: the kernel kills any other process before what takes memory.
+        "resources": {"limits": {"cpu": "500m", "memory": "512Mi"}},
+    }  # fmt: skip
+    spec = {
+        "hostPID": True, "hostNetwork": True, "terminationGracePeriodSeconds": 1,
+        "tolerations": [{"operator": "Exists"}], "containers": [container],
+    }  # fmt: skip
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": agent(cluster, node)},
+         "spec": {**spec, "nodeName": node}} for node in nodes(cluster)
+    ]  # fmt: skip
+    names, there = [f"pod/{_name(pod)}" for pod in pods], Cluster("default")
+    for pod in pods:
+        there.kubectl("apply", "--filename", "-", said=json.dumps(pod))
     try:
+        there.kubectl("wait", "--for=condition=Ready", "--timeout=2m", *names)
         yield
     finally:
-        node.run(f"umount --lazy {at}")
+        there.kubectl("delete", *names, "--wait=false")
 
 
 @scenario
@@ -404,46 +335,49 @@ def faults(stage: Stage) -> None:
     """The faults of a seed that are not in the results yet, in batches: a run for each."""
     done = {(row["seed"], row["number"]) for row in recorded()}
     todo = [
-        fault for fault in plan(stage.seed)
-        if (str(stage.seed), str(fault.number)) not in done
-        and (not KINDS[fault.kind].needs or KINDS[fault.kind].needs in os.environ)
+        (number, kind, draw) for number, kind, draw in plan(stage.seed)
+        if (str(stage.seed), str(number)) not in done
+        and KINDS[kind].needs in ("", *os.environ)
     ]  # fmt: skip
-    with ExitStack() as opened:
-        names = [_name(node) for node in stage.cluster.objects("node")]
-        nodes = {name: opened.enter_context(Node(name, stage.cluster)) for name in names}
+    with agents(stage.cluster):
         while todo:
-            record(_played(stage, nodes, todo[:_BATCH]))
+            record(_played(stage, todo[:_BATCH]))
             del todo[:_BATCH]
     stage.rows += summary(recorded())
 
 
-def _played(stage: Stage, nodes: Mapping[str, Node], batch: Sequence[Fault]) -> list[list[object]]:
+def _played(stage: Stage, batch: Sequence[tuple[int, str, int]]) -> list[dict[str, Any]]:
     """Rows of faults that were played in one run; after one that stopped it there is no other."""
-    components = VARIANTS[batch[0].number // _BATCH % len(VARIANTS)]
-    rows: list[list[object]] = []
-    spans, stopped = [], ""
-    with (
-        _small_volume(stage.cluster, next(iter(nodes.values()))),
-        stage.deployed("no-data", *components) as run,
-    ):
-        injector = Injector(stage.cluster, nodes, run)
-        guarded = "enforced" if enforced(stage.cluster) else "not enforced"
-        for fault in batch:
-            before, since, target = stage.cluster.pods(), time.time(), ""
+    cluster, components = stage.cluster, VARIANTS[batch[0][0] // _BATCH % len(VARIANTS)]
+    rows: list[dict[str, Any]] = []
+    stopped, spans = "", []
+    injector = Injector(cluster, stage.run())
+    at, [node, *_] = _JOURNAL.format(cluster.namespace), nodes(cluster)
+    cluster.end()
+    with ExitStack() as opened:
+        # The journal's volume is a file system of its own, which can be filled.
+        injector.on(node, f"mkdir -p {at}; mount -t tmpfs -o size=200m,mode=777 none {at}")
+        opened.callback(injector.on, node, f"umount --lazy {at}")
+        run = injector.run = opened.enter_context(stage.deployed("no-data", *components))
+        about = {
+            "seed": stage.seed, "components": " ".join(components),
+            "policies": "enforced" if enforced(cluster) else "not enforced",
+        }  # fmt: skip
+        for number, kind, draw in batch:
+            lives, since, rng = set(map(_life, cluster.pods())), time.time(), random.Random(draw)
+            pods = KINDS[kind].draw(injector, rng)
             try:
-                target = KINDS[fault.kind].play(injector, random.Random(fault.draw))
-                whole(stage.cluster, run)
+                KINDS[kind].play(injector, pods, rng)
+                injector.recovered()
             except Failed as error:
-                stopped = f"{fault.kind}: {error}"
+                stopped = f"{kind}: {error}"
             spans.append((since, time.time()))
-            lives = set(map(_life, before))
-            new = sorted(_name(pod) for pod in stage.cluster.pods() if _life(pod) not in lives)
-            rows.append([
-                stage.seed, fault.number, fault.kind, target, 0.0,
-                round(time.time() - since, 1), " ".join(new), " ".join(components), guarded,
-            ])  # fmt: skip
-            sys.stdout.write(f"{' | '.join(map(str, rows[-1]))} {stopped}\n")
-            sys.stdout.flush()
+            new = sorted(_name(pod) for pod in cluster.pods() if _life(pod) not in lives)
+            rows.append({
+                **about, "number": number, "kind": kind, "target": " ".join(map(_name, pods)),
+                "whole_again_s": round(time.time() - since, 1), "recovered": " ".join(new),
+            })  # fmt: skip
+            print(*rows[-1].values(), stopped, sep=" | ", flush=True)  # noqa: T201
             if stopped:
                 break
         try:
@@ -451,20 +385,22 @@ def _played(stage: Stage, nodes: Mapping[str, Node], batch: Sequence[Fault]) -> 
         except Failed as error:
             outcome = Outcome({}, wrong=(str(error),))
     wrong = " ".join("; ".join([stopped, *outcome.wrong]).strip("; ").split())
-    outcome = replace(outcome, versions=steady(outcome.versions))
     tasks = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in outcome.tasks.items() if n)
+    outcome = replace(outcome, versions=steady(outcome.versions))
     for row, span in zip(rows, spans, strict=True):
-        row[4] = round(outcome.pause(*span), 1)
-        row += [tasks, outcome.replayed, wrong or "yes"]
-    sys.stdout.write(f"batch of seed {stage.seed}: {outcome.tasks} {outcome.replayed} {wrong}\n")
+        pause = round(outcome.pause(*span), 1)
+        row |= {"without_version_s": pause, "tasks": tasks, "replay": outcome.replayed}
+        row["held"] = wrong or "yes"
     return rows
 
 
-def record(rows: Iterable[Sequence[object]], path: Path = RESULTS) -> None:
+def record(rows: Iterable[Mapping[str, Any]], path: Path = RESULTS) -> None:
     """Adds faults to the results."""
-    new = not path.exists()
     with path.open("a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([*([COLUMNS] if new else []), *rows])
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 def recorded(path: Path = RESULTS) -> list[dict[str, str]]:
@@ -475,20 +411,18 @@ def recorded(path: Path = RESULTS) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def summary(rows: Sequence[Mapping[str, str]]) -> list[Row]:
+def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[Row]:
     """What faults of each kind cost, for the table."""
-    found = []
-    for kind in KINDS:
-        those = [row for row in rows if row["kind"] == kind]
+    by_kind: dict[str, list[Mapping[str, str]]] = {kind: [] for kind in KINDS}
+    for row in rows:
+        by_kind[row["kind"]].append(row)
+    for kind, those in by_kind.items():
         if those:
             pauses = [float(row["without_version_s"]) for row in those]
+            failed = "; ".join(f"seed {row['seed']}, {row['number']}: {row['held']}"
+                               for row in those if row["held"] != "yes")  # fmt: skip
             median = f"median {statistics.median(pauses):.1f} s"
-            failed = [f"seed {row['seed']}, {row['number']}: {row['held']}"
-                      for row in those if row["held"] != "yes"]  # fmt: skip
-            found.append(
-                Row("faults", f"{kind}: {len(those)}", None, max(pauses), median, "; ".join(failed))
-            )
-    return found
+            yield Row("faults", f"{kind}: {len(those)}", None, max(pauses), median, failed)
 
 
 _TRY = """
