@@ -1,10 +1,10 @@
 """Faults on the cluster, drawn from a seed, while the run goes on; and attempts to reach each pod.
 
-``python -m tests.cluster --only faults --seed N`` plays the 100 faults of a seed that
-benchmarks/results/cluster-faults.csv lacks, in batches: after each, the run is brought to rest and
-checked. Some kinds need a variable of the environment: CLUSTER_API=NODE, whose API server may stop;
-CLUSTER_CLOCK=NODE:FILE, where the offset of a node's clock is written, in seconds;
-CLUSTER_OTHER_IMAGE, another release.
+``python -m tests.cluster --only faults --seed N`` plays the 100 faults of a seed in batches; after
+each, the run is brought to rest and checked. Faults that benchmarks/results/cluster-faults.csv has
+are not played again: remove the file for that. Some kinds need a variable of the environment:
+CLUSTER_API=NODE, whose API server may stop; CLUSTER_CLOCK=NODE:FILE, where the offset of a node's
+clock is written, in seconds; CLUSTER_OTHER_IMAGE, another release.
 """
 
 from __future__ import annotations
@@ -54,15 +54,11 @@ for found in $(grep -ls "$0" /proc/[0-9]*/cgroup); do
   if grep -qE '^NSpid:.*[[:space:]]1$' "/proc/$pid/status"; then main=$pid; fi
 done
 """
-_KILL = _MAIN + "kill -9 $main"
-_TAKE_MEMORY = (
-    _MAIN
-    + """
+_TAKE_MEMORY = """
 echo 1000 >/proc/$main/oom_score_adj
 group=$(sed -n 's/^[0-9]*:memory:/memory/p; s/^0:://p' /proc/$main/cgroup | head -n 1)
 sh -c "echo \\$\\$ >/sys/fs/cgroup/$group/cgroup.procs; exec tail /dev/zero" || true
 """
-)
 _STOP_API = """
 stop="pkill -STOP -x kube-apiserver; sleep 60; pkill -CONT -x kube-apiserver"
 setsid sh -c "sleep 2; $stop" >/dev/null 2>&1 </dev/null &
@@ -110,20 +106,12 @@ class Injector:
         part = rng.choice(sorted({_part(pod) for pod in fresh}))
         return [rng.choice([pod for pod in fresh if _part(pod) == part])]
 
-    def two(self, rng: random.Random) -> list[Manifest]:
-        """Of one workload, or of two."""
-        return rng.sample(self.pods(), 2)
-
-    def redis_and_updater(self, rng: random.Random) -> list[Manifest]:
+    def redis_and_updater(self, _: random.Random) -> list[Manifest]:
         """Of several Redis, the master."""
         servers = self.pods("redis")
         if len(servers) > 1:
             servers = [pod for pod in servers if _name(pod) == self.run.master()]
-        return [*servers, *self.updater(rng)]
-
-    def updater(self, _: random.Random) -> list[Manifest]:
-        """The only one."""
-        return self.pods("updater")
+        return [*servers, *self.pods("updater")]
 
     def of_a_node(self, rng: random.Random) -> list[Manifest]:
         """All of the namespace."""
@@ -149,12 +137,14 @@ class Injector:
         lives = {_life(pod) for pod in pods}
         until(lambda: lives.isdisjoint(map(_life, self.cluster.objects("pod"))), "pods end")
 
-    def kill(self, pods: Sequence[Manifest], _: random.Random, script: str = _KILL) -> None:
+    def kill(
+        self, pods: Sequence[Manifest], _: random.Random, script: str = "kill -9 $main"
+    ) -> None:
         """SIGKILL for a container's first process."""
         for pod in pods:
             self.victims.add(_part(pod))
             container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
-            self.on(pod["spec"]["nodeName"], script, container)
+            self.on(pod["spec"]["nodeName"], _MAIN + script, container)
         self.ended(pods)
 
     def oom(self, pods: Sequence[Manifest], rng: random.Random) -> None:
@@ -242,12 +232,12 @@ class Kind(NamedTuple):
 KINDS: Mapping[str, Kind] = {
     "kill": Kind(24, Injector.one, Injector.kill),
     "delete": Kind(18, Injector.one, Injector.delete),
-    "pair": Kind(14, Injector.two, Injector.delete),
+    "pair": Kind(14, lambda on, rng: rng.sample(on.pods(), 2), Injector.delete),
     "evict": Kind(10, Injector.one, Injector.evict),
     "cut": Kind(10, Injector.services, Injector.cut),
     "lost": Kind(6, Injector.redis_and_updater, Injector.delete),
     "oom": Kind(5, Injector.one, Injector.oom),
-    "full": Kind(4, Injector.updater, Injector.fill),
+    "full": Kind(4, lambda on, _: on.pods("updater"), Injector.fill),
     "roll": Kind(3, Injector.services, Injector.roll, "CLUSTER_OTHER_IMAGE"),
     "drain": Kind(2, Injector.of_a_node, Injector.evict),
     "clock": Kind(2, Injector.of_the_clock, Injector.off, "CLUSTER_CLOCK"),
@@ -421,8 +411,9 @@ def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[Row]:
             pauses = [float(row["without_version_s"]) for row in those]
             failed = "; ".join(f"seed {row['seed']}, {row['number']}: {row['held']}"
                                for row in those if row["held"] != "yes")  # fmt: skip
-            median = f"median {statistics.median(pauses):.1f} s"
-            yield Row("faults", f"{kind}: {len(those)}", None, max(pauses), median, failed)
+            note = f"median {statistics.median(pauses):.1f} s"
+            note += "" if failed else "; counts and replays hold"
+            yield Row("faults", f"{kind}: {len(those)}", None, max(pauses), note, failed)
 
 
 _TRY = """

@@ -32,5 +32,5 @@ def test_the_results_grow_and_are_summed_up_by_kind(tmp_path: Path) -> None:
     record([row(2, "kill", 9.0, "a task lost"), row(3, "kill", 3.0)], path)
     assert [told(one) for one in summary(recorded(path))] == [
         "faults | kill: 3 | 9.0 s | FAILED: seed 4, 2: a task lost | median 3.0 s",
-        "faults | cut: 1 | 7.0 s | median 7.0 s",
+        "faults | cut: 1 | 7.0 s | median 7.0 s; counts and replays hold",
     ]
