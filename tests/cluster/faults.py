@@ -36,7 +36,7 @@ COLUMNS = (
     "seed", "number", "kind", "target", "without_version_s", "whole_again_s", "recovered",
     "components", "policies", "tasks", "replay", "held",
 )  # fmt: skip
-VARIANTS: Sequence[tuple[str, ...]] = ((), ("redis-aof",), ("redis-sentinel",))
+VARIANTS: Sequence[tuple[str, ...]] = (("gateway", "site"), ("redis-aof",), ("redis-sentinel",))
 _BATCH = 20
 _VERSIONS = 3  # that have to come after a fault before the next one
 _JOURNAL = "/var/lib/fedstream-cluster-test/{}/journal-updater-0"  # the volume, on every node
