@@ -1,9 +1,10 @@
 """Faults on the cluster, drawn from a seed, while the run goes on; and attempts to reach each pod.
 
-``python -m tests.cluster --only faults --seed N`` plays the run of a seed and adds its faults to
-benchmarks/results/cluster-faults.csv. What some kinds need is in the environment: for `roll`
-CLUSTER_OTHER_IMAGE, another release; for `clock` CLUSTER_CLOCK=NODE:FILE, where the offset of a
-node's clock is written, in seconds. For `api` a node must have a process `kube-apiserver`.
+``python -m tests.cluster --only faults --seed N`` plays the 100 faults of a seed in batches; after
+each, the run is brought to rest and checked. Faults that benchmarks/results/cluster-faults.csv has
+are not played again: remove the file for that. Some kinds need a variable of the environment:
+CLUSTER_API=NODE, whose API server may stop; CLUSTER_CLOCK=NODE:FILE, where the offset of a node's
+clock is written, in seconds; CLUSTER_OTHER_IMAGE, another release.
 """
 
 from __future__ import annotations
@@ -14,442 +15,405 @@ import os
 import random
 import re
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.cluster.checks import Run
+from tests.cluster.checks import Outcome, Run
 from tests.cluster.cluster import Cluster, Failed, until
 from tests.cluster.policies import OUTSIDE, documented, expected
-from tests.cluster.stage import Stage, scenario
+from tests.cluster.stage import Row, Stage, scenario
 from tests.docs.pages import ROOT
 from tests.k8s.cluster.manifests import Manifest
 from tests.k8s.policy.networks import Place
 
 RESULTS = ROOT / "benchmarks" / "results" / "cluster-faults.csv"
 COLUMNS = (
-    "seed", "components", "number", "kind", "target", "lasts_s", "without_version_s",
-    "until_versions_s", "policies", "held",
+    "seed", "number", "kind", "target", "without_version_s", "whole_again_s", "recovered",
+    "components", "policies", "tasks", "replay", "held",
 )  # fmt: skip
-VARIANTS: Sequence[tuple[str, ...]] = ((), ("redis-aof",), ("redis-sentinel",))
+VARIANTS: Sequence[tuple[str, ...]] = (("gateway", "site"), ("redis-aof",), ("redis-sentinel",))
+_BATCH = 20
 _VERSIONS = 3  # that have to come after a fault before the next one
 _JOURNAL = "/var/lib/fedstream-cluster-test/{}/journal-updater-0"  # the volume, on every node
-_UPDATER = "app.kubernetes.io/component=updater"
-_SIZE_MB = 200  # of the volume
-_CUT = "ip fedstream-cut"
+_SERVERS = {"redis", "sentinel"}
 
 
-class Kind(StrEnum):
-    """What can go wrong."""
-
-    KILL = "kill"  # a container's process, by SIGKILL
-    DELETE = "delete"  # a pod
-    PAIR = "pair"  # two pods at once
-    EVICT = "evict"  # a pod, by the Eviction API
-    DRAIN = "drain"  # a node is cordoned and loses all pods of the namespace, by the Eviction API
-    CUT = "cut"  # the network between Redis and all services, or one
-    FULL = "full"  # the journal's volume
-    OOM = "oom"  # the memory of a container's cgroup is taken until the kernel kills its process
-    ROLL = "roll"  # some workloads to another release and back
-    LOST = "lost"  # Redis together with the updater
-    API = "api"  # the API server stops for a minute
-    CLOCK = "clock"  # of a node, an hour off
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that goes wrong. The target is drawn among what there is when its turn comes."""
-
-    kind: Kind
-    lasts_s: float
-    share: tuple[float, float]  # in [0, 1): which targets
-
-
-def plan(seed: int, kinds: Sequence[Kind]) -> list[Fault]:
-    """Each kind once, in an order, for a time and at targets that the seed draws."""
-    rng = random.Random(seed)
-    return [
-        Fault(kind, round(rng.uniform(2, 15), 1), (rng.random(), rng.random()))
-        for kind in rng.sample(kinds, len(kinds))
-    ]
-
-
-class Node:
-    """A node, as root: by a privileged pod that shares its processes and network."""
-
-    def __init__(self, name: str, image: str) -> None:
-        self.name = name
-        self._cluster = Cluster("default", image)
-        self._pod = f"fault-agent-{name}"
-
-    def __enter__(self) -> Node:
-        container = {
-            "name": "agent", "image": self._cluster.image, "command": ["sleep", "infinity"],
-            "securityContext": {"privileged": True, "runAsUser": 0},
-            # Of the class Guaranteed: what takes memory is not what the kernel kills first.
-            "resources": {"limits": {"cpu": "200m", "memory": "512Mi"}},
-        }  # fmt: skip
-        spec = {
-            "nodeName": self.name, "hostPID": True, "hostNetwork": True, "containers": [container],
-            "terminationGracePeriodSeconds": 1, "tolerations": [{"operator": "Exists"}],
-        }  # fmt: skip
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": self._pod}, "spec": spec}
-        self._cluster.kubectl("apply", "--filename", "-", said=json.dumps(pod))
-        self._cluster.kubectl("wait", "--for=condition=Ready", "--timeout=2m", f"pod/{self._pod}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cluster.kubectl("delete", "pod", self._pod, "--wait=false")
-
-    def run(self, script: str, *arguments: str) -> str:
-        """What a shell printed that sees the node's files. Raises Failed."""
-        return self._cluster.kubectl(
-            "exec", self._pod, "--", "sh", "-ec", _ON_NODE, "sh", script, *arguments
-        )
-
-
-# Not by way of process 1: it may have more rights than anything on the node.
+# As root, with a node's files. Not by way of process 1, which may have more rights than any other.
 _ON_NODE = """
 runtime=$(grep -lsxE 'containerd|crio' /proc/[0-9]*/comm | head -n 1 | cut -d / -f 3)
-script=$1; shift
-exec nsenter --target "$runtime" --mount sh -ec "$script" sh "$@"
+exec nsenter --target "$runtime" --mount sh -ec "$@"
 """
 _MAIN = """  # the first process of a container
-for found in $(grep -ls "$1" /proc/[0-9]*/cgroup); do
+for found in $(grep -ls "$0" /proc/[0-9]*/cgroup); do
   pid=${found#/proc/}; pid=${pid%/cgroup}
   if grep -qE '^NSpid:.*[[:space:]]1$' "/proc/$pid/status"; then main=$pid; fi
 done
 """
-_OOM = (
-    _MAIN
-    + """
-group=$(sed -n 's/^[0-9]*:memory:/memory/p; s/^0::/unified/p' "/proc/$main/cgroup" | head -n 1)
-for at in "/sys/fs/cgroup/$group" "/sys/fs/cgroup/${group#unified}"; do
-  if [ -f "$at/cgroup.procs" ]; then procs=$at/cgroup.procs; fi
-done
-echo 1000 >"/proc/$main/oom_score_adj"
-sh -c 'echo $$ >"$1"; exec tail /dev/zero' sh "$procs" & taker=$!
-while [ -d "/proc/$main" ] && [ -d "/proc/$taker" ]; do sleep 0.1; done
-kill -9 $taker 2>/dev/null || true
-[ ! -d "/proc/$main" ]
+_TAKE_MEMORY = """
+echo 1000 >/proc/$main/oom_score_adj
+group=$(sed -n 's/^[0-9]*:memory:/memory/p; s/^0:://p' /proc/$main/cgroup | head -n 1)
+sh -c "echo \\$\\$ >/sys/fs/cgroup/$group/cgroup.procs; exec tail /dev/zero" || true
 """
-)
 _STOP_API = """
-pids=$(pgrep -x kube-apiserver)
-script="sleep 2; kill -STOP $pids; sleep 60; kill -CONT $pids"
-setsid sh -c "$(echo $script)" >/dev/null 2>&1 </dev/null &
+stop="pkill -STOP -x kube-apiserver; sleep 60; pkill -CONT -x kube-apiserver"
+setsid sh -c "sleep 2; $stop" >/dev/null 2>&1 </dev/null &
 """
 
 
 @dataclass
 class Injector:
-    """Does what a fault says, and undoes it. Each method returns the target's name."""
+    """Draws pods, and does to them what a kind of fault does; that is undone in the end."""
 
     cluster: Cluster
-    nodes: Mapping[str, Node]
-    victims: set[str] = field(default_factory=set)  # containers that may have ended by themselves
+    run: Run
+    victims: set[str] = field(default_factory=set)  # workloads whose containers may have failed
 
-    def kinds(self) -> list[Kind]:
-        """Those that this cluster has the means for."""
-        lacking = set()
-        if "CLUSTER_OTHER_IMAGE" not in os.environ:
-            lacking.add(Kind.ROLL)
-        if "CLUSTER_CLOCK" not in os.environ:
-            lacking.add(Kind.CLOCK)
-        if not self._with_api():
-            lacking.add(Kind.API)
-        return [kind for kind in Kind if kind not in lacking]
+    def pods(self, *parts: str) -> list[Manifest]:
+        """Those that run, of some workloads or of all; at least one."""
 
-    def play(self, fault: Fault, run: Run) -> str:
-        """Injects a fault; it is over when this returns."""
-        doing: Callable[[Fault, Run], str] = getattr(self, f"_{fault.kind}")
-        return doing(fault, run)
+        def running() -> list[Manifest]:
+            return [
+                pod for pod in self.cluster.pods() if not parts or _part(pod) in parts
+                if (started := pod["status"].get("containerStatuses"))
+                and all("running" in one["state"] for one in started)
+            ]  # fmt: skip
 
-    def _pods(self, **labels: str) -> list[Manifest]:
-        found = [
-            pod for pod in self.cluster.pods()
-            if all(pod["metadata"]["labels"].get(f"app.kubernetes.io/{name}") == value
-                   for name, value in labels.items())
-            and all("running" in one["state"] for one in _statuses(pod)) and _statuses(pod)
-        ]  # fmt: skip
-        return sorted(found, key=_name)
+        found: list[Manifest] = until(running, f"a pod runs: {' '.join(parts)}")
+        return found
 
-    def _drawn(self, share: float, **labels: str) -> Manifest:
-        """A pod: each workload is as likely as the others."""
-        found: list[Manifest] = until(lambda: self._pods(**labels), "a pod that runs")
-        parts = sorted({_part(pod) for pod in found})
-        at = share * len(parts)
-        those = [pod for pod in found if _part(pod) == parts[int(at)]]
-        return those[int(at % 1 * len(those))]
+    def on(self, node: str, script: str, *arguments: str) -> None:
+        """Runs a shell's script on a node. Raises Failed."""
+        shell = ("sh", "-ec", _ON_NODE, "sh", script, *arguments)
+        Cluster("default").kubectl("exec", agent(self.cluster, node), "--", *shell)
 
-    def _container(self, share: float) -> tuple[Node, str, Manifest]:
-        pod = self._drawn(share)
-        [status] = _statuses(pod)
-        self.victims.add(_part(pod))
-        return self._node(pod), status["containerID"].rpartition("/")[2], pod
+    def recovered(self) -> None:
+        """Waits until versions come and all workloads are ready. Raises Failed."""
+        self.run.more(_VERSIONS)
+        self.cluster.ready()
 
-    def _node(self, pod: Manifest) -> Node:
-        return self.nodes[pod["spec"]["nodeName"]]
+    # which pods
 
-    def _kill(self, fault: Fault, run: Run) -> str:
-        node, container, pod = self._container(fault.share[0])
-        node.run(_MAIN + "kill -9 $main", container)
-        return _name(pod)
+    def one(self, rng: random.Random) -> list[Manifest]:
+        """Each workload is as likely as the others."""
+        pods = self.pods()
+        # Preferably one that was not killed before: it would come back later each time.
+        fresh = [pod for pod in pods if not _life(pod)[1]] or pods
+        part = rng.choice(sorted({_part(pod) for pod in fresh}))
+        return [rng.choice([pod for pod in fresh if _part(pod) == part])]
 
-    def _oom(self, fault: Fault, run: Run) -> str:
-        node, container, pod = self._container(fault.share[0])
-        node.run(_OOM, container)
-        return _name(pod)
-
-    def _delete(self, fault: Fault, run: Run) -> str:
-        return self._deleted(fault, [self._drawn(fault.share[0])])
-
-    def _pair(self, fault: Fault, run: Run) -> str:
-        return self._deleted(fault, random.Random(fault.share[0]).sample(self._pods(), 2))
-
-    def _lost(self, fault: Fault, run: Run) -> str:
-        servers = self._pods(name="redis")
+    def redis_and_updater(self, _: random.Random) -> list[Manifest]:
+        """Of several Redis, the master."""
+        servers = self.pods("redis")
         if len(servers) > 1:
-            servers = [pod for pod in servers if _name(pod) == run.master()]
-        return self._deleted(fault, [*servers, *self._pods(component="updater")])
+            servers = [pod for pod in servers if _name(pod) == self.run.master()]
+        return [*servers, *self.pods("updater")]
 
-    def _deleted(self, fault: Fault, pods: Sequence[Manifest]) -> str:
-        """At once, or with their grace period: every other time."""
-        names = sorted({_name(pod) for pod in pods})
-        how = ["--grace-period=0", "--force"] if fault.share[1] < 0.5 else []
-        self.cluster.kubectl("delete", "pod", *names, *how, "--wait=false")
-        self._gone(pods)
-        return " ".join([*names, *how[:1]])
+    def of_a_node(self, rng: random.Random) -> list[Manifest]:
+        """All of the namespace."""
+        return self.on_node(self.one(rng)[0]["spec"]["nodeName"])
 
-    def _evict(self, fault: Fault, run: Run) -> str:
-        pod = self._drawn(fault.share[0])
-        until(lambda: self._evicted(_name(pod)), f"{_name(pod)} may be evicted")
-        self._gone([pod])
-        return _name(pod)
+    def of_the_clock(self, _: random.Random) -> list[Manifest]:
+        """All whose clock can be set."""
+        return self.on_node(_clock()[0])
 
-    def _gone(self, pods: Sequence[Manifest]) -> None:
-        """Waits until pods have ended, so that what they cost comes within the fault's time."""
-        those = {pod["metadata"]["uid"] for pod in pods}
+    def on_node(self, node: str) -> list[Manifest]:
+        """All of the namespace on a node."""
+        return [pod for pod in self.pods() if pod["spec"]["nodeName"] == node]
 
-        def ended() -> bool:
-            return those.isdisjoint(one["metadata"]["uid"] for one in self.cluster.objects("pod"))
+    def services(self, rng: random.Random) -> list[Manifest]:
+        """Of some workloads, or of all but Redis and the Sentinels."""
+        parts = sorted({_part(pod) for pod in self.pods()} - _SERVERS)
+        return self.pods(*([part for part in parts if rng.random() < 0.5] or parts))
 
-        until(ended, "pods end")
+    # what happens to them
 
-    def _evicted(self, name: str) -> bool:
-        """Whether the API took the eviction; a budget may refuse it for now."""
-        space = self.cluster.namespace
-        said = {"apiVersion": "policy/v1", "kind": "Eviction",
-                "metadata": {"name": name, "namespace": space}}  # fmt: skip
-        path = f"/api/v1/namespaces/{space}/pods/{name}/eviction"
+    def ended(self, pods: Iterable[Manifest]) -> None:
+        """Waits until these pods are gone, or their containers have ended."""
+        lives = {_life(pod) for pod in pods}
+        until(lambda: lives.isdisjoint(map(_life, self.cluster.objects("pod"))), "pods end")
+
+    def kill(
+        self, pods: Sequence[Manifest], _: random.Random, script: str = "kill -9 $main"
+    ) -> None:
+        """SIGKILL for a container's first process."""
+        for pod in pods:
+            self.victims.add(_part(pod))
+            container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+            self.on(pod["spec"]["nodeName"], _MAIN + script, container)
+        self.ended(pods)
+
+    def oom(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """Memory of a container is taken until the kernel kills its first process."""
+        self.kill(pods, rng, _TAKE_MEMORY)
+
+    def delete(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """At once, or with their grace period."""
+        how = rng.choice([["--grace-period=0", "--force"], []])
+        self.cluster.kubectl("delete", "pod", *map(_name, pods), *how, "--wait=false")
+        self.ended(pods)
+
+    def evict(self, pods: Sequence[Manifest], _: random.Random) -> None:
+        """By the Eviction API, as budgets allow it; their node takes no others meanwhile."""
+        node, mark = pods[0]["spec"]["nodeName"], f"evicted={self.cluster.namespace}"
+        self.cluster.kubectl("label", "pod", *map(_name, pods), mark)
         try:
-            self.cluster.kubectl("create", "--raw", path, "--filename", "-", said=json.dumps(said))
-        except Failed as error:
-            if "disruption budget" in str(error) or "TooManyRequests" in str(error):
-                return False
-            if "not found" not in str(error).lower():
-                raise
-        return True
-
-    def _drain(self, fault: Fault, run: Run) -> str:
-        node = self._node(self._drawn(fault.share[0])).name
-        self.cluster.kubectl("cordon", node)
-        try:
-            there = [pod for pod in self._pods() if pod["spec"]["nodeName"] == node]
-            for pod in there:
-                until(lambda: self._evicted(_name(pod)), f"{_name(pod)} may be evicted")  # noqa: B023
-            self._gone(there)
+            how = ("--delete-emptydir-data", "--pod-selector", mark)
+            self.cluster.kubectl("drain", node, *how)
         finally:
             self.cluster.kubectl("uncordon", node)
-        return node
 
-    def _cut(self, fault: Fault, run: Run) -> str:
-        servers = self._pods(name="redis") + self._pods(name="sentinel")
-        services = self._pods(name="fedstream")
-        if fault.share[1] < 0.5:
-            services = [self._drawn(fault.share[0], name="fedstream")]
-        ends = [", ".join(pod["status"]["podIP"] for pod in those) for those in (servers, services)]
-        ways = [f"ip saddr {{ {a} }} ip daddr {{ {b} }} drop" for a, b in (ends, ends[::-1])]
-        chain = "{ type filter hook forward priority 0; }"
-        for node in self.nodes.values():
-            node.run(
-                f"nft 'add table {_CUT}; add chain {_CUT} forward {chain}; "
-                + "; ".join(f"add rule {_CUT} forward {way}" for way in ways) + "'"
-            )  # fmt: skip
-        time.sleep(fault.lasts_s)
-        for node in self.nodes.values():
-            node.run(f"nft delete table {_CUT}")
-        return _name(services[0]) if len(services) == 1 else "all services"
-
-    def _full(self, fault: Fault, run: Run) -> str:
-        [updater] = until(lambda: self._pods(component="updater"), "the updater runs")
-        self.victims.add(_part(updater))
-        at = _JOURNAL.format(self.cluster.namespace)
-        node = self._node(updater)
-        node.run(f"dd if=/dev/zero of={at}/filled bs=1M 2>/dev/null || true")
-        time.sleep(fault.lasts_s)
-        node.run(f"rm {at}/filled")
-        return _name(updater)
-
-    def _roll(self, fault: Fault, run: Run) -> str:
-        """Some workloads work with others of another release."""
-        parts = sorted({_part(pod) for pod in self._pods(name="fedstream")})
-        rng = random.Random(fault.share[0])
-        chosen = [part for part in parts if rng.random() < 0.5] or parts
+    def roll(self, pods: Sequence[Manifest], _: random.Random) -> None:
+        """Their workloads work with others of another release, and come back."""
+        which = f"app.kubernetes.io/component in ({', '.join({_part(pod) for pod in pods})})"
         for image in (os.environ["CLUSTER_OTHER_IMAGE"], self.cluster.image):
-            for part in chosen:
-                kind = "statefulset" if part in ("updater", "gateway") else "deployment"
-                self.cluster.kubectl("set", "image", f"{kind}/{part}", f"{part}={image}")
-            self.cluster.ready()
-            run.more(_VERSIONS)
-        return " ".join(chosen)
+            kinds = ("deployment,statefulset", "--selector", which)
+            self.cluster.kubectl("set", "image", *kinds, f"*={image}")
+            self.recovered()
 
-    def _with_api(self) -> list[Node]:
-        return [node for node in self.nodes.values()
-                if node.run("pgrep -x kube-apiserver || true").strip()]  # fmt: skip
+    def lasts(self, nodes: Iterable[str], begin: str, end: str, rng: random.Random) -> None:
+        """Runs a script on nodes, and some seconds later one that undoes it."""
+        try:
+            for node in nodes:
+                self.on(node, begin)
+            time.sleep(rng.uniform(2, 12))
+        finally:
+            for node in nodes:
+                self.on(node, end)
 
-    def _api(self, fault: Fault, run: Run) -> str:
-        [node, *_] = self._with_api()
-        node.run(_STOP_API)
+    def cut(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """The network between them and Redis with the Sentinels."""
+        servers = (pod for pod in self.cluster.pods() if _part(pod) in _SERVERS)
+        ends = [", ".join(pod["status"]["podIP"] for pod in those) for those in (servers, pods)]
+        table = f"ip {self.cluster.namespace}-cut"
+        chain = f"{table} cut {{ type filter hook forward priority 0; }}"
+        rules = "; ".join(f"add rule {table} cut ip saddr {{ {a} }} ip daddr {{ {b} }} drop"
+                          for a, b in (ends, ends[::-1]))  # fmt: skip
+        begin = f"nft 'add table {table}; add chain {chain}; {rules}'"
+        self.lasts(nodes(self.cluster), begin, f"nft delete table {table}", rng)
+
+    def fill(self, pods: Sequence[Manifest], rng: random.Random) -> None:
+        """The journal's volume."""
+        filled = f"{_JOURNAL.format(self.cluster.namespace)}/filled"
+        begin = f"dd if=/dev/zero of={filled} bs=4k || true"
+        self.lasts([pods[0]["spec"]["nodeName"]], begin, f"rm {filled}", rng)
+
+    def off(self, _: Sequence[Manifest], rng: random.Random) -> None:
+        """The clock of their node is an hour off."""
+        node, path = _clock()
+        begin = f"echo {rng.choice(['+3600', '-3600'])} >{path}"
+        self.lasts([node], begin, f"echo +0 >{path}", rng)
+
+    def stop_api(self, *_: object) -> None:
+        """The API server, for a minute."""
+        self.on(os.environ["CLUSTER_API"], _STOP_API)
         until(lambda: not self._answers(), "the API server stops", 30)
         until(self._answers, "the API server answers")
-        return "kube-apiserver"
 
     def _answers(self) -> bool:
         with suppress(Failed):
             return bool(self.cluster.kubectl("get", "--raw", "/readyz", within_s=5))
         return False
 
-    def _clock(self, fault: Fault, run: Run) -> str:
-        name, _, path = os.environ["CLUSTER_CLOCK"].partition(":")
-        offset = "+3600" if fault.share[0] < 0.5 else "-3600"
-        try:
-            self.nodes[name].run(f"echo {offset} >{path}")
-            time.sleep(fault.lasts_s)
-            run.more(_VERSIONS)
-        finally:
-            self.nodes[name].run(f"echo +0 >{path}")
-        return f"{name} {offset}"
+
+class Kind(NamedTuple):
+    """What can go wrong."""
+
+    times: int  # in the faults of a seed
+    draw: Callable[[Injector, random.Random], list[Manifest]]
+    play: Callable[[Injector, Sequence[Manifest], random.Random], None]
+    needs: str = ""  # a variable of the environment
 
 
-def _statuses(pod: Manifest) -> list[Manifest]:
-    found: list[Manifest] = pod["status"].get("containerStatuses", [])
-    return found
+KINDS: Mapping[str, Kind] = {
+    "kill": Kind(24, Injector.one, Injector.kill),
+    "delete": Kind(18, Injector.one, Injector.delete),
+    "pair": Kind(14, lambda on, rng: rng.sample(on.pods(), 2), Injector.delete),
+    "evict": Kind(10, Injector.one, Injector.evict),
+    "cut": Kind(10, Injector.services, Injector.cut),
+    "lost": Kind(6, Injector.redis_and_updater, Injector.delete),
+    "oom": Kind(5, Injector.one, Injector.oom),
+    "full": Kind(4, lambda on, _: on.pods("updater"), Injector.fill),
+    "roll": Kind(3, Injector.services, Injector.roll, "CLUSTER_OTHER_IMAGE"),
+    "drain": Kind(2, Injector.of_a_node, Injector.evict),
+    "clock": Kind(2, Injector.of_the_clock, Injector.off, "CLUSTER_CLOCK"),
+    "api": Kind(2, lambda *_: [], Injector.stop_api, "CLUSTER_API"),
+}
 
 
-def _name(pod: Manifest) -> str:
-    return str(pod["metadata"]["name"])
+def plan(seed: int) -> list[tuple[int, str, int]]:
+    """Faults: number, kind and seed of what is drawn, among what there is when its turn comes."""
+    rng = random.Random(seed)
+    kinds = [name for name, kind in KINDS.items() for _ in range(kind.times)]
+    rng.shuffle(kinds)
+    return [(number, kind, rng.getrandbits(32)) for number, kind in enumerate(kinds)]
+
+
+def steady(versions: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Versions' times in seconds, without the hours that a clock was off."""
+    found: list[tuple[int, float]] = []
+    for number, at in versions:
+        off = round((at - found[-1][1]) / 3600) if found else 0
+        found.append((number, at - off * 3600))
+    return tuple(found)
+
+
+def _name(one: Manifest) -> str:
+    return str(one["metadata"]["name"])
 
 
 def _part(pod: Manifest) -> str:
     labels = pod["metadata"]["labels"]
-    return str(labels.get("app.kubernetes.io/component") or labels["app.kubernetes.io/name"])
+    name = labels["app.kubernetes.io/name"]
+    return str(labels.get("app.kubernetes.io/component", name))
+
+
+def _life(pod: Manifest) -> tuple[str, int]:
+    """Another one after a pod was replaced, or its containers began again."""
+    started = pod["status"].get("containerStatuses", ())
+    return pod["metadata"]["uid"], sum(one["restartCount"] for one in started)
+
+
+def _clock() -> tuple[str, str]:
+    node, _, path = os.environ["CLUSTER_CLOCK"].partition(":")
+    return node, path
+
+
+def nodes(cluster: Cluster) -> list[str]:
+    """The cluster's."""
+    return [_name(node) for node in cluster.objects("node")]
+
+
+def agent(cluster: Cluster, node: str) -> str:
+    """The pod, in the namespace `default`, by which scripts run on a node."""
+    return f"fault-agent-{cluster.namespace}-{node}"
 
 
 @contextmanager
-def _agents(cluster: Cluster) -> Iterator[dict[str, Node]]:
-    with ExitStack() as opened:
-        names = [_name(node) for node in cluster.objects("node")]
-        yield {name: opened.enter_context(Node(name, cluster.image)) for name in names}
-
-
-@contextmanager
-def _small_volume(cluster: Cluster, nodes: Mapping[str, Node]) -> Iterator[None]:
-    """The journal's volume with so little room that it can be filled."""
-    at, [node, *_] = _JOURNAL.format(cluster.namespace), nodes.values()
-    cluster.scale("statefulset/updater", 0)
-    until(lambda: not cluster.objects("pod", _UPDATER), "the updater ends")
-    node.run(
-        f"cp -a {at} {at}.whole; mount -t tmpfs -o size={_SIZE_MB}m,mode=777 none {at}; "
-        f"cp -a {at}.whole/. {at}"
-    )
+def agents(cluster: Cluster) -> Iterator[None]:
+    """A privileged pod on each node, which shares its processes and network."""
+    container = {
+        "name": "agent", "image": cluster.image, "command": ["sleep", "infinity"],
+        "securityContext": {"privileged": True, "runAsUser": 0},
+        # Of the class Guaranteed: the kernel kills any other process before what takes memory.
+        "resources": {"limits": {"cpu": "500m", "memory": "512Mi"}},
+    }  # fmt: skip
+    spec = {
+        "hostPID": True, "hostNetwork": True, "terminationGracePeriodSeconds": 1,
+        "tolerations": [{"operator": "Exists"}], "containers": [container],
+    }  # fmt: skip
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": agent(cluster, node)},
+         "spec": {**spec, "nodeName": node}} for node in nodes(cluster)
+    ]  # fmt: skip
+    names, there = [f"pod/{_name(pod)}" for pod in pods], Cluster("default")
+    for pod in pods:
+        there.kubectl("apply", "--filename", "-", said=json.dumps(pod))
     try:
-        cluster.scale("statefulset/updater", 1)
+        there.kubectl("wait", "--for=condition=Ready", "--timeout=2m", *names)
         yield
     finally:
-        node.run(f"umount --lazy {at}")
+        there.kubectl("delete", *names, "--wait=false")
 
 
 @scenario
 def faults(stage: Stage) -> None:
-    """A run with a fault of every kind, in an order and at targets drawn from the seed."""
-    seed = stage.seed
-    components = VARIANTS[seed % len(VARIANTS)]
-    played: list[tuple[Fault, str, float, float]] = []
-    with (
-        _agents(stage.cluster) as nodes,
-        stage.deployed("no-data", *components) as run,
-        _small_volume(stage.cluster, nodes),
-    ):
-        injector = Injector(stage.cluster, nodes)
-        guarded = "enforced" if enforced(stage.cluster) else "not enforced"
-        stopped: tuple[str, ...] = ()
-        for fault in plan(seed, injector.kinds()):
-            since, target = time.time(), ""
+    """The faults of a seed that are not in the results yet, in batches: a run for each."""
+    done = {(row["seed"], row["number"]) for row in recorded()}
+    todo = [
+        (number, kind, draw) for number, kind, draw in plan(stage.seed)
+        if (str(stage.seed), str(number)) not in done
+        and KINDS[kind].needs in ("", *os.environ)
+    ]  # fmt: skip
+    with agents(stage.cluster):
+        while todo:
+            record(_played(stage, todo[:_BATCH]))
+            del todo[:_BATCH]
+    stage.rows += summary(recorded())
+
+
+def _played(stage: Stage, batch: Sequence[tuple[int, str, int]]) -> list[dict[str, Any]]:
+    """Rows of faults that were played in one run; after one that stopped it there is no other."""
+    cluster, components = stage.cluster, VARIANTS[batch[0][0] // _BATCH % len(VARIANTS)]
+    rows: list[dict[str, Any]] = []
+    stopped, spans = "", []
+    injector = Injector(cluster, stage.run())
+    at, [node, *_] = _JOURNAL.format(cluster.namespace), nodes(cluster)
+    cluster.end()
+    with ExitStack() as opened:
+        # The journal's volume is a file system of its own, which can be filled.
+        injector.on(node, f"mkdir -p {at}; mount -t tmpfs -o size=200m,mode=777 none {at}")
+        opened.callback(injector.on, node, f"umount --lazy {at}")
+        run = injector.run = opened.enter_context(stage.deployed("no-data", *components))
+        about = {
+            "seed": stage.seed, "components": " ".join(components),
+            "policies": "enforced" if enforced(cluster) else "not enforced",
+        }  # fmt: skip
+        for number, kind, draw in batch:
+            lives, since, rng = set(map(_life, cluster.pods())), time.time(), random.Random(draw)
+            pods = KINDS[kind].draw(injector, rng)
             try:
-                run.more(_VERSIONS)
-                since = time.time()
-                target = injector.play(fault, run)
-                run.more(_VERSIONS)
-                stage.cluster.ready()
+                KINDS[kind].play(injector, pods, rng)
+                injector.recovered()
             except Failed as error:
-                stopped = (f"{fault.kind}: {error}",)
-            played.append((fault, target, since, time.time()))
-            sys.stdout.write(f"{fault.kind}: {target}: {time.time() - since:.0f} s\n")
-            sys.stdout.flush()
+                stopped = f"{kind}: {error}"
+            spans.append((since, time.time()))
+            new = sorted(_name(pod) for pod in cluster.pods() if _life(pod) not in lives)
+            rows.append({
+                **about, "number": number, "kind": kind, "target": " ".join(map(_name, pods)),
+                "whole_again_s": round(time.time() - since, 1), "recovered": " ".join(new),
+            })  # fmt: skip
+            print(*rows[-1].values(), stopped, sep=" | ", flush=True)  # noqa: T201
             if stopped:
                 break
-        outcome = run.finish(may_restart=f"^({'|'.join(sorted(injector.victims))})-")
-        outcome = replace(outcome, wrong=(*outcome.wrong, *stopped))
-    rows = []
-    for number, (fault, target, since, to) in enumerate(played):
-        pause = outcome.pause(since, to)
-        stage.add(f"{fault.kind}: {target}", outcome, pause, f"{', '.join(components)} seed {seed}")
-        rows.append([
-            seed, " ".join(components), number, fault.kind, target, fault.lasts_s, round(pause, 1),
-            round(to - since, 1), guarded, "no" if outcome.wrong else "yes",
-        ])  # fmt: skip
-    record(rows)
+        try:
+            outcome = run.finish(may_restart=f"^({'|'.join(sorted(injector.victims))})-")
+        except Failed as error:
+            outcome = Outcome({}, wrong=(str(error),))
+    wrong = " ".join("; ".join([stopped, *outcome.wrong]).strip("; ").split())
+    tasks = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in outcome.tasks.items() if n)
+    outcome = replace(outcome, versions=steady(outcome.versions))
+    for row, span in zip(rows, spans, strict=True):
+        pause = round(outcome.pause(*span), 1)
+        row |= {"without_version_s": pause, "tasks": tasks, "replay": outcome.replayed}
+        row["held"] = wrong or "yes"
+    return rows
 
 
-def record(rows: Sequence[Sequence[object]], path: Path = RESULTS) -> None:
-    """Adds faults to the results, and writes the table of all beside them."""
-    new = not path.exists()
+def record(rows: Iterable[Mapping[str, Any]], path: Path = RESULTS) -> None:
+    """Adds faults to the results."""
     with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([*([COLUMNS] if new else []), *rows])
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def recorded(path: Path = RESULTS) -> list[dict[str, str]]:
+    """The faults that were played, by COLUMNS."""
+    if not path.exists():
+        return []
     with path.open(newline="") as file:
-        path.with_suffix(".md").write_text(table(list(csv.DictReader(file))))
+        return list(csv.DictReader(file))
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """What faults of each kind cost, for people."""
-    failed = sorted({int(row["seed"]) for row in rows if row["held"] != "yes"})
-    seeds = {row["seed"] for row in rows}
-    lines = [
-        "# Faults on Kubernetes", "",
-        "`python -m tests.cluster --only faults --seed N`: a run for each seed, with network",
-        "policies enforced. After its faults every run was brought to rest and checked: the tasks",
-        "issued are the sum of all outcomes, none is lost or counted twice, no container restarted",
-        "but those that a fault ended, and the journal replays identically to Redis's model.", "",
-        f"{len(rows)} faults in {len(seeds)} runs: "
-        + (f"NOT held: seeds {', '.join(map(str, failed))}" if failed else "all checks held"), "",
-        "| kind | number | s without a version: median | worst | checks held |",
-        "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for kind in Kind:
-        those = [row for row in rows if row["kind"] == kind]
+def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[Row]:
+    """What faults of each kind cost, for the table."""
+    by_kind: dict[str, list[Mapping[str, str]]] = {kind: [] for kind in KINDS}
+    for row in rows:
+        by_kind[row["kind"]].append(row)
+    for kind, those in by_kind.items():
         if those:
             pauses = [float(row["without_version_s"]) for row in those]
-            held = sum(row["held"] == "yes" for row in those)
-            lines.append(f"| {kind} | {len(those)} | {statistics.median(pauses):.1f} "
-                         f"| {max(pauses):.1f} | {held} |")  # fmt: skip
-    return "\n".join(lines) + "\n"
+            failed = "; ".join(f"seed {row['seed']}, {row['number']}: {row['held']}"
+                               for row in those if row["held"] != "yes")  # fmt: skip
+            note = f"median {statistics.median(pauses):.1f} s"
+            note += "" if failed else "; counts and replays hold"
+            yield Row("faults", f"{kind}: {len(those)}", None, max(pauses), note, failed)
 
 
 _TRY = """
