@@ -203,7 +203,7 @@ async def test_a_coordinator_and_its_page_take_little_for_unfinished_bodies(
     settings = read(None, sets)
     coordinator = Coordinator(
         settings.coordinator, settings.lease, keys=hand.keys, redis=redis, name="c-0",
-        page=lambda client: LiveService(settings, client),
+        page=lambda client, tokens: LiveService(settings, client, tokens),
     )  # fmt: skip
     flags = [part for one in sets for part in ("--set", one)]
     with process("coordinator", *flags) as (pid, port):
