@@ -34,17 +34,16 @@ ROOT = Path(__file__).parents[3]
 NAMES = DOCUMENTED.replace("DNS:", "").split(",")
 HOSTS = "sentinel-0.sentinels, redis-0.redis-nodes, redis-1.redis-nodes"
 NOW = datetime.now(UTC)
-# The names of pods lead to this machine. uvloop asks the C library instead, which can't be told.
+# The names of pods lead to this machine.
 PATCH = """
-import asyncio, socket, sys
-import uvloop
+import sys
 from fedstream.cli.app import main
-resolve = socket.getaddrinfo
-def here(host, *args, **named):
-    is_pod = str(host).endswith((".redis-nodes", ".sentinels"))
-    return resolve("127.0.0.1" if is_pod else host, *args, **named)
-socket.getaddrinfo = here
-uvloop.new_event_loop = asyncio.new_event_loop
+from fedstream.runtime.service import ServiceLoop
+class Loop(ServiceLoop):
+    async def getaddrinfo(self, host, *args, **named):
+        is_pod = str(host).endswith((".redis-nodes", ".sentinels"))
+        return await super().getaddrinfo("127.0.0.1" if is_pod else host, *args, **named)
+sys.modules[ServiceLoop.__module__].ServiceLoop = Loop
 main(sys.argv[1:])
 """
 
