@@ -34,16 +34,19 @@ ROOT = Path(__file__).parents[3]
 NAMES = DOCUMENTED.replace("DNS:", "").split(",")
 HOSTS = "sentinel-0.sentinels, redis-0.redis-nodes, redis-1.redis-nodes"
 NOW = datetime.now(UTC)
-# The names of pods lead to this machine.
+# The names of pods lead to this machine, for services and for what asks Python.
 PATCH = """
-import sys
+import socket, sys
 from fedstream.cli.app import main
-from fedstream.runtime.service import ServiceLoop
-class Loop(ServiceLoop):
+from fedstream.runtime import service
+resolve = socket.getaddrinfo
+def led(host):
+    return "127.0.0.1" if str(host).endswith((".redis-nodes", ".sentinels")) else host
+class Loop(service.ServiceLoop):
     async def getaddrinfo(self, host, *args, **named):
-        is_pod = str(host).endswith((".redis-nodes", ".sentinels"))
-        return await super().getaddrinfo("127.0.0.1" if is_pod else host, *args, **named)
-sys.modules[ServiceLoop.__module__].ServiceLoop = Loop
+        return await super().getaddrinfo(led(host), *args, **named)
+socket.getaddrinfo = lambda host, *args, **named: resolve(led(host), *args, **named)
+service.ServiceLoop = Loop
 main(sys.argv[1:])
 """
 
