@@ -31,6 +31,7 @@ from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
 from fedstream.broker.errors import (
     BrokerError,
     ConfigError,
+    Distrusted,
     LoginRefused,
     ReplyTooLarge,
     Unavailable,
@@ -114,9 +115,6 @@ class Client:
         self._guide_options: dict[str, Any] = {}
         self._login = settings
         self._guide_login: RedisSettings | SentinelSettings = settings
-        # A password may be replaced while we run, and with it Redis's certificate: then a file of
-        # ours may be older than what Redis has. Not before we were let in: then it is a mistake.
-        self._waits_for_files = settings.password_file is not None
         self._was_let_in = False
         check_password_file("redis.password_file", settings)
         if settings.sentinel is not None:
@@ -371,11 +369,22 @@ class Client:
                 link = await self._connected(once.place if once else None)
         except (*_BROKEN, LoginRefused) as error:
             meant = self._lost_redis(error, generation)
-            if isinstance(meant, LoginRefused) and self._was_let_in and self._waits_for_files:
+            # What Sentinels say has its meaning already.
+            login = self._guide_login if meant is error else self._login
+            if isinstance(meant, LoginRefused) and self._may_pass(meant, login):
                 meant = Unavailable(f"{meant}; waiting for files that Redis accepts")
             raise meant from error
         self._was_let_in = True
         return link, seconds - (time.monotonic() - began)
+
+    def _may_pass(self, refusal: LoginRefused, login: RedisSettings | SentinelSettings) -> bool:
+        """Whether a file of ours may only be older than what Redis has: passwords and certificates
+        are replaced while we run. Before we were let in, a refusal is a mistake.
+        """
+        if isinstance(refusal, Distrusted):
+            return self._was_let_in and self._options.get("ssl_ca_certs") is not None
+        has_file = login.password_file is not None and login.password is None
+        return self._was_let_in and has_file
 
     def _put_back(self, link: Link, generation: int, once: _Elsewhere | None = None) -> None:
         """Keep a link whose exchange is over, or close it if it leads to another node."""

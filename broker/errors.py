@@ -62,7 +62,11 @@ class Unavailable(BrokerError):
 
 
 class LoginRefused(BrokerError):
-    """Redis refuses the password, or its certificate is not trusted."""
+    """Redis or a Sentinel refuses the password, or its certificate is not trusted."""
+
+
+class Distrusted(LoginRefused):
+    """The certificate is not trusted."""
 
 
 class OutOfMemory(Unavailable):

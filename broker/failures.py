@@ -8,6 +8,7 @@ from redis import exceptions
 
 from fedstream.broker.errors import (
     BrokerError,
+    Distrusted,
     Foreign,
     LoginRefused,
     NoScript,
@@ -68,7 +69,7 @@ def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
         return OutOfMemory(f"{where} is full: {text}")
     if untrusted := _UNTRUSTED.search(text):
         why = distrust(untrusted[1], "redis.tls.ca must name the authority that signed it")
-        return LoginRefused(f"{where} is not trusted: {why}")
+        return Distrusted(f"{where} is not trusted: {why}")
     if isinstance(error, exceptions.AskError) and not is_guided:
         return BrokerError(f"{where} is a node of a cluster: set redis.cluster = true")
     passing = (

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 
+import structlog
 from aiohttp import web
 from pydantic import SecretStr
 
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.settings import in_lines
-from fedstream.runtime.http import LEAST_TOKEN, HttpSettings
+from fedstream.runtime.http import HttpSettings, tokens_in
 from fedstream.runtime.problems import problem
 from fedstream.runtime.tls import stamp
 
@@ -25,50 +24,69 @@ class Tokens:
     One a line: two while a token is being replaced, the new one first.
     """
 
-    def __init__(self, token: SecretStr | None, file: str | None = None) -> None:
-        """``file`` counts if there is no ``token``. Raises ConfigError if it can't be used."""
+    def __init__(
+        self, token: SecretStr | None, file: str | None = None, operator: SecretStr | None = None
+    ) -> None:
+        """``file`` counts if there is no ``token``. ``operator``: the tokens that operators act
+        with, which none of these may be. Raises ConfigError if one is, or can't be used.
+        """
+        self._text = token.get_secret_value() if token is not None else ""
         self._file = Path(file) if file is not None and token is None else None
-        self._stamp = stamp([self._file]) if self._file else None
-        self._tokens = self._read(self._file) if self._file else in_lines(_text(token))
+        self._operator = tokens_in(operator.get_secret_value()) if operator is not None else []
+        self._stamp = stamp([self._file]) if self._file is not None else None
+        self._tokens = self._read()
 
     def now(self) -> list[str]:
-        """The tokens; those before, while the file can't be used."""
-        if self._file is not None and (found := stamp([self._file])) != self._stamp:
+        """The tokens; those before, while the file can't be used, which the log says once."""
+        if self._file is None:
+            return self._tokens
+        found = stamp([self._file])
+        if self._stamp is None or found != self._stamp:
+            try:
+                self._tokens = self._read()
+            except ConfigError as error:
+                if self._stamp is not None:
+                    structlog.get_logger().warning(
+                        "correct the token file: it can't be used, so the tokens before it stay",
+                        reason=str(error),
+                    )
+                found = None  # to be read again next time: a stamp doesn't show permissions
             self._stamp = found
-            with suppress(ConfigError):
-                self._tokens = self._read(self._file)
         return self._tokens
 
     def has(self, token: str) -> bool:
         """Whether this is one of them."""
         return any(is_same(one, token) for one in self.now())
 
-    @staticmethod
-    def _read(file: Path) -> list[str]:
+    def _read(self) -> list[str]:
+        where = f"http.token_file: {self._file}" if self._file is not None else "http.token"
         try:
-            found = in_lines(file.read_text(errors="replace"))
+            found = tokens_in(
+                self._file.read_text(errors="replace") if self._file is not None else self._text
+            )
         except OSError as error:
-            raise ConfigError(f"http.token_file: {file}: {error.strerror}") from error
-        if not found or min(map(len, found)) < LEAST_TOKEN:
+            raise ConfigError(f"{where}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if any(is_same(one, other) for one in found for other in self._operator):
             raise ConfigError(
-                f"http.token_file: {file}: expected tokens of at least {LEAST_TOKEN} "
-                "characters, one a line"
+                f"{where}: a token is the same as one of page.operator_token: whoever may look "
+                "could act, too; choose another"
             )
         return found
 
 
-def tokens_of(http: HttpSettings) -> Tokens | None:
-    """The tokens for the coordinator; None if it is open. Raises ConfigError."""
-    return Tokens(http.token, http.token_file) if http.has_token else None
+def tokens_of(http: HttpSettings, operator: SecretStr | None = None) -> Tokens | None:
+    """The tokens for the coordinator; None if it is open. ``operator``: the operators' tokens.
+
+    Raises ConfigError.
+    """
+    return Tokens(http.token, http.token_file, operator) if http.has_token else None
 
 
 def is_same(one: str, other: str) -> bool:
     """Compare in constant time."""
     return hmac.compare_digest(*(text.encode(errors="surrogateescape") for text in (one, other)))
-
-
-def _text(secret: SecretStr | None) -> str:
-    return secret.get_secret_value() if secret is not None else ""
 
 
 def guarded(handler: Handler, tokens: Tokens | None) -> Handler:

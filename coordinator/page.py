@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol, TypeAlias
 
 from aiohttp import web
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.settings import Secret
-from fedstream.coordinator.access import tokens_of
+from fedstream.coordinator.access import Tokens, tokens_of
 from fedstream.runtime.config import Section
-from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.http import HttpSettings, TokensSecret
 from fedstream.runtime.service import Context
 
 
@@ -24,9 +24,7 @@ class PageSettings(Section):
     viewers: Annotated[int, Field(ge=1)] = 64  # at the same time, each with a connection
     question_s: Annotated[float, Field(gt=0)] = 900.0  # for bisect and what if, which replay
     question_bytes: Annotated[int, Field(ge=1 << 28)] = 2 << 30  # of memory, for the same
-    operator_token: Annotated[
-        Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)
-    ] = None  # asked of those who act; None: nobody can
+    operator_token: TokensSecret = None  # asked of those who act; None: nobody can
     operator_username: str = "operator"  # in Redis, if a password is set
     operator_password: Secret = None  # None: acts are the coordinator's own
 
@@ -40,12 +38,7 @@ def has_page(page: PageSettings, http: HttpSettings) -> bool:
             f"page.enabled = true with http.host = {http.host!r}: everybody who reaches the "
             "coordinator would see the run: set http.token too (FEDSTREAM_HTTP__TOKEN)"
         )
-    operator, tokens = page.operator_token, tokens_of(http)
-    if operator is not None and tokens is not None and tokens.has(operator.get_secret_value()):
-        raise ConfigError(
-            "page.operator_token is the same as http.token: whoever may look could act, too; "
-            "choose another"
-        )
+    tokens_of(http, page.operator_token)
     return True
 
 
@@ -59,5 +52,5 @@ class LivePage(Protocol):
         """Work while somebody looks; returns after ``context.stop``."""
 
 
-MakePage: TypeAlias = Callable[[Client], LivePage]
-"""Makes the page of a coordinator, which reads with this client."""
+MakePage: TypeAlias = Callable[[Client, Tokens | None], LivePage]
+"""Makes the page of a coordinator, which reads with this client, for those with its tokens."""

@@ -62,7 +62,7 @@ class Coordinator:
         self._client = Client(redis, name)
         self._ledger = CoordinatorLedger(self._client, keys, name)
         self._app = App(self._client, self._ledger, keys, settings.downloads, tokens)
-        self._page = None if page is None else page(self._client)
+        self._page = None if page is None else page(self._client, tokens)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """Status and models, and the live page, over HTTP."""

@@ -118,13 +118,18 @@ class Task(ABC):
 
     @property
     def run_devices(self) -> int | None:
-        """The number of devices of the runs that this task is for; None: any number."""
+        """The number of devices of the runs that this task is for; None: any number.
+
+        A trainer ends if its run has another number. ``task.devices`` of its configuration, if
+        given, counts instead of this.
+        """
         return self.devices
 
     def joined(self, devices: int) -> None:
         """Take note that this trainer joined a run of so many devices; by default, nothing.
 
-        The run may have been begun with another task, so ``devices`` of this one may differ.
+        Called once the number is known to be allowed, see :attr:`run_devices`. A task that is for
+        any number may set its ``devices`` here.
         """
         return
 

@@ -50,7 +50,7 @@ class CheckIns:
         nobody is to wait any more.
         """
         self._log = log
-        self._other_tasks = Flood(burst=1, per_s=0.0)  # a line for each
+        self._other_tasks = Flood(burst=1, per_s=1 / 3600)  # lines of a device
         self._settings = settings
         self._desk = desk
         self._current = current
@@ -76,7 +76,7 @@ class CheckIns:
                 403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
             )
         if differs := run.difference(said.layout, said.devices):
-            if self._other_tasks.passes(differs) is not None:
+            if self._other_tasks.passes(device) is not None:
                 self._log.warning("a device's task is not the run's", device=device, reason=differs)
             raise Refusal(409, "another task", differs)
         if not said.eligible or device in head.quarantines.by_device:

@@ -151,10 +151,12 @@ async def _named(settings: RedisSettings, trusted: Sequence[Address]) -> list[Ad
     """
     error = BrokerError("no server with a trusted certificate could be asked for their addresses")
     sentinel = settings.sentinel
+    url = urlsplit(settings.url)
+    login, at, _ = url.netloc.rpartition("@") if sentinel is None else ("", "", "")
     for host, port in trusted:
-        netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        url = urlsplit(settings.url)._replace(netloc=netloc, path="").geturl()
-        plain: dict[str, object] = {"url": url, "sentinel": None, "cluster": False}
+        node = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = url._replace(netloc=f"{login}{at}{node}", path="").geturl()
+        plain: dict[str, object] = {"url": address, "sentinel": None, "cluster": False}
         if sentinel is not None:
             keys = ("username", "password", "password_file")
             plain |= {key: getattr(sentinel, key) for key in keys}

@@ -23,6 +23,7 @@ from aiohttp import HttpVersion11, web
 from pydantic import AfterValidator, Field, SecretStr
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.broker.settings import in_lines
 from fedstream.runtime.config import Section
 from fedstream.runtime.connections import Entrance, SecuredConnection, ServedConnection
 from fedstream.runtime.crowd import Crowd
@@ -63,7 +64,25 @@ def _host_name(host: str) -> str:
 HostName: TypeAlias = Annotated[str, AfterValidator(_host_name)]
 
 
-LEAST_TOKEN: Final = 16  # characters
+_LEAST_TOKEN: Final = 16  # characters
+
+
+def tokens_in(secret: str) -> list[str]:
+    """The tokens in a setting or a file, one a line. Raises ValueError if one is too short."""
+    found = in_lines(secret)
+    if not found or min(map(len, found)) < _LEAST_TOKEN:
+        raise ValueError(f"expected tokens of at least {_LEAST_TOKEN} characters, one a line")
+    return found
+
+
+def _checked_tokens(secret: SecretStr) -> SecretStr:
+    tokens_in(secret.get_secret_value())
+    return secret
+
+
+TokensSecret: TypeAlias = Annotated[
+    Annotated[SecretStr, AfterValidator(_checked_tokens)] | None, Field(exclude=True)
+]
 
 
 class HttpSettings(Section):
@@ -75,9 +94,7 @@ class HttpSettings(Section):
     hosts: tuple[HostName, ...] | None = ()
     port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any free port
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
-    token: Annotated[
-        Annotated[SecretStr, Field(min_length=LEAST_TOKEN)] | None, Field(exclude=True)
-    ] = None
+    token: TokensSecret = None
     token_file: str | None = None  # read again when it has changed; ``token`` goes before it
     # PEM files of a proxy in front, which ends TLS: metrics say when they end.
     certificates: tuple[str, ...] = ()

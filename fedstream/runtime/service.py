@@ -7,11 +7,14 @@ import copy
 import gc
 import os
 import random
+import socket
+import ssl
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 import uvloop
@@ -28,7 +31,6 @@ from fedstream.runtime.tls import CurrentTls
 from fedstream.runtime.tracing import Spans, TracingSettings
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from aiohttp import web
@@ -212,6 +214,38 @@ async def repeat(
         context.health.release(name)
 
 
+class ServiceLoop(uvloop.Loop):
+    """uvloop, whose ``create_connection`` here awaits the look-up of a name.
+
+    Its own leaves the look-up behind when it is cancelled, and asyncio logs its failure: 'Future
+    exception was never retrieved'.
+    """
+
+    async def create_connection(
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        host: str | None = None,
+        port: int | None = None,
+        **options: Any,
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        connect = partial(super().create_connection, protocol_factory)
+        if host is None:
+            return await connect(**options)
+        if options.get("ssl"):
+            options.setdefault("server_hostname", host)
+        asked = {name: options.get(name, 0) for name in ("family", "proto", "flags")}
+        found = await self.getaddrinfo(host, port, type=socket.SOCK_STREAM, **asked)
+        *others, last = (place[:2] for *_, place in found)
+        for place in others:
+            try:
+                return await connect(*place, **options)
+            except ssl.SSLError:
+                raise
+            except OSError:
+                continue  # the name's next address may answer
+        return await connect(*last, **options)
+
+
 def serve(
     service: Service,
     *,
@@ -245,7 +279,7 @@ def serve(
     try:
         if tracing is not None and tracing.endpoint is not None:
             spans = Spans(tracing, run=run, role=service.role, name=name)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=ServiceLoop) as runner:
             runner.run(
                 _live(service, http, logger, drain_s, traces=log.traces, spans=spans, tls=tls)
             )

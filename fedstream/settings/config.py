@@ -194,12 +194,16 @@ class Settings(Section):
         return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
 
     def with_absolute_paths(self) -> Settings:
-        """The same for any working directory: task, data and TLS files by their absolute paths."""
-        task, (file, _, attribute) = self.task, self.task.name.rpartition(":")
+        """The same for any working directory: the files and folders that are read by their
+        absolute paths.
+        """
+        task = _absolute(self.task, "data_root")
+        file, _, attribute = task.name.rpartition(":")
         if file.endswith(".py"):
             task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
-        if task.data_root is not None:
-            task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
+        if isinstance(folder := task.args.get("app_dir"), str):  # a Flower app's
+            args = {**task.args, "app_dir": str(Path(folder).absolute())}
+            task = task.model_copy(update={"args": args})
         run = self.run
         if run.start is not None:
             run = run.model_copy(update={"start": StartingPoint.parsed(run.start).absolute})
@@ -212,7 +216,7 @@ class Settings(Section):
         gateway = _absolute(
             self.gateway, "tls_cert", "tls_key", "client_ca", "flower_app", "flower_keys"
         )
-        http = _absolute(self.http, "token_file")
+        http = _absolute(self.http, "token_file", "certificates")
         return self.model_copy(
             update={"run": run, "task": task, "redis": redis, "gateway": gateway, "http": http}
         )
@@ -223,8 +227,13 @@ _TableT = TypeVar("_TableT", bound=BaseModel)
 
 def _absolute(table: _TableT, *keys: str) -> _TableT:
     """A table of the configuration with these files, if they are given, by absolute paths."""
-    given = {key: getattr(table, key) for key in keys}
-    files = {key: str(Path(file).absolute()) for key, file in given.items() if file is not None}
+    files: dict[str, object] = {}
+    for key in keys:
+        match getattr(table, key):
+            case str(file):
+                files[key] = str(Path(file).absolute())
+            case (_, *_) as several:
+                files[key] = tuple(str(Path(file).absolute()) for file in several)
     return table.model_copy(update=files)
 
 

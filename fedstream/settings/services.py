@@ -174,7 +174,7 @@ def _coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
         lr_of=(lambda device: solvers[device].lr) if settings.rule.by_steps else None,
-        tokens=tokens_of(settings.http), page=page,
+        tokens=tokens_of(settings.http, settings.page.operator_token), page=page,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 

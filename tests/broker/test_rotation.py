@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError, LoginRefused, Unavailable
-from fedstream.broker.settings import RedisSettings, TlsSettings
+from fedstream.broker.settings import RedisSettings, SentinelSettings, TlsSettings
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import Redis, redis, redis_7, said
+from tests.broker.test_sentinel import NAME, sentinel
+from tests.support import wait_until
 
 pytestmark = [
     pytest.mark.process,
@@ -91,6 +95,42 @@ async def test_a_refused_password_is_waited_out_once_one_was_accepted(
     assert await ours.call("PING") == b"PONG"
 
 
+async def test_a_password_that_sentinels_refuse_is_waited_out_if_it_is_theirs_that_has_a_file(
+    server: Redis, made: list[Client], tmp_path: Path
+) -> None:
+    file, other = tmp_path / "watch", tmp_path / "password"
+    file.write_text("old")
+    other.write_text("p")
+    accepts(server, "p")
+    with sentinel(tmp_path / "sentinel", server.port) as watching:
+        accepts(watching, "old")
+        nodes = (f"127.0.0.1:{watching.port}",)
+        ours, fixed = (
+            client(
+                made, server, **login,
+                sentinel=SentinelSettings(nodes=nodes, master=NAME, username="me", **asked),
+            )
+            for login, asked in (
+                ({"password": "p"}, {"password_file": str(file)}),
+                ({"password_file": str(other)}, {"password": SecretStr("old")}),
+            )
+        )  # fmt: skip
+        assert [await one.call("PING") for one in (ours, fixed)] == [b"PONG", b"PONG"]
+        accepts(watching, "new")
+        for one in (ours, fixed):  # only a call that fails makes it ask the Sentinels again
+            waiting = asyncio.create_task(one.call("WAIT", 1, 20_000, wait_s=20))
+            await wait_until(lambda: b"blocked_clients:1" in said(server.port, "INFO", "clients"))
+            said(server.port, "CLIENT", "KILL", "USER", "me")
+            with pytest.raises(Unavailable):
+                await waiting
+        with pytest.raises(Unavailable, match=r"refuses: .*waiting for files"):
+            await ours.call("PING")
+        with pytest.raises(LoginRefused):
+            await fixed.call("PING")
+        file.write_text("new")
+        assert await ours.call("PING") == b"PONG"
+
+
 async def asked_anew(ours: Client) -> Any:
     """The reply by a new connection: Redis has closed the one before."""
     with suppress(Unavailable):
@@ -126,9 +166,8 @@ async def test_redis_changes_to_a_certificate_of_another_authority(
     for name in ("first", "second"):
         authority(tmp_path, name)
     first, second = ((tmp_path / f"{name}.crt").read_text() for name in ("first", "second"))
-    trusted, password = tmp_path / "ca.crt", tmp_path / "password"
+    trusted = tmp_path / "ca.crt"
     trusted.write_text(first)
-    password.write_text("p")
     cert, key = renewed(tmp_path, "first", 1)
     options = (
         "--tls-cert-file", str(cert), "--tls-key-file", str(key),
@@ -149,7 +188,7 @@ async def test_redis_changes_to_a_certificate_of_another_authority(
         words = ("ACL", "SETUSER", "me", "on", "+@all", ">p")
         assert said(server.port, *words, tls=both) == b"+OK\r\n"
         settings = RedisSettings(
-            username="me", url=f"rediss://127.0.0.1:{server.port}", password_file=str(password),
+            username="me", url=f"rediss://127.0.0.1:{server.port}", password=SecretStr("p"),
             tls=TlsSettings(ca=str(trusted)),
         )  # fmt: skip
         made.append(Client(settings))

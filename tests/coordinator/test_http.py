@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from pydantic import SecretStr
 from safetensors.numpy import load
+from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
@@ -21,9 +24,10 @@ from fedstream.broker.layout import Layout, Tensor
 from fedstream.broker.messages import GiveUp
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import _ranges
+from fedstream.coordinator.page import PageSettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.runtime.http import application
+from fedstream.runtime.http import HttpSettings, application
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, running, wait_until
@@ -263,26 +267,53 @@ def test_version_ranges_are_compact(versions: list[int], text: str) -> None:
 
 
 def test_tokens_are_those_that_the_file_has_now(tmp_path: Path) -> None:
-    """One that can't be used changes nothing; at the start it is an error."""
-    file = tmp_path / "token"
+    """One that can't be used changes nothing, and is logged once; at the start it is an error."""
+    file, operator = tmp_path / "token", SecretStr("other" * 5 + "\n" + "operator" * 3)
     old, new = "old" * 6, "new" * 6
     file.write_text(old)
-    tokens = Tokens(None, str(file))
+    tokens = Tokens(None, str(file), operator)
     assert tokens.has(old)
     file.write_text(f"{new}\r\n{old}\n")
     assert tokens.now() == [new, old]
-    for unusable in ("", "too short", f"{new}\nshort"):
+
+    def stays(why: str) -> None:
+        with capture_logs() as lines:
+            assert tokens.now() == tokens.now() == [new, old]
+        [line] = lines
+        assert line["log_level"] == "warning"
+        assert line["event"].startswith("correct the token file")
+        assert re.search(f"^http.token_file: {file}: {why}", line["reason"])
+        with pytest.raises(ConfigError, match=re.escape(line["reason"])):
+            Tokens(None, str(file), operator)
+
+    for number, (unusable, why) in enumerate((
+        ("", "expected tokens of at least 16 characters, one a line$"),
+        ("too short", "expected"),
+        (f"{new}\nshort", "expected"),
+        (f"{new}\n{'operator' * 3}", "a token is the same as one of page.operator_token"),
+    )):  # fmt: skip
         file.write_text(unusable)
+        stays(why)
+        file.write_text(f"{new}\n{old}" + "\n" * number)  # of another length each time
         assert tokens.now() == [new, old]
-        with pytest.raises(ConfigError, match=r"^http\.token_file: .*at least 16 characters"):
-            Tokens(None, str(file))
     file.unlink()
+    stays("No such file")
+    file.write_text("short" + "\n" * 13)
     assert tokens.now() == [new, old]
-    with pytest.raises(ConfigError, match=r"^http\.token_file: .*No such file"):
-        Tokens(None, str(file))
-    file.write_text(new)
-    assert not tokens.has(old)
-    assert Tokens(SecretStr(old), str(file)).now() == [old]
+    before = file.stat().st_mtime_ns
+    file.write_text(old)
+    os.utime(file, ns=(before, before))  # as after a chmod, nothing shows that it is usable now
+    assert tokens.now() == [old]
+    assert Tokens(SecretStr(new), str(file)).now() == [new]
+
+
+def test_no_token_of_a_setting_is_too_short() -> None:
+    """Each line is one."""
+    for token in ("short", "\n" * 16, f"{'long' * 4}\nshort"):
+        for made in (HttpSettings, PageSettings):
+            key = "token" if made is HttpSettings else "operator_token"
+            with pytest.raises(ValueError, match="expected tokens of at least 16 characters"):
+                made.model_validate({key: SecretStr(token)})
 
 
 async def test_token_is_required_if_configured(redis: RedisSettings, keys: Keys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -86,3 +87,15 @@ async def test_device_with_another_task_is_told_how_it_differs(
     assert line["reason"] in text
     assert counted(place.context, "fedstream_gateway_refused_total", reason="another task") == 2
     assert await hand.ledger.owners() == {}  # it gets no task
+
+
+async def test_device_that_names_another_layout_each_time_does_not_fill_the_log(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with serving(hand, redis, device_rate=1000) as gateway:
+        with capture_logs() as lines:
+            for device in (*[3] * 20, 4, 3):
+                said = {"layout": secrets.token_hex(32), "devices": 11 + secrets.randbelow(1000)}
+                assert (await gateway.check_in(device, **said)).status == 409
+    assert [one["device"] for one in lines if one["event"] == SAID] == [3, 4]

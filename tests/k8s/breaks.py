@@ -490,6 +490,11 @@ GATEWAYS: dict[str, tuple[Change, str]] = {
 
 # With the rendering that is broken.
 OTHERS: dict[str, tuple[str, Change, str]] = {
+    "a service that the Sentinels would not answer": (
+        "base with redis-sentinel",
+        lambda m: volume(m, "trainer", "redis-login")["projected"]["sources"].pop(),
+        r"settings: Deployment trainer, container trainer: is not the Sentinels' user 'watch'",
+    ),
     "a route to a coordinator that asks for no token": (
         "base with route",
         lambda m: container(m, "coordinator")["env"].remove(

@@ -29,6 +29,7 @@ from tests.k8s.policy.__main__ import main
 from tests.k8s.policy.certificate import covers, missing, redis_hosts
 from tests.k8s.policy.checks import CHECKS, findings
 from tests.k8s.policy.pods import durable
+from tests.k8s.policy.settings import read
 from tests.k8s.policy.sources import sources
 from tests.k8s.policy.targets import (
     K8S,
@@ -39,7 +40,7 @@ from tests.k8s.policy.targets import (
     overlays,
     renderings,
 )
-from tests.k8s.policy.workloads import BY_THE_OPERATOR
+from tests.k8s.policy.workloads import BY_THE_OPERATOR, workloads
 
 HOW_TO = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "how-to").glob("*.md")))
 _YAML = [
@@ -154,6 +155,17 @@ def test_keda_works_with_rounds(rendering: Rendering) -> None:
         replace(config(manifests, "fedstream-config"), "run.toml", "fedasync", "fedavg")
 
     assert broken(rendering("overlay production-aof"), fedavg) == []
+
+
+def test_sentinels_elsewhere_may_ask_for_no_password(rendering: Rendering) -> None:
+    """Then services read no file with it, which the Secret need not have."""
+    manifests = Manifests(copy.deepcopy(list(rendering("base with external-redis"))))
+    nodes = {"FEDSTREAM_REDIS__SENTINEL__NODES": '["sentinel.example.org:26379"]'}
+    config(manifests, "fedstream-settings").update(nodes)
+    for workload in workloads(manifests):
+        sentinel = read(manifests, workload, workload.pod["containers"][0]).redis.sentinel
+        assert sentinel is not None
+        assert sentinel.password_file is None, workload.name
 
 
 def test_every_check_can_fail() -> None:

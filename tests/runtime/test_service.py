@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -27,7 +29,7 @@ from fedstream.broker.errors import ConfigError, DataError, Fenced, OutOfMemory,
 from fedstream.runtime.health import Health
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
-from fedstream.runtime.service import Context, _drained, repeat, serve
+from fedstream.runtime.service import Context, ServiceLoop, _drained, repeat, serve
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -256,6 +258,55 @@ def test_certificates_of_a_proxy_need_a_package(
 
 
 @pytest.mark.usefixtures("logging_restored")
+def test_a_cancelled_connection_leaves_no_look_up_behind() -> None:
+    name = "a b"  # no host's: a thread of the look-ups says so, without DNS
+    said: list[dict[str, Any]] = []
+
+    async def connect() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, what: said.append(what))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await asyncio.open_connection(name, 1)
+        for _ in range(9):  # behind it
+            with pytest.raises(socket.gaierror):
+                await asyncio.open_connection(name, 1)
+        gc.collect()
+
+    with asyncio.Runner(loop_factory=ServiceLoop) as runner:
+        runner.run(connect())
+    assert said == []
+
+
+def test_all_addresses_of_a_name_are_tried_and_the_name_is_what_a_certificate_must_have() -> None:
+    ours, trusts = trustme.CA(), ssl.create_default_context()
+    ours.configure_trust(trusts)
+    serves = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ours.issue_cert("redis").configure_cert(serves)
+    addresses, here = list[str](), "127.0.0.1"
+
+    class Loop(ServiceLoop):
+        async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:
+            assert host in ("redis", "other")
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+    async def connect() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), here, 0, ssl=serves)
+        port = server.sockets[0].getsockname()[1]
+        addresses[:] = ["127.0.0.9", here]  # the first refuses
+        _, writer = await asyncio.open_connection("redis", port, ssl=trusts)
+        writer.close()
+        addresses.reverse()
+        with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+            await asyncio.open_connection("other", port, ssl=trusts)
+        addresses.remove(here)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("redis", port, ssl=trusts)
+        server.close()
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(connect())
+
+
 def test_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     code, lines = live(capsys, returns)

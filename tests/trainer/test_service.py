@@ -131,8 +131,15 @@ async def test_trainer_of_another_number_of_devices_exits_with_an_error(
     """Its task would raise DataError for some, and split its data otherwise for all."""
     await hand.create()
     words = r"split over 7 devices, but run .* was made with 10: give every service the same number"
-    task = Adds()
-    task.devices = 7
+    joined: list[int] = []
+
+    class Noting(Adds):
+        devices = 7
+
+        def joined(self, devices: int) -> None:
+            joined.append(devices)
+
+    task = Noting()
     with pytest.raises(ConfigError, match=words):
         await asyncio.wait_for(make(task=task).run(context()), 60)
     with pytest.raises(ConfigError, match=words):
@@ -142,8 +149,10 @@ async def test_trainer_of_another_number_of_devices_exits_with_an_error(
         return any(not one.leaves for one in await hand.words(Presence))
 
     assert not await takes_part()
+    assert joined == []
     async with running(make(task=task, run_devices=10), context()):  # the configuration decides
         await wait_until(takes_part)
+    assert joined == [10]
 
 
 async def test_trainer_may_exit_with_the_run(hand: Hand, make: Make) -> None:

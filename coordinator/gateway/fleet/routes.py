@@ -27,6 +27,7 @@ from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.uploads import PLACE
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
+from fedstream.runtime.flood import Flood
 from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class FleetRoutes:
         self._works = NodeWorks(settings.model_bytes)
         self._reading = asyncio.Lock()
         self._missed: dict[int, tuple[float, float]] = {}  # by device: first and last miss
+        self._greetings = Flood(burst=3, per_s=1 / 60)  # of a device
         self._sending = Counter[int]()  # by device: requests with long bodies
         self._turns: dict[int, asyncio.Lock] = {}  # by device, while there are any
         self._opened: Opened | None = None
@@ -221,6 +223,8 @@ class FleetRoutes:
 
     def _greet(self, device: int, version: str) -> None:
         """Say in the log who has come, and whether with a release that was tested."""
+        if self._greetings.passes(device) is None:
+            return
         log = self._running.context.log.bind(device=device, flower=version[:40])
         log.info("supernode came")
         if not f"{version}.".startswith(tuple(f"{one}." for one in protobuf.TESTED)):
@@ -396,8 +400,9 @@ class FleetRoutes:
         message, work = said.messages_list[0], self._works.get(device)
         if work is None or message.metadata.reply_to_message_id != work.message:
             self._miss(device)
-            # This gateway restarted, or gave the task up: nobody waits for the reply.
-            self._running.context.log.info("reply to no task", device=device)
+            # This gateway restarted, or gave the task up: nobody waits for the reply. A device can
+            # cause any number of these lines.
+            self._running.context.log.debug("reply to no task", device=device)
             return protobuf.message("PushMessagesResponse")
         self._end_search(device)
         if message.HasField("error"):

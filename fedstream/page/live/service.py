@@ -19,7 +19,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
-from fedstream.coordinator.access import tokens_of
+from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.page.files import no_icon, send_static
 from fedstream.page.guard import HEADERS, Answering, Asker, form_of, is_ours
@@ -54,8 +54,8 @@ def live_page(settings: Settings) -> MakePage | None:
     if not has_page(settings.page, settings.http):
         return None
 
-    def make(client: Client) -> LivePage:
-        return LiveService(settings, client)
+    def make(client: Client, tokens: Tokens | None) -> LivePage:
+        return LiveService(settings, client, tokens)
 
     return make
 
@@ -67,13 +67,12 @@ class _EarlierLogin(FedstreamError):
 class LiveService:
     """The page of one coordinator."""
 
-    def __init__(self, settings: Settings, client: Client) -> None:
+    def __init__(self, settings: Settings, client: Client, tokens: Tokens | None) -> None:
+        """``tokens``: of those who may look; None: everybody may."""
         self._settings = settings
         self._run = settings.run.name
         keys = Keys(settings.run.name)
-        self._sessions = Sessions(
-            self._run, tokens_of(settings.http), settings.page.operator_token
-        )  # fmt: skip
+        self._sessions = Sessions(self._run, tokens, settings.page.operator_token)
         self._now = client.clock.now  # on which replicas agree
         self._collector = Collector(Onlooker(client, keys, "page"), settings)
         self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)

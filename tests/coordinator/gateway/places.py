@@ -68,6 +68,7 @@ class Place:
     url: str
     gateway: Gateway
     context: Context
+    crowd: Crowd  # that is connected
     session: aiohttp.ClientSession
     work: asyncio.Task[None] = field(repr=False)
 
@@ -134,7 +135,8 @@ async def serving(
     app = application(gateway.routes(), its.stop.is_set, its.refused)
     async with AsyncExitStack() as stack:
         log = structlog.get_logger()
-        at = listening(app, http, 0, Crowd(http.connections), log, its.tls, its.refused)
+        crowd = Crowd(http.connections)
+        at = listening(app, http, 0, crowd, log, its.tls, its.refused)
         port = await stack.enter_async_context(at)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -142,7 +144,7 @@ async def serving(
         work = await stack.enter_async_context(running(gateway, its))
         if is_open:
             await wait_until(lambda: gateway._app._opened)
-        yield Place(f"http://127.0.0.1:{port}", gateway, its, session, work)
+        yield Place(f"http://127.0.0.1:{port}", gateway, its, crowd, session, work)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 _QUIET_S = 0.2  # then an open connection has nothing more to say
@@ -64,29 +65,24 @@ def request(method: str, path: str, *headers: str, body: bytes = b"", device: in
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a slow connection ended."""
-
-    seconds: float
-    said: Said
-
-
-async def trickle(port: int, first: bytes, *, every_s: float) -> Cut:
+async def trickle(port: int, first: bytes, *, every_s: float) -> Said:
     """Send the beginning of a request, then a byte at a time until the connection is closed."""
-    loop = asyncio.get_running_loop()
-    begun = loop.time()
+    found = bytearray()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    reading = asyncio.create_task(reader.read())
+
+    async def read() -> None:
+        with suppress(ConnectionError):  # bytes that it had not read when it closed it
+            while part := await reader.read(1 << 16):
+                found.extend(part)
+
+    reading = asyncio.create_task(read())
     try:
         writer.write(first)
         while not reading.done():
             await asyncio.wait({reading}, timeout=every_s)
             if first:
                 writer.write(b"x")
-        found = reading.result()
-    except ConnectionError:
-        found = b""
     finally:
+        reading.cancel()
         writer.close()
-    return Cut(loop.time() - begun, Said(found, is_closed=True))
+    return Said(bytes(found), is_closed=True)

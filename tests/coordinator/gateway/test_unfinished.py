@@ -142,7 +142,7 @@ async def supernode(
     flags = [part for one in (*settings_of(hand.keys, redis), *sets) for part in ("--set", one)]
     async with coordinating(hand, redis), aiohttp.ClientSession() as session:
         with process("gateway", "--name", "gw-0", *flags) as (pid, port):
-            place = Place(f"http://127.0.0.1:{port}", gateway, None, session, None)  # type: ignore[arg-type]
+            place = Place(f"http://127.0.0.1:{port}", gateway, None, None, session, None)  # type: ignore[arg-type]
             yield Node(place, DEVICE, key), pid, list(paths(gateway.routes()))
 
 
@@ -203,7 +203,7 @@ async def test_a_coordinator_and_its_page_take_little_for_unfinished_bodies(
     settings = read(None, sets)
     coordinator = Coordinator(
         settings.coordinator, settings.lease, keys=hand.keys, redis=redis, name="c-0",
-        page=lambda client: LiveService(settings, client),
+        page=lambda client, tokens: LiveService(settings, client, tokens),
     )  # fmt: skip
     flags = [part for one in sets for part in ("--set", one)]
     with process("coordinator", *flags) as (pid, port):

@@ -200,6 +200,11 @@ async def test_coordinators_token_comes_from_the_environment(
         assert code == 1
         assert "401" in said
         assert "token" in said
+        monkeypatch.setenv("FEDSTREAM_HTTP__TOKEN", "\n" * 16)
+        code, _, said = await command("--url", address, "--run", keys.name)
+        assert code == 2
+        assert "FEDSTREAM_HTTP__TOKEN" in said
+        assert "expected tokens of at least 16 characters, one a line" in said
         monkeypatch.setenv("FEDSTREAM_HTTP__TOKEN", right)
         code, shown, _ = await command("--url", address, "--run", keys.name)
         assert code == 0

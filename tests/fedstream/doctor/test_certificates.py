@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.settings import SentinelSettings, TlsSettings
 from fedstream.doctor.certificates import examine, is_idle_star
 from tests.broker.certificates import is_accepted
-from tests.broker.servers import Redis, redis, redis_7
+from tests.broker.servers import Redis, cluster, redis, redis_7, said
 
 pytestmark = [
     pytest.mark.process,
@@ -34,17 +35,19 @@ ROOT = Path(__file__).parents[3]
 NAMES = DOCUMENTED.replace("DNS:", "").split(",")
 HOSTS = "sentinel-0.sentinels, redis-0.redis-nodes, redis-1.redis-nodes"
 NOW = datetime.now(UTC)
-# The names of pods lead to this machine. uvloop asks the C library instead, which can't be told.
+# The names of pods lead to this machine, for services and for what asks Python.
 PATCH = """
-import asyncio, socket, sys
-import uvloop
+import socket, sys
 from fedstream.cli.app import main
+from fedstream.runtime import service
 resolve = socket.getaddrinfo
-def here(host, *args, **named):
-    is_pod = str(host).endswith((".redis-nodes", ".sentinels"))
-    return resolve("127.0.0.1" if is_pod else host, *args, **named)
-socket.getaddrinfo = here
-uvloop.new_event_loop = asyncio.new_event_loop
+def led(host):
+    return "127.0.0.1" if str(host).endswith((".redis-nodes", ".sentinels")) else host
+class Loop(service.ServiceLoop):
+    async def getaddrinfo(self, host, *args, **named):
+        return await super().getaddrinfo(led(host), *args, **named)
+socket.getaddrinfo = lambda host, *args, **named: resolve(led(host), *args, **named)
+service.ServiceLoop = Loop
 main(sys.argv[1:])
 """
 
@@ -61,6 +64,21 @@ def pods_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", here)
 
 
+def issued(
+    folder: Path, *names: str, by: trustme.CA | None = None, ends: datetime | None = None
+) -> tuple[str, ...]:
+    """A certificate, beside ``ca.crt``: the options that make a Redis serve it."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.crt")
+    made = (by or authority).issue_cert(*names, not_after=ends)
+    made.private_key_pem.write_to_path(folder / "tls.key")
+    made.cert_chain_pems[0].write_to_path(folder / "tls.crt")
+    return (
+        "--tls-cert-file", str(folder / "tls.crt"), "--tls-key-file", str(folder / "tls.key"),
+        "--tls-ca-cert-file", str(folder / "ca.crt"), "--tls-auth-clients", "no",
+    )  # fmt: skip
+
+
 @contextmanager
 def watched(
     folder: Path,
@@ -73,15 +91,7 @@ def watched(
     The Sentinel announces the pods' names: redis-0 is the master, redis-1 its replica.
     ``by``: the authority that signs it, if not the one that clients trust.
     """
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(folder / "ca.crt")
-    issued = (by or authority).issue_cert(*names, not_after=ends)
-    issued.private_key_pem.write_to_path(folder / "tls.key")
-    issued.cert_chain_pems[0].write_to_path(folder / "tls.crt")
-    tls = (
-        "--tls-cert-file", str(folder / "tls.crt"), "--tls-key-file", str(folder / "tls.key"),
-        "--tls-ca-cert-file", str(folder / "ca.crt"), "--tls-auth-clients", "no",
-    )  # fmt: skip
+    tls = issued(folder, *names, by=by, ends=ends)
     with redis(folder / "redis", *tls, tls=True) as server:
         file = folder / "sentinel.conf"
         file.write_text(
@@ -158,6 +168,26 @@ async def test_names_that_a_certificate_lacks_are_listed(
     """The replica's too, which nobody connects to before it is the master."""
     with watched(tmp_path, *names, ends=NOW + timedelta(days=90, hours=1)) as settings:
         assert "\n".join(map(" ".join, await found(settings))) == expected
+
+
+async def test_nodes_of_a_cluster_are_asked_with_the_login_of_the_url(tmp_path: Path) -> None:
+    tls = (
+        *issued(tmp_path, "127.0.0.1", ends=NOW + timedelta(days=90, hours=1)),
+        "--tls-cluster", "yes", "--tls-replication", "yes",
+    )  # fmt: skip
+    trusting = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    with cluster(tmp_path, *tls, masters=2, tls=trusting) as shards:
+        for port in shards.ports:
+            words = ("ACL", "SETUSER", "default", "resetpass", ">secret")
+            assert said(port, *words, tls=trusting) == b"+OK\r\n"
+        settings = RedisSettings(
+            url=f"rediss://default:secret@127.0.0.1:{shards.ports[0]}", cluster=True,
+            tls=TlsSettings(ca=str(tmp_path / "ca.crt")),
+        )  # fmt: skip
+        good = ("ok", "of 127.0.0.1; ends in 90 days")
+        assert await found(settings) == [good]
+        shards.masters[1].kill()  # which the other one names
+        assert await found(settings) == [good, ("not checked", "127.0.0.1: connection refused")]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def of_coordinator(_recorded: Path) -> web.Application:
     settings = configured()
     coordinator = Coordinator(
         settings.coordinator, settings.lease, keys=Keys("demo"), redis=settings.redis, name="c",
-        page=lambda client: LiveService(settings, client),
+        page=lambda client, tokens: LiveService(settings, client, tokens),
     )  # fmt: skip
     return application(coordinator.routes(), lambda: False)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from fedstream.broker.errors import ConfigError
-from fedstream.settings.config import options, read
+from fedstream.runtime.config import dump
+from fedstream.settings.config import Settings, options, read
 
 
 def test_options_are_configuration_keys() -> None:
@@ -18,31 +22,69 @@ def test_options_are_configuration_keys() -> None:
     assert not settings.redis.is_named
 
 
-def test_relative_paths_resolve_from_anywhere(
+# Every key that holds text: paths, with a relative one, ...
+PATHS = {
+    "run.start": "runs@5", "task.name": "mine.py:task", "task.data_root": "data",
+    "task.args.app_dir": "app", "redis.password_file": "file", "redis.tls.ca": "file",
+    "redis.tls.cert": "file", "redis.tls.key": "file", "redis.sentinel.password_file": "file",
+    "http.token_file": "file", "http.certificates": '["file"]', "gateway.tls_cert": "file",
+    "gateway.tls_key": "file", "gateway.client_ca": "file", "gateway.flower_app": "file",
+    "gateway.flower_keys": "file",
+}  # fmt: skip
+# ... those whose commands put them into the run's folder, or which tests of their own resolve, ...
+PLACED = {
+    "journal.dir", "sinks.kind", "solver.kind", "solvers.kind", "task.partition.kind",
+    "scheduler.policy.kind", "gateway.attestation.kind",
+}  # fmt: skip
+# ... and other texts.
+TEXTS = {
+    "run.name", "redis.url", "redis.username", "redis.sentinel.nodes", "redis.sentinel.master",
+    "redis.sentinel.username", "http.host", "http.hosts", "page.operator_username",
+    "tracing.endpoint", "strategy.name", "coordinator.sites", "coordinator.trusted_sites",
+    "gateway.site", "gateway.names", "trainer.site", "wire.update", "wire.model",
+}  # fmt: skip
+
+
+def types_in(annotation: object) -> Iterator[type]:
+    if isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from types_in(part)
+
+
+def keys_of_texts(table: type[BaseModel], at: str = "") -> Iterator[str]:
+    """The keys of a table, and of those in it, that hold text."""
+    for name, field in table.model_fields.items():
+        found = set(types_in(field.annotation))
+        tables = [one for one in found if issubclass(one, BaseModel)]
+        for one in tables:
+            yield from keys_of_texts(one, f"{at}{name}.")
+        if str in found and not tables:
+            yield f"{at}{name}"
+
+
+def test_every_path_is_the_same_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Services read some again and again, wherever they were started."""
+    known = {*PATHS, *PLACED, *TEXTS, "task.args"} - {"task.args.app_dir"}
+    assert set(keys_of_texts(Settings)) == known, "is it a path? then with_absolute_paths has it"
     monkeypatch.chdir(tmp_path)
-    settings = read(None, ["task.name=mine.py:task", "task.data_root=data"])
-    task = settings.with_absolute_paths().task
-    assert (task.name, task.data_root) == (f"{tmp_path}/mine.py:task", f"{tmp_path}/data")
+    sets = ["redis.url=rediss://h", 'redis.sentinel.nodes=["h:1"]']
+    for other in ("gateway.flower", "gateway.client_ca"):  # which exclude each other
+        given = {key: value for key, value in PATHS.items() if not key.startswith(other)}
+        settings = read(None, [*sets, *(f"{key}={value}" for key, value in given.items())])
+        found = settings.with_absolute_paths()
+        assert found.with_absolute_paths() == found
+        for key, value in given.items():
+            held: object = found
+            for part in key.split("."):
+                held = held[part] if isinstance(held, dict) else getattr(held, part)
+            expected = f"{tmp_path}/{value}" if value[0] != "[" else (f"{tmp_path}/file",)
+            assert held == expected, key
+    assert dump(Settings().with_absolute_paths()) == dump(Settings())
     for name in ("digits", "package.module:task"):
         assert read(None, [f"task.name={name}"]).with_absolute_paths().task.name == name
-
-
-def test_files_are_named_by_absolute_paths() -> None:
-    """Those that a service reads again and again, wherever it was started."""
-    keys = (
-        "redis.password_file", "redis.tls.ca", "redis.sentinel.password_file", "http.token_file",
-        "gateway.client_ca",
-    )  # fmt: skip
-    sets = ["redis.url=rediss://h", 'redis.sentinel.nodes=["h:1"]', "gateway.tls_cert=a"]
-    sets += ["gateway.tls_key=b", *(f"{key}=file" for key in keys)]
-    found = read(None, sets).with_absolute_paths()
-    for key in keys:
-        table: object = found
-        for part in key.split("."):
-            table = getattr(table, part)
-        assert table == str(Path("file").absolute()), key
 
 
 def test_devices_that_trigger_themselves_have_no_rests() -> None:

@@ -98,6 +98,10 @@ def _service(
     _, key = secret_at(workload, container, file) or ("", "")
     if found.redis.username != user or key != ("password" if own else role):
         yield f"is not Redis's user {user!r} with that user's password"
+    if (asked := found.redis.sentinel) is not None:
+        _, key = secret_at(workload, container, asked.password_file or "") or ("", "")
+        if key != asked.username:
+            yield f"is not the Sentinels' user {asked.username!r} with that user's password"
     if env.get("FEDSTREAM_NAME") != "pod-0":
         yield "FEDSTREAM_NAME is not the pod's name"
     yield from _redis(manifests, found)

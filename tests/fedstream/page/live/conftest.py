@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
+from fedstream.coordinator.access import tokens_of
 from fedstream.page.live import broadcast
 from fedstream.page.live.service import LiveService
 from fedstream.runtime.config import load
@@ -92,7 +93,7 @@ def serve(redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> 
         settings = load(Settings, path=None, environ={}, sets=[f"run.name={keys.name}", *sets])
         settings = settings.model_copy(update={"redis": as_user})
         client, live = Client(as_user, "coordinator"), context()
-        service = LiveService(settings, client)
+        service = LiveService(settings, client, tokens_of(settings.http))
         app = application(service.routes(), live.stop.is_set)
         working = asyncio.create_task(service.run(live))
         async with TestClient(TestServer(app)) as http:

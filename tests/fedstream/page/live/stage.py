@@ -14,6 +14,7 @@ import structlog
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.messages import Assignment, Event, GiveUp
+from fedstream.coordinator.access import tokens_of
 from fedstream.page.live import broadcast
 from fedstream.page.live.service import LiveService
 from fedstream.runtime.config import load
@@ -65,7 +66,7 @@ class Stage:
         self.hand = Hand(own, self._keys, EveryRole(own, self._keys, "test"))
         live = context()
         self._stop = live.stop
-        service = LiveService(self._settings, client)
+        service = LiveService(self._settings, client, tokens_of(self._settings.http))
         app = application(service.routes(), live.stop.is_set)
         http, log = HttpSettings(), structlog.get_logger()
         working = asyncio.create_task(service.run(live))

@@ -7,17 +7,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from pydantic import SecretStr
+from structlog.testing import capture_logs
 
+from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import TRAINERS
+from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.messages import Assignment
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import PageSettings, has_page
 from fedstream.page.guard import HEADERS
-from fedstream.page.live.service import _local
+from fedstream.page.live.service import _local, live_page
 from fedstream.page.live.sessions import Sessions
-from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.config import load
+from fedstream.runtime.http import HttpSettings, application
+from fedstream.settings.config import Settings
+from fedstream.settings.services import _coordinator
 from tests.broker.guarded import KEYS, guarded, needs_7
 from tests.fedstream.page.conftest import Page
 from tests.fedstream.page.live.conftest import Browser, Serve, Served
@@ -279,6 +285,27 @@ def test_cookies_end_and_are_of_one_run_and_token() -> None:
         assert ours.who(junk, 1001.0) is None
 
 
+async def test_coordinator_and_its_page_have_the_same_tokens(
+    redis: RedisSettings, keys: Keys, tmp_path: Path
+) -> None:
+    """So the log says once that the file can't be used: it has the operator's token."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    sets = (f"http.token_file={file}", f"page.operator_token={OPERATOR}")
+    settings = load(Settings, path=None, environ={}, sets=sets)
+    settings = settings.model_copy(update={"redis": redis})
+    coordinator, _ = _coordinator(settings, keys, "c-0", live_page(settings))
+    app = application(coordinator.routes(), lambda: False)  # type: ignore[attr-defined]
+    file.write_text(OPERATOR)
+    async with TestClient(TestServer(app)) as http:
+        with capture_logs() as lines:
+            for path in ("/", f"/v1/runs/{keys.name}"):
+                assert (await http.get(path)).status == 401, path
+                wrong = {"Authorization": f"Bearer {OPERATOR}"}
+                assert (await http.get(path, headers=wrong)).status == 401, path
+        assert [line["log_level"] for line in lines if "token file" in line["event"]] == ["warning"]
+
+
 @pytest.mark.parametrize(
     ("page", "http", "found"),
     [
@@ -290,8 +317,9 @@ def test_cookies_end_and_are_of_one_run_and_token() -> None:
         ({"enabled": False}, {}, False),
         ({"enabled": True}, {"host": "10.0.0.1"}, "set http.token"),
         (
-            {"operator_token": SecretStr(TOKEN)}, {"token": SecretStr(f"{OPERATOR}\n{TOKEN}")},
-            "page.operator_token is the same",
+            {"operator_token": SecretStr(f"{TOKEN}\n{OPERATOR}")},
+            {"token": SecretStr(f"{'x' * 16}\n{OPERATOR}")},
+            "^http.token: a token is the same as one of page.operator_token",
         ),
     ],
     ids=["here", "localhost", "all", "all-with-token", "asked-for", "off", "open", "same"],
