@@ -23,7 +23,7 @@ from tests.broker.certificates import authority, signed
 from tests.broker.guarded import PASSWORDS, RUN
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.k8s.policy.targets import K8S
-from tests.k8s.scripts import with_program
+from tests.k8s.test_backup import with_program
 
 pytestmark = [
     pytest.mark.process,
