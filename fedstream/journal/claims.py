@@ -70,11 +70,14 @@ class Claim:
         self.name = f"{epoch:08d}.claim"
         self._folder = folder
         self._path = folder / self.name
+        self._place = (-1, -1)  # the folder's device and inode
         self._changed = -1  # the folder's mtime, as seen last,
         self._since = 0.0  # and first at this time (monotonic)
         self._known = False  # what was listed since is all that changed up to then
         try:
             made_folder(folder)
+            about = folder.stat()
+            self._place = about.st_dev, about.st_ino
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
             file = os.open(self._path, flags, FILE_MODE)
         except FileExistsError as error:
@@ -101,13 +104,17 @@ class Claim:
     def check(self, segment: Path | None = None) -> None:
         """Raise Fenced if there is a newer claim; usually a look at the folder's mtime is enough.
 
-        ``segment``: the one being written. Raises JournalError if it was deleted.
+        ``segment``: the one being written. Raises JournalError if it was deleted, or if another
+        folder is in this one's place.
         """
         now = time.monotonic()
         try:
-            changed = self._folder.stat().st_mtime_ns
+            about = self._folder.stat()
         except OSError as error:
             raise JournalError(f"{self._folder}: cannot be read: {error.strerror}") from error
+        if (about.st_dev, about.st_ino) != self._place:
+            raise JournalError(f"{self._folder}: was replaced while being written: start again")
+        changed = about.st_mtime_ns
         if changed != self._changed:
             self._changed, self._since, self._known = changed, time.monotonic(), False
         if self._known:

@@ -156,12 +156,14 @@ def lifecycle(stage: Stage) -> None:
         )  # fmt: skip
         run.more(10)
         # What came after the copy is discarded.
-        cluster.scale("statefulset/updater", 0)
-        until(lambda: not cluster.pods("updater"), "the updater ends")
-        docs.type(OPERATE, "kubectl --namespace fedstream create job restore")
-        cluster.kubectl("wait", "--for=condition=Complete", "job/restore", "--timeout=5m")
+        docs.type(
+            OPERATE, "kubectl --namespace fedstream scale statefulset updater --replicas=0",
+            "kubectl --namespace fedstream wait --for=delete --timeout=5m pod/updater-0",
+            "kubectl --namespace fedstream create job restore",
+            "kubectl --namespace fedstream wait --for=condition=Complete --timeout=10m job/restore",
+        )  # fmt: skip
         operator(stage, run, "purge", "--run", NAME, "--force", "--yes")
-        cluster.scale("statefulset/updater", 1)
+        docs.type(OPERATE, "kubectl --namespace fedstream scale statefulset updater --replicas=1")
         cluster.ready()
         run.more(10)
         outcome = run.finish(may_restart="^(updater|coordinator|scheduler|evaluator|trainer)-")

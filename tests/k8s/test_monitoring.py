@@ -42,6 +42,8 @@ FOREIGN = {
     "kube_statefulset_replicas": {"namespace", "statefulset"},
     "kube_statefulset_status_replicas_ready": {"namespace", "statefulset"},
     "kube_pod_container_status_restarts_total": {"namespace", "pod", "container"},
+    "kube_cronjob_created": {"namespace", "cronjob"},
+    "kube_cronjob_status_last_successful_time": {"namespace", "cronjob"},
 }
 
 
@@ -191,6 +193,9 @@ HEALTHY = {
     },
     'kube_pod_container_status_restarts_total{namespace="fl", pod="t-0", container="trainer"}':
         "3x45",
+    # Seconds from now: ten days ago, a day ago.
+    'kube_cronjob_created{namespace="fl", cronjob="backup"}': "-864000x45",
+    'kube_cronjob_status_last_successful_time{namespace="fl", cronjob="backup"}': "-86400x45",
     **{
         f'{name}{{namespace="fl", pod="{pod}"{labels}}}': values
         for pod in ("c-0", "c-1")  # both say the same
@@ -288,6 +293,22 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     "the deployment was deleted": (
         {"up{": "1x15 _x30", "fedstream_": "_x45", "kube_": "1x15 _x30"}, set(),
     ),
+    "nothing is scraped any more": (
+        {"up{": "1x15 _x30", "fedstream_": "_x45"}, {"FedstreamNoCoordinator"},
+    ),
+    "everything was scaled to none": (
+        {"up{": "1x15 _x30", "fedstream_": "_x45", "kube_deployment_": "2x15 0x30",
+         "kube_statefulset_": "1x15 0x30"},
+        set(),
+    ),
+    "another program has a coordinator": (
+        {"up{": "_x45", "fedstream_": "_x45", 'statefulset="updater"': "_x45"}, set(),
+    ),
+    "the last backup was two days ago": ({"last_successful": "-172800x45"}, {"FedstreamNoBackup"}),
+    "no backup ever succeeded": ({"last_successful": "_x45"}, {"FedstreamNoBackup"}),
+    "no backup was due yet": (
+        {"last_successful": "_x45", "cronjob_created": "-86400x45"}, set(),
+    ),
     "the trainers' image can't be pulled": (
         {'status_replicas_ready{namespace="fl", deployment="trainer"': "2x15 0x30"},
         {"FedstreamNoReadyPod trainer"},
@@ -304,7 +325,7 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "pods of something else are not ready": (
         {'statefulset="updater"': "_x45", "status_replicas_ready": "0x45",
-         "kube_pod_container": "0+1x45"},
+         "kube_pod_container": "0+1x45", "last_successful": "-864000x45"},
         set(),
     ),
     "without Redis no pod is ready": (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import ssl
 import subprocess
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.broker.certificates import authority, signed
 from tests.broker.guarded import PASSWORDS, RUN
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.k8s.policy.targets import K8S
+from tests.k8s.test_backup import with_program
 
 pytestmark = [
     pytest.mark.process,
@@ -92,13 +95,36 @@ class Pod:
             text = text.replace(there, f"{here}/" if there.endswith("/") else str(here))
         return text
 
-    def reload(self, port: int, host: str = "127.0.0.1") -> subprocess.CompletedProcess[str]:
+    def reload(
+        self, port: int, host: str = "127.0.0.1", **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         """As the kubelet runs it."""
+        with self.reloading(port, host, **environ) as process:
+            out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    @contextmanager
+    def reloading(
+        self, port: int, host: str = "127.0.0.1", **environ: str
+    ) -> Iterator[subprocess.Popen[str]]:
+        """The script's process, killed at the end."""
         text = self.here(K8S / "base" / "reload.sh").replace(" -h ", f" -p {port} -h ")
+        with subprocess.Popen(
+            ["sh", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "POD_IP": host, **environ},
+        ) as process:  # fmt: skip
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def asked(self, server: Redis, *command: str) -> str:
+        """The reply to the tests' own user."""
         return subprocess.run(
-            ["sh", "-c", text], check=False, capture_output=True, text=True, timeout=60,
-            env={**os.environ, "POD_IP": host},
-        )  # fmt: skip
+            ["redis-cli", "-p", str(server.port), "--tls", "--insecure", "--user", "reader",
+             "--pass", "x", "--no-auth-warning", *command],
+            check=True, capture_output=True, text=True, timeout=60,
+        ).stdout.strip()  # fmt: skip
 
     def greeted(self, server: Redis, user: str, password: str, by: str = "first") -> bytes:
         """The reply to a login over TLS, of a server whose certificate that authority signed."""
@@ -158,6 +184,67 @@ def test_what_redis_refuses_is_told_and_tried_again(pod: Pod) -> None:
         assert pod.greeted(server, "trainer", "new", "second") == b"+OK\r\n"
 
 
+def test_reload_that_is_killed_before_redis_loads_is_made_up_for(pod: Pod, tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    with pod.server() as server:
+        assert pod.greeted(server, "trainer", "of-trainer") == b"+OK\r\n"
+        pod.set("roles/trainer", "new")
+        path = with_program(tmp_path, "redis-cli", f"touch {reached}; exec sleep 60")
+        with pod.reloading(server.port, PATH=path) as killed:
+            until(reached.exists, "the file of users is written")
+            killed.kill()
+        assert pod.users.read_text() == pod.made(), "Redis reads this if it restarts"
+        assert pod.greeted(server, "trainer", "new").startswith(b"-WRONGPASS")
+        assert pod.reload(server.port).returncode == 0
+        assert pod.greeted(server, "trainer", "new") == b"+OK\r\n"
+
+
+def test_passwords_taken_back_after_a_failed_reload_are_in_the_file_again(
+    pod: Pod, tmp_path: Path
+) -> None:
+    """Redis would read the file if it restarted."""
+    with pod.server() as server:
+        assert pod.reload(server.port).returncode == 0
+        before = pod.users.read_text()
+        pod.set("roles/trainer", "new")
+        path = with_program(tmp_path, "redis-cli", "exit 1")
+        assert pod.reload(server.port, PATH=path).returncode == 1
+        pod.set("roles/trainer", "of-trainer")
+        assert pod.reload(server.port).returncode == 0
+        assert pod.users.read_text() == before
+        assert pod.greeted(server, "trainer", "of-trainer") == b"+OK\r\n"
+
+
+def test_two_reloads_do_not_run_at_once(pod: Pod) -> None:
+    """The one that read older passwords would write them over the newer."""
+    with pod.server() as server, (pod.run / "reload.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pod.set("roles/trainer", "new")
+        before = pod.users.read_text()
+        done = pod.reload(server.port)
+        assert (done.returncode, done.stderr) == (1, "reload.sh: another one is running\n")
+        assert pod.users.read_text() == before
+
+
+def test_passwords_are_in_no_programs_arguments(pod: Pod, tmp_path: Path) -> None:
+    """Other users of the machine may read those in /proc. Nor are their hashes."""
+    arguments = tmp_path / "arguments"
+    for name in ("redis-cli", "sed"):
+        path = with_program(
+            tmp_path, name, f'echo "$@" >>{arguments}; exec {shutil.which(name)} "$@"'
+        )
+    acl.write(pod.users, pod.made() + "user reader on nopass +config|get\n")
+    with pod.server() as server:
+        assert pod.greeted(server, "trainer", "of-trainer") == b"+OK\r\n"
+        pod.set("roles/trainer", "new")
+        pod.set("roles/replica", 'new of "replica"\nof-replica\n')
+        assert pod.reload(server.port, PATH=path).returncode == 0
+        assert pod.asked(server, "config", "get", "masterauth").endswith('\nnew of "replica"')
+    said = arguments.read_text()
+    assert "acl load" in said
+    assert not re.search("new|of-|[0-9a-f]{64}", said.replace(str(tmp_path), ""))
+
+
 def begun(stack: ExitStack, *words: str, **about: Any) -> subprocess.Popen[bytes]:
     """A process that ends with the stack."""
     process = stack.enter_context(
@@ -190,13 +277,13 @@ class Sentinel:
         words = ("sh", "-c", self._script, "sh", "sentinel")
         self.process = begun(self._stack, *words, env=self._environment)
 
-    def reload(self) -> None:
-        """As the kubelet runs it."""
+    def reload(self, *, says: str = "", **environ: str) -> None:
+        """As the kubelet runs it. ``says``: why it fails."""
         done = subprocess.run(
-            ["sh", "-c", self._script, "sh", "reload"], env=self._environment, check=False,
-            capture_output=True, text=True, timeout=60,
+            ["sh", "-c", self._script, "sh", "reload"], env=self._environment | environ,
+            check=False, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, done.stderr) == ((1, f"start.sh: {says}\n") if says else (0, ""))
 
     def asked(self, user: str, password: str, *command: str, ca: Path | None = None) -> str:
         """The reply to a command; '' if it does not answer. ``ca``: who must have signed."""
@@ -244,8 +331,22 @@ def test_sentinels_take_up_passwords_at_once_and_certificates_in_turn(tmp_path: 
             until(partial(one.sees_master, "old"), "it knows the master")
         pod.set("replication/sentinel", "new\nold")
         pod.set("replication/watch", "seen\nold")
-        first.reload()
+        arguments, cli = tmp_path / "arguments", shutil.which("redis-cli")
+        logged = f'echo "$@" >>{arguments}; exec {cli} "$@"'
+        first.reload(PATH=with_program(tmp_path, "redis-cli", logged))
+        said = arguments.read_text().replace(str(tmp_path), "")
+        assert not re.search(r"\b(new|old|seen)\b|[0-9a-f]{64}", said), "others see them in /proc"
         assert first.asked("watch", "seen", "ping") == first.asked("watch", "old", "ping") == "PONG"
+        pod.set("replication/watch", "taken back")
+        failing = f'case "$*" in *auth-pass*) exit 1 ;; esac; exec {cli} "$@"'
+        path = with_program(tmp_path, "redis-cli", failing)
+        first.reload(says="sentinel set: no answer", PATH=path)
+        pod.set("replication/watch", "seen\nold")
+        first.reload()
+        assert first.asked("watch", "seen", "ping") == "PONG"
+        with (first.run / "reload.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            first.reload(says="another reload is running")
         second.reload()
         assert first.asks_with == second.asks_with == {"old"}, "Redis does not know the new one"
         pod.folders["/run/redis"] = pod.run

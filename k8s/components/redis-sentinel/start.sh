@@ -57,14 +57,17 @@ tls_files() { cat /etc/redis-tls/* 2>/dev/null | sha256sum; }
 # itself COMMAND...: the reply of this pod's own Sentinel, as user reload
 itself() {
   REDISCLI_AUTH=$(cat reload) timeout 3 redis-cli -h "$POD_IP" -p 26379 $tls ${tls:+--insecure} --user reload \
-    --no-auth-warning "$@" || true
+    --no-auth-warning "$@" 9>&- || true
 }
 
-# must COMMAND...: have it do that
+# must NAME [-x COMMAND...]: have it do the command on stdin, or this one, whose last argument is on stdin: others can see
+# arguments in /proc
 must() {
+  name=$1
+  shift
   said=$(itself "$@")
   [ "$said" = OK ] && return
-  echo "start.sh: $1 $2: ${said:-no answer}" >&2
+  echo "start.sh: $name: ${said:-no answer}" >&2
   return 1
 }
 
@@ -198,14 +201,17 @@ EOF
 
   reload)
     cd /run/redis
+    exec 9>reload.lock # an older process would set older passwords
+    flock -w 2 9 || { echo 'start.sh: another reload is running' >&2; exit 1; }
     asks_with=$(accepted)
     now=$(echo "$asks_with" | cat - /etc/redis-passwords/replication/* | sha256sum)
     if [ "$now" != "$(cat passwords-loaded 2>/dev/null)" ]; then
+      rm -f passwords-loaded
       for user in sentinel watch; do
-        must acl setuser $user on resetpass $(hashes $user)
+        echo "acl setuser $user on resetpass $(hashes $user)" | must 'acl setuser'
       done
-      must sentinel set $master_name auth-pass "$asks_with"
-      must sentinel config set sentinel-pass "$asks_with"
+      printf %s "$asks_with" | must 'sentinel set' -x sentinel set $master_name auth-pass
+      printf %s "$asks_with" | must 'sentinel config set' -x sentinel config set sentinel-pass
       echo "$now" > passwords-loaded
     fi
     # A Sentinel reads certificates only when it starts. They restart one after another: 30 s after the files' change, 60, 90.
