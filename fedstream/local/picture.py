@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from io import BytesIO
 
 from fedstream.broker.records import Tally
-from fedstream.observe.display import short
-from fedstream.observe.history import History, SeenVersion
+from fedstream.history.display import short
+from fedstream.history.timeline import History, SeenVersion
 from fedstream.settings.config import Settings
 
-_DRAWS = ("fedstream.observe.curves", "matplotlib.figure", "matplotlib.backends.backend_agg")
+_DRAWS = ("fedstream.history.curves", "matplotlib.figure", "matplotlib.backends.backend_agg")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Drawn:
 
     def png(self) -> bytes:
         """Draw it."""
-        from fedstream.observe import curves
+        from fedstream.history import curves
 
         shown, file = History(), BytesIO()
         shown.versions, shown.evaluations = self.versions, self.evaluations

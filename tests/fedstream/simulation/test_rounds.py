@@ -16,9 +16,9 @@ from fedstream.broker.messages import Trigger
 from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.history.reading import read as read_journal
 from fedstream.journal import RoundClosed
 from fedstream.journal.replay import Replayer
-from fedstream.runs.reading import read as read_journal
 from fedstream.runtime.participation import Participation
 from fedstream.settings.config import Settings, read
 from fedstream.settings.services import devices_of

@@ -1,0 +1,204 @@
+"""The index of a journal: its columns, kept in a file beside the journal's folder.
+
+Reading 100,000 records takes seconds, reading their index a moment. ``journal.index`` holds the
+rows of each segment with the segment's name, size and time of change, so that only segments that
+are new or were written since are read again. It is a cache: whatever is wrong with it, it is made
+anew, and where it can't be written it is made each time.
+
+The time of change is the file system's (ctime), which nobody can set: the index in a recording that
+came from elsewhere does not fit its files here, and is not used.
+
+The file has a line of its own, the length of what follows as JSON (8 bytes, little-endian), that,
+and the rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fedstream.history.columns import (
+    MADE,
+    UPDATE,
+    Columns,
+    Reasons,
+    RowArray,
+    SegmentRows,
+    joined,
+)
+from fedstream.history.rows import rows_of
+from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened
+from fedstream.journal.writer import FILE_MODE
+from fedstream.runtime.files import read_regular
+
+_BEGIN = b"fedstream journal index 1\n"
+_LENGTH = 8  # bytes
+_FEW = 500  # updates that are not worth writing the whole index again
+
+File: TypeAlias = tuple[str, int, int]  # name, bytes, time of change in ns
+Mark: TypeAlias = tuple[str, int, int, int]  # the same, and its cut
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What an index file holds."""
+
+    files: tuple[File, ...]  # the folder's segments
+    parts: Mapping[Mark, SegmentRows]  # of those that count, oldest first
+    reasons: Reasons
+
+
+def columns_of(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> Columns:
+    """The columns of a journal's folder, or of one segment. Raises JournalError.
+
+    ``read`` is told of bytes that were read from the journal.
+    """
+    return _columns(*_parts(journal, read))
+
+
+def index(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> None:
+    """Write what is new of a journal's folder into its index, for who asks for columns later.
+
+    ``read`` is told of bytes that were read from the journal. Raises JournalError.
+    """
+    _parts(journal, read)
+
+
+def _parts(
+    journal: Path, read: Callable[[int], object]
+) -> tuple[Mapping[Mark, SegmentRows], Reasons]:
+    """The rows of all segments that count, oldest first; they are kept in the index."""
+    kept = _load(journal)
+    files = marks(journal)
+    if kept is not None and kept.files == files:
+        return kept.parts, kept.reasons
+    known, reasons = _fitting(kept, files)
+    with opened(journal) as chain:
+        parts: dict[Mark, SegmentRows] = {}
+        for segment, cut in cuts(chain):
+            mark = _mark(segment, cut, files)
+            first = segment is chain[0]
+            # A segment that has become the first begins with a version of its own.
+            if mark not in known or (first and not known[mark].made["begins"][:1].any()):
+                known[mark] = rows_of(segment, cut, reasons, first=first, read=read)
+                segment.close()
+            parts[mark] = known[mark]
+    if not journal.is_file() and not _is_good_enough(kept, parts):
+        _save(journal, _Kept(files, parts, reasons))
+    return parts, reasons
+
+
+def _fitting(kept: _Kept | None, files: Sequence[File]) -> tuple[dict[Mark, SegmentRows], Reasons]:
+    """What of an index fits the files as they are, and its reasons if anything does."""
+    there = set(files)
+    fits = {mark: part for mark, part in kept.parts.items() if mark[:3] in there} if kept else {}
+    return fits, kept.reasons if kept is not None and fits else Reasons()
+
+
+def _is_good_enough(kept: _Kept | None, parts: Mapping[Mark, SegmentRows]) -> bool:
+    """Whether an index lacks only some records of a run that goes on.
+
+    They are read in a moment, and somebody who follows the run asks again and again.
+    """
+    new = [mark for mark in parts if kept is None or mark not in kept.parts]
+    if kept is None or new != list(parts)[-1:]:
+        return False
+    was = [len(part.updates) for mark, part in kept.parts.items() if mark[0] == new[0][0]]
+    return any(0 <= len(parts[new[0]].updates) - length < _FEW for length in was)
+
+
+def index_of(journal: Path) -> Path:
+    """Where a journal's index is: beside its folder, in which nothing else may be."""
+    folder = journal.absolute()
+    return folder.with_name(f"{folder.name}.index")
+
+
+def _columns(parts: Mapping[Mark, SegmentRows], reasons: Reasons) -> Columns:
+    return joined([mark[0] for mark in parts], list(parts.values()), reasons.names)
+
+
+def marks(journal: Path) -> tuple[File, ...]:
+    """A journal's files as they stand; empty if there is none."""
+    paths = [journal] if journal.is_file() else sorted(journal.glob(f"*{SUFFIX}"))
+    looked = [(path.name, path.stat()) for path in paths]
+    return tuple((name, about.st_size, about.st_ctime_ns) for name, about in looked)
+
+
+def _mark(segment: Segment, cut: Cut | None, files: Sequence[File]) -> Mark:
+    """A segment as it was listed before it was read: what is written meanwhile changes its mark."""
+    name = segment.path.name
+    size, changed = next(((size, at) for known, size, at in files if known == name), (-1, -1))
+    return name, size, changed, -1 if cut is None else cut.at
+
+
+# the file
+
+
+def _save(journal: Path, kept: _Kept) -> None:
+    """Write an index file, unless the place is not ours to write to."""
+    about = {
+        "files": kept.files,
+        "reasons": kept.reasons.names,
+        "parts": [
+            {
+                "mark": mark, "made": len(part.made), "updates": len(part.updates),
+                "finished": part.finished, "damage": part.damage,
+            }
+            for mark, part in kept.parts.items()
+        ],
+    }  # fmt: skip
+    header = json.dumps(about).encode()
+    path = index_of(journal)
+    aside = path.with_name(f"{path.name}.new")
+    try:
+        aside.unlink(missing_ok=True)
+        aside.touch(mode=FILE_MODE, exist_ok=False)
+        with aside.open("wb") as file:
+            file.write(_BEGIN + len(header).to_bytes(_LENGTH, "little") + header)
+            for part in kept.parts.values():
+                file.write(part.made.tobytes() + part.updates.tobytes())
+        aside.replace(path)
+    except OSError:
+        return  # a recording on a read-only disk, or a full one: it is only slower next time
+
+
+def _load(journal: Path) -> _Kept | None:
+    """Read an index file; None if there is none, or it is not one of this release."""
+    if journal.is_file():
+        return None
+    try:
+        data = read_regular(index_of(journal))
+        if not data.startswith(_BEGIN):
+            return None
+        at = len(_BEGIN) + _LENGTH
+        length = int.from_bytes(data[len(_BEGIN) : at], "little")
+        about = json.loads(data[at : at + length])
+        at += length
+        parts: dict[Mark, SegmentRows] = {}
+        for one in about["parts"]:
+            made, at = _rows(data, MADE, one["made"], at)
+            updates, at = _rows(data, UPDATE, one["updates"], at)
+            name, size, changed, cut = one["mark"]
+            mark = name, size, changed, cut
+            parts[mark] = SegmentRows(made, updates, one["finished"], one["damage"])
+        return _Kept(_files(about["files"]), parts, Reasons(about["reasons"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _rows(data: bytes, of: Any, count: int, at: int) -> tuple[RowArray, int]:
+    """The rows at an offset, and the offset after them. Raises ValueError, TypeError."""
+    if count < 0:
+        raise ValueError("fewer than no rows")
+    # Of nothing, numpy makes no array.
+    rows = np.frombuffer(data, of, count, at) if count else np.empty(0, of)
+    return rows, at + count * of.itemsize
+
+
+def _files(rows: Sequence[Sequence[Any]]) -> tuple[File, ...]:
+    return tuple((name, size, changed) for name, size, changed in rows)
