@@ -9,12 +9,15 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import urlencode
 
 import numpy as np
+import numpy.typing as npt
 
-from fedstream.history.columns import NONE, RowArray
 from fedstream.history.curves import bars, medians
+from fedstream.history.measurements import Measurement
 from fedstream.history.recorded_run import RecordedRun
-from fedstream.history.thinning import thinned
+from fedstream.history.table import NONE, RowArray
 from fedstream.journal.shares import Share
+
+POINTS = 1000  # of a curve: more than a screen has columns of pixels to tell apart
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Window:
 
 
 WHOLE = Window()
-UsedUpdates: TypeAlias = Mapping[str, RowArray]  # by column
+UsedUpdates: TypeAlias = Mapping[str, RowArray] | RowArray  # by column
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,8 @@ def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
 
 def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
     """The charts of a run, those that have anything to show."""
-    rows = _used(run, window)
-    measured, loss = _measured(run, window), _loss(rows)
-    found = [*measured, loss, _staleness_over(rows), _staleness(rows)]
-    shown = [chart for chart in found if chart is not None and chart.x]
+    shown = [one for one in _measured(run, window) if one.x]
+    shown += of_updates(_used(run, window))
     return _over_time(run, shown) if window.over_time else shown
 
 
@@ -141,8 +142,7 @@ def _curves(run: RecordedRun, window: Window) -> list[Chart]:
     """What is measured, by the metric's name."""
     measured = zip(run.metrics, _measured(run, window), strict=True)
     found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
-    loss = _loss(_used(run, window))
-    found += [loss] if loss is not None else []
+    found += of_updates(_used(run, window), "loss")
     return _over_time(run, found) if window.over_time else found
 
 
@@ -160,27 +160,38 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
         if len(found) == within.sum():  # all were recorded with their weights
             column[within] = found
     compared, cosines = np.array(share.compared), np.array(share.cosine.values)
-    return _charts_of_points(
-        run, window,
+    drawn = of_points(
         [
             ("device-sent", "Norm of its updates, as sent", "norm", versions, sent),
             ("device-norm", "How far its updates alone would move the model", "distance",
              versions, rows["norm"]),
             ("device-cosine", "Cosine of its updates to the model's movement afterwards", "cosine",
              compared, cosines),
-            ("device-loss", "Training loss that it reports", "loss", versions, rows["loss"]),
-            ("device-staleness", "Staleness of its updates", "versions late",
-             versions, rows["staleness"]),
-            ("device-weight", "Weight that its updates were given", "weight",
-             versions, rows["weight"]),
         ],
+        window,
     )  # fmt: skip
+    drawn += of_device_rows(rows, window)
+    return _over_time(run, drawn) if window.over_time else drawn
+
+
+def of_device_rows(rows: RowArray, window: Window = WHOLE) -> list[Chart]:
+    """What a device's used updates say of themselves, over the versions."""
+    return of_points(
+        [
+            (f"device-{name}", title, label, rows["version"], rows[name])
+            for name, title, label in (
+                ("loss", "Training loss that it reports", "loss"),
+                ("staleness", "Staleness of its updates", "versions late"),
+                ("weight", "Weight that its updates were given", "weight"),
+            )
+        ],
+        window,
+    )
 
 
 def of_pushes(run: RecordedRun, rows: RowArray, window: Window = WHOLE) -> list[Chart]:
     """A device's newest updates as vectors: norm, distance and cosine, where they are known."""
-    return _charts_of_points(
-        run, window,
+    drawn = of_points(
         [
             (f"newest-{name}", title, name, rows["version"], rows[name])
             for name, title in (
@@ -189,13 +200,13 @@ def of_pushes(run: RecordedRun, rows: RowArray, window: Window = WHOLE) -> list[
                 ("cosine", "Cosine of its newest updates to the model's movement afterwards"),
             )
         ],
-    )  # fmt: skip
+        window,
+    )
+    return _over_time(run, drawn) if window.over_time else drawn
 
 
-def _charts_of_points(
-    run: RecordedRun,
-    window: Window,
-    figures: Sequence[tuple[str, str, str, RowArray, RowArray]],
+def of_points(
+    figures: Sequence[tuple[str, str, str, RowArray, RowArray]], window: Window = WHOLE
 ) -> list[Chart]:
     """A chart of each figure that is known of any update: name, title, label, versions, values."""
     found = []
@@ -206,16 +217,20 @@ def _charts_of_points(
             places = thinned(y)
             curve = Curve(label, y[places].tolist(), "points")
             found.append(Chart(name, title, "version", x[places].astype(float).tolist(), [curve]))
-    return _over_time(run, found) if window.over_time else found
+    return found
 
 
 def _measured(run: RecordedRun, window: Window) -> list[Chart]:
-    """A chart of each metric."""
-    found: list[Chart] = []
     inside = window.within(np.array([one.version for one in run.measured], np.int64))
     shown = [run.measured[at] for at in np.flatnonzero(inside).tolist()]
-    for name in run.metrics:
-        points = [(one.version, one.metrics[name]) for one in shown if name in one.metrics]
+    return of_metrics(shown, run.metrics)
+
+
+def of_metrics(measured: Sequence[Measurement], names: Sequence[str]) -> list[Chart]:
+    """A chart of each metric, over the versions."""
+    found: list[Chart] = []
+    for name in names:
+        points = [(one.version, one.metrics[name]) for one in measured if name in one.metrics]
         points = [points[at] for at in thinned([value for _, value in points])]
         title = "Test accuracy" if name == "accuracy" else f"Test {name}"
         values = [finite(value) for _, value in points]
@@ -235,13 +250,19 @@ def _used(run: RecordedRun, window: Window) -> UsedUpdates:
     return {name: rows[name][inside] for name in ("version", "loss", "staleness", "weight")}
 
 
-def _loss(rows: UsedUpdates) -> Chart | None:
-    return _of_updates(rows, "loss", "Training loss that devices report", "loss, median")
-
-
-def _staleness_over(rows: UsedUpdates) -> Chart | None:
-    title = "Staleness over the run"
-    return _of_updates(rows, "staleness", title, "versions late, median")
+def of_updates(rows: UsedUpdates, *names: Literal["loss", "staleness", "lateness"]) -> list[Chart]:
+    """Charts of used updates that have anything to show: those named, or all."""
+    found = {
+        "loss": lambda: _of_updates(
+            rows, "loss", "Training loss that devices report", "loss, median"
+        ),
+        "staleness": lambda: _of_updates(
+            rows, "staleness", "Staleness over the run", "versions late, median"
+        ),
+        "lateness": lambda: _staleness(rows),
+    }
+    made = [found[name]() for name in names or found]
+    return [chart for chart in made if chart is not None and chart.x]
 
 
 def _of_updates(rows: UsedUpdates, name: str, title: str, label: str) -> Chart | None:
@@ -262,9 +283,11 @@ def _staleness(rows: UsedUpdates) -> Chart | None:
     late, counts = np.unique(rows["staleness"], return_counts=True)
     begins, heights, width = bars(dict(zip(late.tolist(), counts.tolist(), strict=True)))
     place = np.minimum(rows["staleness"] // width, len(begins) - 1)
-    total = np.bincount(place, rows["weight"], len(begins))
+    known = np.isfinite(rows["weight"])
+    total = np.bincount(place[known], rows["weight"][known], len(begins))
+    counts = np.bincount(place[known], minlength=len(begins))
     weights = [float(of) / count if count else None
-               for of, count in zip(total, heights, strict=True)]  # fmt: skip
+               for of, count in zip(total, counts, strict=True)]  # fmt: skip
     last = f"; the last bar: {begins[-1]} and more" if late[-1] >= begins[-1] + width else ""
     return Chart(
         "lateness", "Staleness of updates, and the weight they were given",
@@ -280,3 +303,25 @@ def _staleness(rows: UsedUpdates) -> Chart | None:
 def finite(value: float | None) -> float | None:
     """A value that a chart can show, or None."""
     return value if value is not None and isfinite(value) else None
+
+
+def thinned(*curves: Sequence[float] | npt.NDArray[np.float64], most: int = POINTS) -> list[int]:
+    """The places to show of curves of one length, ascending: about ``most``, or all if fewer.
+
+    Of each part of a curve, the least and the greatest value are shown, so a single value that
+    stands out always is; and both ends.
+    """
+    values = np.atleast_2d(np.asarray(curves, np.float64))
+    length = values.shape[1]
+    if length <= most:
+        return list(range(length))
+    parts = max(1, most // (2 * len(values)))
+    size = -(-length // parts)
+    wide = np.full((len(values), parts * size), np.nan)
+    wide[:, :length] = values
+    split = wide.reshape(len(values), parts, size)
+    begins = np.arange(parts) * size
+    low = np.where(np.isnan(split), np.inf, split).argmin(axis=2) + begins
+    high = np.where(np.isnan(split), -np.inf, split).argmax(axis=2) + begins
+    found = {*low.ravel().tolist(), *high.ravel().tolist(), 0, length - 1}
+    return sorted(place for place in found if place < length)

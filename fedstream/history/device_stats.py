@@ -14,9 +14,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.history.columns import RowArray
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.models import Unwanted
+from fedstream.history.table import RowArray
 from fedstream.journal import counted_bytes, opened
 from fedstream.journal.shares import Share, stats
 

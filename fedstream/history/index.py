@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedstream.history.columns import (
+from fedstream.history.table import (
     MADE,
     UPDATE,
     Columns,
@@ -30,13 +30,13 @@ from fedstream.history.columns import (
     RowArray,
     SegmentRows,
     joined,
+    rows_of,
 )
-from fedstream.history.rows import rows_of
 from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened
 from fedstream.journal.writer import FILE_MODE
 from fedstream.runtime.files import read_regular
 
-_BEGIN = b"fedstream journal index 1\n"
+_BEGIN = b"fedstream journal index 2\n"
 _LENGTH = 8  # bytes
 _FEW = 500  # updates that are not worth writing the whole index again
 
@@ -147,7 +147,7 @@ def _save(journal: Path, kept: _Kept) -> None:
         "parts": [
             {
                 "mark": mark, "made": len(part.made), "updates": len(part.updates),
-                "finished": part.finished, "damage": part.damage,
+                "finished": part.finished, "damage": part.damage, "drops": part.drops,
             }
             for mark, part in kept.parts.items()
         ],
@@ -185,7 +185,8 @@ def _load(journal: Path) -> _Kept | None:
             updates, at = _rows(data, UPDATE, one["updates"], at)
             name, size, changed, cut = one["mark"]
             mark = name, size, changed, cut
-            parts[mark] = SegmentRows(made, updates, one["finished"], one["damage"])
+            drops = tuple(map(int, one["drops"]))
+            parts[mark] = SegmentRows(made, updates, one["finished"], one["damage"], drops)
         return _Kept(_files(about["files"]), parts, Reasons(about["reasons"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

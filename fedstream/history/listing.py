@@ -15,7 +15,7 @@ from fedstream.history import report
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord
 from fedstream.journal import FOLDER
-from fedstream.settings.recording import CONFIG
+from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.terminal import cell, clock, console, line, measure
 from fedstream.trainer.goals import main_metric
 
@@ -36,7 +36,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (CONFIG, report.SUMMARY, FOLDER))
+    return any((folder / name).exists() for name in (CONFIG, SUMMARY, FOLDER))
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from fedstream.journal.replay import Replayer
 from fedstream.runtime.files import read_regular
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.visible import visible
-from fedstream.settings.recording import CONFIG
+from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.trainer.goals import goal_of, main_metric
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class RunRecord:
         They come from that file if the run has ended and left one, and otherwise from the journal
         and metrics.csv. Raises FedstreamError if there is neither.
         """
-        file = self.path / report.SUMMARY
+        file = self.path / SUMMARY
         state, why = self.stands()
         if file.exists() and state != "running":
             return summary.from_file(file) | {"state": state, "why": why}
@@ -293,7 +293,7 @@ class RunRecord:
         return tuple(sorted((file.name, file.stat().st_size) for file in files))
 
     def _has_files(self) -> bool:
-        return any((self.path / name).is_file() for name in (CONFIG, report.SUMMARY))
+        return any((self.path / name).is_file() for name in (CONFIG, SUMMARY))
 
     def _place(self, update: int) -> At:
         places = self.reading().places

@@ -12,13 +12,13 @@ import numpy as np
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Goal
 from fedstream.history import report
-from fedstream.history.columns import NONE, Columns
 from fedstream.history.device_stats import Directions, ThreadedDirections
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, measurements
 from fedstream.history.model_stats import Portraits
 from fedstream.history.models import MEMORY, Past
 from fedstream.history.state import stands
+from fedstream.history.table import NONE, Columns
 from fedstream.journal import journal_of, opened
 from fedstream.journal.inspection import Parting, parting
 from fedstream.trainer.goals import Goals, goal_of, main_metric

@@ -14,10 +14,10 @@ from fedstream.history.record import RunRecord
 from fedstream.history.replay import MeasureAll
 from fedstream.journal import newest_version, opened
 from fedstream.journal.inspection import history
-from fedstream.settings.recording import settings_of
+from fedstream.settings.recording import SUMMARY, settings_of
 
 _POINTS = 50  # default number of versions to measure
-FILES = (report.SUMMARY, report.METRICS, report.CURVES)
+FILES = (SUMMARY, report.METRICS, report.CURVES)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from fedstream.local.ending import Ending
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.runtime.plugins import words
-from fedstream.settings.recording import CONFIG
+from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.wire.newest import as_given, read_newest
 
 LOGS = "logs"
@@ -85,7 +85,7 @@ def write(
     """Write the files, yielding each one's name once complete. Raises OSError."""
     out, settings = request.out, request.settings
     report.write_summary(out, numbers)
-    yield report.SUMMARY
+    yield SUMMARY
     if view is not None:
         report.Table(out, view.run.created).write(history)
         yield report.METRICS

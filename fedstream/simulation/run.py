@@ -42,7 +42,7 @@ from fedstream.runtime.config import dump
 from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
 from fedstream.settings.parts import doubts
-from fedstream.settings.recording import CONFIG
+from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.sinks.choice import flat, named, parameters
@@ -304,7 +304,7 @@ def _write(
             report.write_devices(out, outcome.per_device)
     more = [report.CURVES] if picture else []
     more += [report.DEVICES] if outcome.per_device else []
-    return [report.SUMMARY, report.METRICS, *more, report.MODEL]
+    return [SUMMARY, report.METRICS, *more, report.MODEL]
 
 
 def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) -> None:

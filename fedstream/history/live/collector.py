@@ -56,7 +56,7 @@ class Collector:
         self._untold: list[tuple[str, Told]] = []  # since the last look that went well
         self._open: dict[str, OpenTask] = {}
         self._place: Bookmark | None = None
-        self._seen: dict[str, tuple[Phase, float, str]] = {}  # task -> phase, since, lane
+        self._seen: dict[str, tuple[Phase, float]] = {}  # task -> phase, since
         self._described: dict[str, Described] = {}
         self._described_at = 0.0
 
@@ -148,40 +148,30 @@ class Collector:
     def _placed(
         self, tally: Tally, admitted: set[str], held: Mapping[str, HeldEntries]
     ) -> list[SeenTask]:
-        """The open tasks, oldest first, each with who has it and how far it is."""
-        found, seen = list[SeenTask](), dict[str, tuple[Phase, float, str]]()
+        """The open tasks, oldest first, each with how far it is."""
+        found, seen = list[SeenTask](), dict[str, tuple[Phase, float]]()
         for name, task in self._open.items():
             before = self._seen.get(name)
-            phase, lane = _phase(task, name in admitted, held.get(task.owner or ""))
-            if before is not None:
-                lane = lane or before[2]  # whoever had it
+            phase = _phase(task, name in admitted, held.get(task.owner or ""))
             since = before[1] if before is not None and before[0] == phase else tally.now
-            seen[name] = phase, since, lane
-            found.append(
-                SeenTask(
-                    name, task.device, lane, phase, time_of(name), since, task.handed,
-                    task.version, task.deadline,
-                )
-            )  # fmt: skip
+            seen[name] = phase, since
+            found.append(SeenTask(name, task.device, phase, time_of(name), since, task.deadline))
         self._seen = seen
         found.sort(key=lambda one: one.since or 0.0)
         return found
 
 
-def _phase(task: OpenTask, is_admitted: bool, held: HeldEntries | None) -> tuple[Phase, str]:
-    lane = task.owner or ""
+def _phase(task: OpenTask, is_admitted: bool, held: HeldEntries | None) -> Phase:
     if is_admitted:
-        return "queue", lane
+        return "queue"
     if task.entry is None:
-        return "triggered", lane
+        return "triggered"
     if held is None:
-        return "waiting", lane
-    if (by := held.by.get(task.entry)) is not None:
-        return "training", lane or by
+        return "waiting"
+    if task.entry in held.by:
+        return "training"
     # An answer takes its entry away: what was taken once and is no longer held was answered.
-    if _place(task.entry) <= _place(held.delivered):
-        return "uploading", lane
-    return "waiting", lane
+    return "uploading" if _place(task.entry) <= _place(held.delivered) else "waiting"
 
 
 def _place(id_: str) -> tuple[int, int]:
@@ -190,16 +180,9 @@ def _place(id_: str) -> tuple[int, int]:
 
 
 def _worker(name: str, heard: float, described: Described) -> SeenWorker:
-    def number(key: str) -> int | None:
-        value = described.about.get(key)
-        return value if type(value) is int else None
-
-    owns, host = described.about.get("owns"), described.about.get("host")
-    return SeenWorker(
-        name, described.is_gateway, host if isinstance(host, str) else "",
-        number("pid") or 0, number("device"), number("answers") or 0,
-        len(owns) if isinstance(owns, list) else 0, heard or None,
-    )  # fmt: skip
+    owns = described.about.get("owns")
+    owned = len(owns) if isinstance(owns, list) else 0
+    return SeenWorker(name, described.is_gateway, owned, heard or None)
 
 
 class _Stopwatch:

@@ -16,9 +16,10 @@ from time import thread_time
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Floats
-from fedstream.history.live.recent import HIGHEST, ROWS, Ring
+from fedstream.history.live.recent import ROWS, Ring
 from fedstream.history.live.scene import PUSHED, SeenPushes
 from fedstream.history.model_stats import AHEAD
+from fedstream.history.table import whole
 from fedstream.journal import SUFFIX, Cut, Record, Segment, SegmentEnd
 from fedstream.journal.rebuild import Rebuild, rule_of
 from fedstream.journal.records import is_used
@@ -156,7 +157,7 @@ class JournalFollower:
         if is_used(entry) and record.payload_bytes:
             update = update_of(segment, record, rebuild.spare())
             wants = direction(entry.upload, update, rebuild.progress.state.model)
-            device = min(entry.upload.device, HIGHEST)
+            device = whole(entry.upload.device)
             row = device, entry.version, norm(update.floats), norm(wants), nan
             part = sampled(wants).copy()
         step = rebuild.take(record, update)

@@ -14,16 +14,8 @@ from fedstream.broker.errors import BadMessage
 from fedstream.broker.messages import OUTCOMES, Contribution, Event, Version
 from fedstream.broker.records import Tally
 from fedstream.broker.streams import Entry
-from fedstream.history.live.scene import (
-    ENDED,
-    GAUGED,
-    MADE,
-    Note,
-    Rates,
-    SceneRows,
-    SeenMetrics,
-    TaskEnd,
-)
+from fedstream.history.live.scene import GAUGED, Note, Rates, SeenMetrics, TaskEnd
+from fedstream.history.table import MADE, NONE, UPDATE, RowArray, update_row, whole
 
 ROWS = 16_384  # of ended tasks and of versions
 _GAUGES = 1800
@@ -33,7 +25,6 @@ _UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
 _REASONS = 1000  # a closed set, but for a Redis that anybody may write to
 _TEXT = 2000  # characters of an error that are kept
 _OVER_S = 10.0  # for rates
-HIGHEST = (1 << 63) - 1  # that a column holds; a device may say more
 _LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
 
 Told = TaskEnd | Note | SeenMetrics
@@ -63,7 +54,7 @@ class Ring:
         if number >= self._dropped:
             self._rows[name][number - self._dropped] = value
 
-    def newest(self) -> SceneRows:
+    def newest(self) -> RowArray:
         """The newest rows, oldest first, as an array that nobody else has."""
         return self._rows[max(0, self._end - self._most) : self._end].copy()
 
@@ -76,7 +67,7 @@ class Recent:
         self.measured: dict[int, SeenMetrics] = {}
         self.outcomes: deque[TaskEnd] = deque(maxlen=_SHOWN)
         self.notes: deque[Note] = deque(maxlen=_SHOWN)
-        self.ended = Ring(ENDED, ROWS)
+        self.ended = Ring(UPDATE, ROWS)
         self.made = Ring(MADE, ROWS)
         self.gauged = Ring(GAUGED, _GAUGES)
         self.moved = 0.0  # when the newest event or version was told
@@ -120,11 +111,10 @@ class Recent:
         used = self._unmatched.pop(event.task or "", None)
         outcome = OUTCOMES.index(event.outcome) if event.outcome else 0
         row = self.ended.add(
-            (
-                _moment(event.time), _whole(event.device), outcome,
-                self._reason(event.reason or ""), _whole(event.version), _whole(event.staleness),
-                _or(event.weight, nan), _or(used.loss, nan) if used else nan,
-                _whole(used.samples) if used else 0,
+            update_row(
+                version=event.version, time=_moment(event.time), device=event.device,
+                outcome=outcome, reason=self._reason(event.reason or ""),
+                staleness=event.staleness, weight=event.weight, loss=used.loss if used else None,
             )
         )  # fmt: skip
         if used is None and event.task and event.outcome in ("applied", "buffered"):
@@ -143,16 +133,14 @@ class Recent:
         for entry in entries:
             with suppress(BadMessage):
                 version = Version.decode(entry.data)
-                self.made.add(
-                    (_whole(version.version), _moment(version.time), len(version.updates))
-                )
+                number, time = whole(version.version), _moment(version.time)
+                self.made.add((number, time, NONE, False, False, 0, 0, NONE))
                 for update in version.updates:
                     row = self._rows.pop(update.task, None)
                     if row is None:  # commits tell a version before its updates' outcomes
                         _bounded(self._unmatched, update.task, update)
                         continue
-                    self.ended.set(row, "loss", _or(update.loss, nan))
-                    self.ended.set(row, "samples", _whole(update.samples))
+                    self.ended.set(row, "loss", nan if update.loss is None else update.loss)
             self.moved = max(self.moved, entry.time)
 
     def gauge(
@@ -186,14 +174,6 @@ class Recent:
             now - began, by["issued"], by["applied"] + by["buffered"], by["refused"],
             by["given_up"], by["dead"], by["versions"],
         )  # fmt: skip
-
-
-def _or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
-
-
-def _whole(count: int | None) -> int:
-    return -1 if count is None else min(count, HIGHEST)
 
 
 def _moment(seconds: float) -> float:

@@ -11,8 +11,7 @@ import markupsafe
 from fedstream.broker.keys import Keys
 from fedstream.history.live.broadcast import DrawnGlance, LivePicture
 from fedstream.history.live.collector import Glance
-from fedstream.history.live.panels import PANELS, headline
-from fedstream.history.live.panels.drawn import device_html, devices_html
+from fedstream.history.live.panels import PANELS, device_html, devices_html, headline_html
 from fedstream.history.live.recent import Told
 from fedstream.history.live.scene import Note, Scene, SeenMetrics, TaskEnd
 from fedstream.history.ui.templating import rendered
@@ -29,7 +28,7 @@ def drawn(look: Glance) -> DrawnGlance:
     began = thread_time()
     run = look.scene.tally.run
     state = f"{run.state}: {run.why}" if run.why else run.state
-    parts = {"state": str(markupsafe.escape(visible(state))), HEADLINE: headline(look.scene)}
+    parts = {"state": str(markupsafe.escape(visible(state))), HEADLINE: headline_html(look.scene)}
     parts |= {panel.name: panel.html(look.scene) for panel in PANELS}
     rows = [(id_, row(told)) for id_, told in look.news]
     return DrawnGlance(parts, rows, thread_time() - began)
@@ -37,7 +36,7 @@ def drawn(look: Glance) -> DrawnGlance:
 
 def away(scene: Scene, away_s: float) -> dict[str, str]:
     """The part that says for how long Redis has not answered."""
-    return {HEADLINE: headline(scene, away_s=away_s)}
+    return {HEADLINE: headline_html(scene, away_s=away_s)}
 
 
 def row(told: Told) -> list[object]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from fedstream.broker.records import Tally
+from fedstream.history.measurements import Measurement
+from fedstream.history.table import RowArray
 from fedstream.settings.config import Settings
 
 Phase = Literal["triggered", "waiting", "training", "uploading", "queue"]
@@ -21,26 +22,6 @@ PHASES: tuple[Phase, ...] = ("triggered", "waiting", "training", "uploading", "q
 """Where an open task is, in the order in which it gets there: a coordinator has not handed it out
 yet; nobody has taken it yet; a trainer or device has it; its answer waits in an inbox to be
 admitted; its update waits for the updater, or in a batch."""
-
-SceneRows = npt.NDArray[Any]
-
-ENDED = np.dtype(
-    [
-        ("time", "f8"),  # when the outcome was told
-        ("device", "i8"),  # -1: unknown
-        ("outcome", "i1"),  # a place in OUTCOMES
-        ("reason", "i2"),  # a place in Scene.reasons, whose first is ''
-        ("version", "i8"),  # that it went into, or the newest then; -1: none
-        ("staleness", "i8"),  # versions; -1: unknown
-        ("weight", "f8"),  # NaN: none
-        ("loss", "f8"),  # mean over local training, as the device says; NaN: none
-        ("samples", "i8"),  # of the device's data; 0: unknown
-    ]
-)
-"""An ended task. Loss and samples are known only of updates that went into a version."""
-
-MADE = np.dtype([("version", "i8"), ("time", "f8"), ("updates", "i8")])
-"""A published version: when, by the updater's clock, and of how many updates."""
 
 GAUGED = np.dtype(
     [
@@ -67,7 +48,7 @@ moves the parameters, and the cosine to the model's movement afterwards; NaN: no
 class SeenPushes:
     """What the journal's newest updates are as vectors, as far as somebody has read along."""
 
-    rows: SceneRows = field(default_factory=lambda: np.empty(0, PUSHED))  # the newest 16,384
+    rows: RowArray = field(default_factory=lambda: np.empty(0, PUSHED))  # the newest 16,384
     version: int = 0  # up to which the journal was read
     problem: str = ""  # why it can't be read on
 
@@ -78,12 +59,9 @@ class SeenTask:
 
     task: str
     device: int
-    lane: str  # the trainer or gateway that has it, or owns its device; '': nobody has taken it
     phase: Phase
     since: float | None  # when it was opened; None: unknown
     phase_since: float  # when it was first seen in this phase
-    handed: int | None  # the newest version when it was handed out
-    round: int | None  # in rounds, the version that it is trained from
     deadline: float | None
 
 
@@ -93,10 +71,6 @@ class SeenWorker:
 
     name: str
     is_gateway: bool
-    host: str
-    pid: int
-    device: int | None  # that it trains now
-    answers: int  # given so far
     owns: int  # devices; 0: it serves all that nobody owns
     heard: float | None  # when it said something last; None: it has signed off
 
@@ -181,10 +155,19 @@ class Scene:
     workers: tuple[SeenWorker, ...]  # by name, at most 200; the tally has how many are alive
     rates: Rates
     measured: tuple[SeenMetrics, ...]  # by version, at most 10,000
-    ended: SceneRows  # of ENDED: the newest 16,384
+    ended: RowArray  # of ended tasks, as rows of UPDATE: the newest 16,384
     reasons: tuple[str, ...]  # of ``ended``
-    made: SceneRows  # of MADE: the newest 16,384
-    gauged: SceneRows  # of GAUGED: at most 1,800
+    made: RowArray  # of versions, as rows of MADE: the newest 16,384
+    gauged: RowArray  # of GAUGED: at most 1,800
     outcomes: tuple[TaskEnd, ...]  # the newest 50
     notes: tuple[Note, ...]  # the newest 50
     pushes: SeenPushes = SeenPushes()
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """What was measured, as a recorded run has it."""
+        began = self.tally.run.created
+        return [
+            Measurement(one.version, max(0.0, one.time - began), one.version, dict(one.metrics))
+            for one in self.measured
+        ]

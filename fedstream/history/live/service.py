@@ -299,19 +299,8 @@ class LiveService:
 
     def _measured(self) -> list[Measurement]:
         """What the evaluator has measured, as far as it was seen."""
-        from fedstream.history.measurements import Measurement
-
         picture = self._broadcast.picture
-        if picture is None:
-            return []
-        scene = picture.scene
-        return [
-            Measurement(
-                one.version, max(0.0, one.time - scene.tally.run.created), one.version,
-                dict(one.metrics),
-            )
-            for one in scene.measured
-        ]  # fmt: skip
+        return [] if picture is None else picture.scene.measurements
 
     def _pushed(self) -> SeenPushes:
         """What was read along in the journal."""

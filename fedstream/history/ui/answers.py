@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstream.history.bisect import Search
 from fedstream.history.charts import Chart, Curve, finite
-from fedstream.history.devices import DeviceRow, devices_of
+from fedstream.history.devices import devices_of
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui.jobs import PageJob
 from fedstream.history.ui.pages import page
@@ -72,14 +72,14 @@ def distances(
 
     ``about``: the form's token, its address, and who may send it.
     """
-    answer, devices = None if job is None else job.answer, list[DeviceRow]()
+    answer, table = None if job is None else job.answer, None
     if isinstance(answer, MeasuredShares):  # all figures are of one version, though the run goes on
         columns = run.columns.until(answer.until) if run.columns.has(answer.until) else run.columns
-        devices = devices_of(columns, answer.by_device)
+        table = devices_of(columns.updates, shares=answer.by_device)
     return page(
         run, "distances.html", "Distances", "Devices", fields=fields, problems=problems, job=job,
         other_job=other, **about,
-        devices=devices,
+        table=table, devices=[] if table is None else table.rows(),
     )  # fmt: skip
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.history import charts
-from fedstream.history.columns import different, each
 from fedstream.history.device_stats import DISTANCES
-from fedstream.history.devices import DEVICE_COLUMNS, DeviceRow, devices_of
+from fedstream.history.devices import DEVICE_COLUMNS, DeviceRow, DeviceTable, devices_of
 from fedstream.history.model_stats import LayerGap, Portrait, Push
 from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.table import different, each
 from fedstream.history.ui import templating
 from fedstream.history.ui.questions import rule_of, worsening
 from fedstream.history.ui.templating import (
@@ -34,6 +34,7 @@ from fedstream.terminal import measure
 from fedstream.trainer.goals import best_of
 
 PAGE = 100  # updates on a page
+LABELS = {key: f"{name} ({unit})" if unit else name for key, name, unit in DEVICE_COLUMNS}
 
 
 class NotThere(FedstreamError):
@@ -85,9 +86,10 @@ def devices(run: RecordedRun, sort: str, *, models: bool = False) -> str:
     """
     if models:
         run.directions.begin()
-    rows = sorted_devices(devices_of(run.columns, run.directions.shares), sort)
+    table = devices_of(run.columns.updates, shares=run.directions.shares)
     return page(
-        run, "devices.html", "Devices", "Devices", devices=rows, sort=sort,
+        run, "devices.html", "Devices", "Devices", table=table, devices=sorted_devices(table, sort),
+        sort=sort,
         directions=run.directions,
         again=DISTANCES if run.is_live else f"/devices?models=1&{urlencode({'sort': sort})}",
     )  # fmt: skip
@@ -102,13 +104,10 @@ def device(
     """
     if models:
         run.directions.begin()
-    for row in devices_of(run.columns, run.directions.shares):
-        if row.device == wanted:
-            break
-    else:
+    table = devices_of(run.columns.updates, shares=run.directions.shares)
+    if not (found := table.rows(only=wanted)):
         raise NotThere(f"device {wanted} sent no update that the journal has")
-    labels = {key: f"{name} ({unit})" if unit else name for key, name, unit in DEVICE_COLUMNS}
-    about = [(labels[key], cell_of(getattr(row, key), key)) for key, _, _ in DEVICE_COLUMNS[1:]]
+    (row,) = found
     asked = window.query(over_time=window.over_time).lstrip("?")
     again = f"/devices/{wanted}?models=1" + (f"&{asked}" if asked else "")
     drawn, lately = charts.of_device(run, wanted, window), run.directions.lately(wanted)
@@ -116,7 +115,8 @@ def device(
         drawn = [*charts.of_pushes(run, lately.rows, window), *drawn]
     return page(
         run, "device.html", f"Device {wanted}", "Devices", lately=lately,
-        device=row, labels=labels, facts=about, window=window, directions=run.directions,
+        device=row, labels=LABELS, facts=facts_of_device(table, row), window=window,
+        directions=run.directions,
         again=DISTANCES if run.is_live else again,
         charts=drawn,
     )  # fmt: skip
@@ -333,15 +333,17 @@ def shown(run: RecordedRun, places: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def sorted_devices(rows: Sequence[DeviceRow], sort: str) -> list[DeviceRow]:
+def facts_of_device(table: DeviceTable, row: DeviceRow) -> list[tuple[str, str]]:
+    """A device's figures, as (name with unit, value)."""
+    return [(LABELS[key], cell_of(row.figures[key], key)) for key, _, _ in table.columns[1:]]
+
+
+def sorted_devices(table: DeviceTable, sort: str) -> list[DeviceRow]:
     """The devices by a column; those without a value come last. Raises NotThere."""
-    key = sort.removeprefix("-") or "device"
-    if key not in {name for name, _, _ in DEVICE_COLUMNS}:
+    key = sort.removeprefix("-")
+    if key and key not in LABELS:
         raise NotThere(f"devices have no column {key!r}")
-    there = [row for row in rows if getattr(row, key) is not None]
-    lacking = [row for row in rows if getattr(row, key) is None]
-    there.sort(key=lambda row: float(getattr(row, key)), reverse=sort.startswith("-"))
-    return [*there, *lacking]
+    return table.rows(sort if key in table.figures or key == "device" else "device")
 
 
 def _matching(run: RecordedRun, wanted: Selection) -> Any:

@@ -60,12 +60,13 @@ def single(run: RecordedRun) -> str:
         pages.view(run, int(one), None, models=True, is_waiting=lambda: True)
         for one in numbers[chosen]
     ]
+    table = devices_of(run.columns.updates, shares=_shares(run))
     return pages.page(
         run, "single.html", "Report", "",
         policy=_policy(styles, scripts), styles=styles, scripts=scripts, total=len(numbers),
         facts=pages.facts(run), charts=charts.of_run(run), outcomes=pages.outcomes(run),
         over_time=over_time,
-        devices=pages.sorted_devices(devices_of(run.columns, _shares(run)), "device"), views=views,
+        table=table, devices=table.rows(), views=views,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedstream import __version__
-from fedstream.history.devices import DEVICE_COLUMNS, OUTLIER, mark_of_score, style_of_score
+from fedstream.history.devices import OUTLIER, mark_of_score, style_of_score
 from fedstream.runtime.visible import visible
 from fedstream.terminal import counted, number
 
@@ -39,7 +39,6 @@ def _templates() -> Environment:
     )  # fmt: skip
     found.filters |= _FILTERS
     found.globals |= {
-        "device_columns": DEVICE_COLUMNS,
         "outlier": OUTLIER,
         "mark_of": mark_of_score,
         "style_of": style_of_score,
@@ -104,6 +103,7 @@ def cell_of(value: float | None, key: str) -> str:
     how: Mapping[str, Callable[[Any], str]] = {
         "refused_share": shown_percent, "bytes": shown_bytes, "used": shown_count,
         "refused": shown_count, "most_stale": shown_count, "last": shown_count,
+        "lost": shown_count, "heard_s": lambda value: LACKING if value is None else f"{value:.0f}",
     }  # fmt: skip
     return how.get(key, shown_number)(value)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.history.columns import Columns
 from fedstream.history.index import columns_of, index_of
+from fedstream.history.table import Columns
 
 BEGIN = """
 import os, sys

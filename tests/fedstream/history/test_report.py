@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from fedstream.broker.layout import Model
 from fedstream.history import curves, report
 from fedstream.history.timeline import History
+from fedstream.settings.recording import SUMMARY
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 
 FACTS = report.Facts(
@@ -101,7 +102,7 @@ def test_nan_loss_is_null_in_json(tmp_path: Path) -> None:
         "list": [float("nan"), (1,)],
     }
     report.write_summary(tmp_path, numbers)
-    found = json.loads((tmp_path / report.SUMMARY).read_text())
+    found = json.loads((tmp_path / SUMMARY).read_text())
     assert found == {"loss": None, "metrics": {"loss": None}, "list": [None, [1]]}
 
 

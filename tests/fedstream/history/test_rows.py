@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstream.history import rows
-from fedstream.history.columns import Reasons, SegmentRows
-from fedstream.history.rows import rows_of
+from fedstream.history import table
+from fedstream.history.table import Reasons, SegmentRows, rows_of
 from fedstream.journal import JournalError, batches, cuts, opened
 from tests.fedstream.history.scribes import FIRST, two_segments
 from tests.journals import GOLDEN, Scribe
@@ -38,10 +37,10 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise JournalError("read one by one")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "_one_by_one", None)  # calling it would fail
+        patch.setattr(table, "_one_by_one", None)  # calling it would fail
         together = read(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "_together", never)
+        patch.setattr(table, "_together", never)
         one_by_one = read(folder)
     assert [names(*one) for one in together] == [names(*one) for one in one_by_one]
 

@@ -234,13 +234,13 @@ async def test_outcomes_are_shown_in_words_and_asked_for_by_name(tmp_path: Path)
 
 async def test_devices_are_sorted_and_the_outlier_is_marked(get: Get) -> None:
     _, text = await get("/devices?sort=-norm")
-    first = re.search(r'<th scope="row"><a href="/devices/(\d+)">', text)
+    first = re.search(r'<th scope="row" data-value="\d+"><a href="/devices/(\d+)">', text)
     assert first
     assert first[1] == "3"
     assert Page(text).cells.count("▲ 50") == 2  # the mean and the most
     assert 'aria-sort="descending"' in text
     assert re.search(
-        r'<td class="heat above3 outlier" title="robust z-score [\d.]+">▲ 50</td>', text
+        r'<td data-value="50.0" class="heat above3 outlier" title="robust z-score [\d.]+">▲ 50</td>', text
     )
     _, text = await get("/devices/3")
     assert "It stands out in" in text

@@ -7,7 +7,7 @@ from math import nan
 import numpy as np
 import pytest
 
-from fedstream.history.thinning import thinned
+from fedstream.history.charts import thinned
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 99, 100])

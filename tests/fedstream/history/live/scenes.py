@@ -14,21 +14,19 @@ import numpy as np
 from fedstream.broker.messages import OUTCOMES
 from fedstream.broker.records import Tally
 from fedstream.history.live.scene import (
-    ENDED,
     GAUGED,
-    MADE,
     PHASES,
     PUSHED,
     Phase,
     Rates,
     RedisMemory,
     Scene,
-    SceneRows,
     SeenMetrics,
     SeenPushes,
     SeenTask,
     SeenWorker,
 )
+from fedstream.history.table import MADE, UPDATE, RowArray, update_row
 from fedstream.settings.config import Settings
 from tests.fedstream.views import CREATED, view
 
@@ -73,15 +71,12 @@ def idle(seconds: float = 60.0, **given: Any) -> Scene:
     return scene(head_time=NOW - seconds, **given)
 
 
-def tasks(
-    phases: dict[Phase, int], *, age: float = 20.0, lane: str = "trainer-1"
-) -> dict[str, Any]:
+def tasks(phases: dict[Phase, int], *, age: float = 20.0) -> dict[str, Any]:
     """Open tasks by phase, as fields of a scene."""
     found = [
         SeenTask(
-            task=f"{phase}-{n}", device=n, lane="" if phase in ("triggered", "waiting") else lane,
-            phase=phase, since=NOW - age, phase_since=NOW - age / 2, handed=3, round=None,
-            deadline=None,
+            task=f"{phase}-{n}", device=n, phase=phase, since=NOW - age,
+            phase_since=NOW - age / 2, deadline=None,
         )
         for phase, count in phases.items()
         for n in range(count)
@@ -94,37 +89,35 @@ def tasks(
 
 def worker(name: str, *, heard_s: float = 0.5, **given: Any) -> SeenWorker:
     """A trainer that was heard so long ago."""
-    about: dict[str, Any] = {
-        "is_gateway": False, "host": "pod", "pid": 7, "device": None, "answers": 12, "owns": 0,
-        "heard": NOW - heard_s,
-    }  # fmt: skip
+    about: dict[str, Any] = {"is_gateway": False, "owns": 0, "heard": NOW - heard_s}
     return SeenWorker(name, **about | given)
 
 
-def ended(rows: Iterable[dict[str, Any]]) -> SceneRows:
+def ended(rows: Iterable[dict[str, Any]]) -> RowArray:
     """Ended tasks: a second ago, applied, by device 0, unless a row says otherwise."""
     usual = {
         "time": NOW - 1, "device": 0, "outcome": "applied", "reason": "", "version": 3,
         "staleness": 0, "weight": 0.4, "loss": 0.5, "samples": 100,
     }  # fmt: skip
-    found = np.zeros(len(rows := list(rows)), ENDED)
-    for at, row in enumerate(rows):
+    found = []
+    for row in rows:
         about = usual | row
         if about["outcome"] not in ("applied", "buffered"):
-            about |= {"version": -1, "staleness": -1, "weight": nan, "loss": nan, "samples": 0}
+            about |= {"version": -1, "staleness": -1, "weight": nan, "loss": nan, "samples": -1}
         about |= {
             "outcome": OUTCOMES.index(about["outcome"]), "reason": REASONS.index(about["reason"])
         }  # fmt: skip
-        found[at] = tuple(about[name] for name in ENDED.names or ())
-    return found
+        found.append(update_row(**about))
+    return np.array(found, UPDATE)
 
 
-def made(times: Iterable[float]) -> SceneRows:
+def made(times: Iterable[float]) -> RowArray:
     """Versions, of an update each."""
-    return np.array([(n, time, 1) for n, time in enumerate(times, 1)], MADE)
+    rows = [(n, time, -1, False, False, 0, 0, -1) for n, time in enumerate(times, 1)]
+    return np.array(rows, MADE)
 
 
-def gauged(*, seconds: int = 60, **given: Any) -> SceneRows:
+def gauged(*, seconds: int = 60, **given: Any) -> RowArray:
     """A look a second, up to now; ``given``: what there was, a number or one for each look."""
     usual = {
         "open": 4, "queue": 0, "triggers": 0, "inbox": 0, "trainers": 2, "memory": 64 << 20,
@@ -179,7 +172,7 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
         rates=Rates(10.0, 6.2, 5.8, 0.3, 0.1, 0.0, 5.8),
         head_version=559, run_versions=1000, trainers=trainers, dead=1, run_devices=devices,
         head_mean_staleness=2.6, queue=2, admitted=2,
-        workers=tuple(worker(f"trainer-{n}", answers=100 + n) for n in range(1, trainers + 1)),
+        workers=tuple(worker(f"trainer-{n}") for n in range(1, trainers + 1)),
         pushes=SeenPushes(pushes, 540), **tasks({"waiting": 6, "training": 4, "queue": 2}, age=3.0),
     )  # fmt: skip
 
@@ -187,7 +180,7 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
 def crowd(devices: int = 100_000, ends: int = 16_384, seed: int = 1) -> Scene:
     """As many ended tasks as a scene has, of so many devices that hardly one ended two."""
     draw = np.random.default_rng(seed)
-    rows = np.zeros(ends, ENDED)
+    rows = np.zeros(ends, UPDATE)
     rows["time"] = NOW - np.arange(ends)[::-1] / 200
     rows["device"] = draw.integers(0, devices, ends)
     rows["version"], rows["samples"] = np.arange(ends), 100

@@ -14,7 +14,7 @@ from fedstream.broker.messages import OUTCOMES, Contribution, Event, GiveUp, Ver
 from fedstream.broker.streams import Entry
 from fedstream.history.live.collector import Collector
 from fedstream.history.live.recent import Recent, Ring
-from fedstream.history.live.scene import MADE
+from fedstream.history.live.scene import PUSHED
 from fedstream.settings.config import Settings
 from tests.broker.guarded import KEYS, guarded, needs_7
 from tests.support import EveryRole, Hand
@@ -31,23 +31,23 @@ async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
     await hand.announce("t")
     (trigger,) = await hand.request()
 
-    async def phase() -> tuple[str, str]:
+    async def phase() -> str:
         (found,) = (await looking.look()).scene.tasks
         assert (found.task, found.device) == (trigger.task, trigger.device)
-        return found.phase, found.lane
+        return found.phase
 
-    assert await phase() == ("triggered", "")
+    assert await phase() == "triggered"
     await hand.dispatch()
-    assert await phase() == ("waiting", "")
+    assert await phase() == "waiting"
     ((entry, task),) = await hand.take()
-    assert await phase() == ("training", "t")
+    assert await phase() == "training"
     upload = await hand.trained(task)
     await client.call("XACK", hand.keys.tasks, "trainers", entry.id)
     await client.call("XDEL", hand.keys.tasks, entry.id)
-    assert await phase() == ("uploading", "t")
+    assert await phase() == "uploading"
     await hand.admit(upload)
     scene = (await looking.look()).scene
-    assert [(one.phase, one.lane) for one in scene.tasks] == [("queue", "t")]
+    assert [one.phase for one in scene.tasks] == ["queue"]
     assert scene.phases["queue"] == 1
     await hand.commit(1, upload)
     scene = (await looking.look()).scene
@@ -94,7 +94,7 @@ async def test_foreign_events_and_register_entries_do_no_harm(client: Client, ha
     await client.call("XADD", hand.keys.events, "*", "m", "junk")
     await client.call("XADD", hand.keys.events, "*", "other", "field")
     scene = (await looking.look()).scene
-    assert [(one.name, one.host) for one in scene.workers] == [("t", "")]
+    assert [(one.name, one.owns) for one in scene.workers] == [("t", 0)]
     assert scene.notes == () or all(one.what for one in scene.notes)
 
 
@@ -109,12 +109,12 @@ async def test_rates_over_what_was_seen(client: Client, hand: Hand) -> None:
 
 
 def test_ring_keeps_the_newest_in_order() -> None:
-    ring = Ring(MADE, 3)
-    numbers = [ring.add((n, float(n), 1)) for n in range(20)]
+    ring = Ring(PUSHED, 3)
+    numbers = [ring.add((n, n, 0.0, 0.0, 0.0)) for n in range(20)]
     assert numbers == list(range(20))
-    ring.set(18, "updates", 5)
-    ring.set(2, "updates", 5)  # long gone
-    assert ring.newest().tolist() == [(17, 17.0, 1), (18, 18.0, 5), (19, 19.0, 1)]
+    ring.set(18, "cosine", 0.5)
+    ring.set(2, "cosine", 0.5)  # long gone
+    assert ring.newest()[["device", "cosine"]].tolist() == [(17, 0.0), (18, 0.5), (19, 0.0)]
 
 
 @needs_7
@@ -157,5 +157,4 @@ def test_numbers_and_times_that_nobody_can_mean() -> None:
     most = np.iinfo(np.int64).max
     for name in ("device", "version", "staleness"):
         assert recent.ended.newest()[name].tolist() == [most, most]
-    assert recent.ended.newest()["samples"].tolist() == [most, 0]
     assert recent.made.newest()[["version", "time"]].tolist() == [(most, 0.0)]

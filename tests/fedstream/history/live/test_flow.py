@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from fedstream.history.live.panels.flow import bottleneck, flow
-from fedstream.history.live.panels.lanes import LANES, lanes
+from fedstream.history.live.flow import bottleneck, flow
 from fedstream.history.live.scene import Rates
 from fedstream.settings.config import Settings
-from tests.fedstream.history.live.scenes import NOW, busy, gauged, scene, tasks, worker
+from tests.fedstream.history.live.scenes import NOW, gauged, scene, tasks
 
 
 def test_each_place_has_its_count_and_what_passes_it() -> None:
@@ -90,49 +87,3 @@ def test_the_scheduler_may_hold_back() -> None:
 def test_an_idle_and_a_finished_run_have_none() -> None:
     assert "too little is going on" in bottleneck(scene(gauged=gauged(open=0, training=0))).text
     assert bottleneck(scene(run_state="finished")).text == "The run is finished."
-
-
-def test_each_trainer_has_a_lane_and_so_have_tasks_that_nobody_has() -> None:
-    found = lanes(busy())
-    assert [lane.name for lane in found.lanes] == [
-        "trainer-1", "trainer-2", "trainer-3", "trainer-4", "with no trainer"
-    ]  # fmt: skip
-    assert {phase.name: phase.count for phase in found.lanes[0].phases} == {
-        "triggered": 0, "waiting": 0, "training": 4, "uploading": 0, "queue": 2,
-    }  # fmt: skip
-    assert found.lanes[-1].tasks == 6
-    assert (found.tasks, found.open, found.left_out) == (12, 12, 0)
-
-
-def test_tasks_of_a_trainer_that_is_gone_are_shown() -> None:
-    found = lanes(scene(**tasks({"training": 2}, lane="ghost")))
-    assert [(lane.name, lane.tasks) for lane in found.lanes][-1] == ("not on the register", 2)
-
-
-def test_a_silent_trainer_is_marked() -> None:
-    found = lanes(scene(workers=(worker("a", heard_s=9), worker("b"))))
-    assert [lane.is_silent for lane in found.lanes] == [True, False]
-    assert found.lanes[0].heard_s == pytest.approx(9)
-
-
-def test_of_hundreds_the_busiest_are_shown_and_the_others_together() -> None:
-    many = tuple(worker(f"t{n:03}") for n in range(200))
-    about: dict[str, Any] = tasks({"training": 3}, lane="t199")
-    found = lanes(scene(workers=many, trainers=500, **about))
-    assert len(found.lanes) == LANES + 1
-    assert found.lanes[LANES - 1].name == "t199"  # it has tasks
-    assert found.lanes[-1].name == "475 others"
-    assert sum(lane.tasks for lane in found.lanes) == 3
-
-
-def test_names_are_ordered_as_people_do() -> None:
-    found = lanes(scene(workers=tuple(worker(f"t-{n}") for n in (10, 9, 2)), trainers=3))
-    assert [lane.name for lane in found.lanes] == ["t-2", "t-9", "t-10"]
-
-
-def test_of_many_tasks_those_that_take_longest_are_named() -> None:
-    found = lanes(scene(**tasks({"training": 9}))).lanes[0]
-    training = next(phase for phase in found.phases if phase.name == "training")
-    assert (training.count, len(training.tasks)) == (9, 4)
-    assert training.tasks[0].seconds == pytest.approx(10.0)
-    assert NOW > 0

@@ -14,8 +14,9 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Model
 from fedstream.history.live import following
 from fedstream.history.live.following import JournalFollower
-from fedstream.history.live.scene import SceneRows, SeenPushes
+from fedstream.history.live.scene import SeenPushes
 from fedstream.history.model_stats import AHEAD
+from fedstream.history.table import RowArray
 from fedstream.journal import opened
 from fedstream.journal.rebuild import Rebuild
 from fedstream.journal.shares import stats
@@ -36,12 +37,12 @@ def all_of(follower: JournalFollower) -> SeenPushes:
     return follower.look(60.0)
 
 
-def of(rows: SceneRows, device: int, name: str) -> list[float]:
+def of(rows: RowArray, device: int, name: str) -> list[float]:
     found: list[float] = rows[name][rows["device"] == device].tolist()
     return found
 
 
-def agree(rows: SceneRows, journal: Path) -> None:
+def agree(rows: RowArray, journal: Path) -> None:
     """What was read is what a replay of the whole journal says, update by update."""
     with opened(journal) as chain:
         shares = stats(chain, AHEAD)

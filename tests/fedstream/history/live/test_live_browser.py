@@ -92,7 +92,7 @@ def test_a_run_from_its_start_to_its_end(
         tab = connected(browser, link[1])
         page = tab.page
         page.locator("#part-headline", has_text=re.compile("version [5-8] of 12")).wait_for()
-        page.locator("#part-lanes", has_text="trainer-1").wait_for()
+        page.locator("#part-flow", has_text="updater").wait_for()
         page.get_by_role("link", name="Versions").click()
         page.wait_for_url(re.compile(r"/versions/\d+$"))
         page.get_by_role("link", name="Live").click()
@@ -248,7 +248,7 @@ def test_all_of_it_can_be_read_without_javascript(
     tab = Tab(browser, here.address, java_script_enabled=False)
     page = tab.go("/")
     assert page.locator("noscript").count() == 0 or "every 5 seconds" in page.content()
-    for text in ("version 1 of 100", "0.75", "given up", "dropped out", "trainer-1"):
+    for text in ("version 1 of 100", "0.75", "given up", "dropped out"):
         assert text in page.inner_text("main"), text
     tab.context.close()
 

@@ -9,8 +9,8 @@ import pytest
 
 from fedstream.broker.messages import Quarantine
 from fedstream.broker.records import Failing, Quarantines
-from fedstream.history.live.panels.stalled import stalled
 from fedstream.history.live.scene import RedisMemory, Scene, SeenMetrics, SeenTask
+from fedstream.history.live.stalled import stalled
 from fedstream.settings.config import Settings
 from tests.fedstream.history.live.scenes import NOW, ended, idle, made, scene, tasks, worker
 from tests.fedstream.views import CREATED
@@ -182,7 +182,7 @@ def test_a_batch_waits_for_the_rest() -> None:
 
 def test_a_round_waits_for_its_slowest() -> None:
     own = settings(strategy={"name": "fedavg", "clients_per_round": 5})
-    late = SeenTask("a", 1, "trainer-1", "training", NOW - 30, NOW - 30, 3, 3, NOW + 75)
+    late = SeenTask("a", 1, "training", NOW - 30, NOW - 30, NOW + 75)
     about = tasks({"training": 2}) | {"tasks": (late,)}
     said = told(idle(settings=own, head_held=(1, 2, 3), **about))
     assert "the round waits for 2 of 5 answers, for 1:15 at most" in said

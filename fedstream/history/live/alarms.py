@@ -1,7 +1,7 @@
 """The alerts of `k8s/components/monitoring`, judged by a scene: which fire, and which would soon.
 
 A rule is here with the same name, threshold and durations as in the manifests; a test compares
-them. What a scene does not know (a disk, a gateway, a restart) cannot be judged here, and says so.
+them. Alerts on what a scene does not know (a disk, a gateway, a restart) are left to Prometheus.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedstream.terminal import counted
 from fedstream.trainer.goals import MOST_RELAPSES, Swings
 
 Severity = Literal["critical", "warning"]
-AlarmState = Literal["firing", "pending", "quiet", "unknown"]
+AlarmState = Literal["firing", "pending", "quiet"]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 _MEASURED = 1000  # of the newest measurements are judged at each look
@@ -46,11 +46,10 @@ class AlarmRule:
     severity: Severity
     for_s: float  # for which its condition has to hold before it fires
     says: str  # what it watches
+    judge: Judging
     threshold: float = 0.0  # in the unit of its expression
     over_s: float = 0.0  # the time over which it looks back; 0: the moment
     role: str = ""  # its label, if one name has several rules
-    judge: Judging | None = None  # None: a scene does not know
-    instead: str = ""  # where that can be seen
 
     @property
     def key(self) -> str:
@@ -64,7 +63,7 @@ class Alarm:
 
     rule: AlarmRule
     state: AlarmState
-    text: str  # what is wrong, or why it can't be judged
+    text: str  # what is wrong
     left_s: float = 0.0  # until it fires, while it is pending
 
 
@@ -75,13 +74,11 @@ def alarms(scene: Scene) -> list[Alarm]:
     fires in the cluster is pending here.
     """
     found = [_judged(rule, scene) for rule in RULES]
-    order = ("firing", "pending", "quiet", "unknown")
+    order = ("firing", "pending", "quiet")
     return sorted(found, key=lambda one: (order.index(one.state), one.rule.severity != "critical"))
 
 
 def _judged(rule: AlarmRule, scene: Scene) -> Alarm:
-    if rule.judge is None:
-        return Alarm(rule, "unknown", rule.instead)
     found = rule.judge(scene, rule)
     if not len(found.holds) or not found.holds[-1]:
         return Alarm(rule, "quiet", "")
@@ -100,11 +97,6 @@ def _stalled(scene: Scene, rule: AlarmRule) -> Evidence:
     holds = scene.gauged["time"] - head > rule.threshold
     text = f"no new version for {duration(max(0.0, scene.now - head))}"
     return Evidence(text, _while_running(scene, holds))
-
-
-def _never(scene: Scene, _rule: AlarmRule) -> Evidence:
-    """A coordinator made this scene of what Redis had answered."""
-    return Evidence("", np.zeros(len(scene.gauged), bool))
 
 
 def _no_leader(scene: Scene, rule: AlarmRule) -> Evidence:
@@ -165,7 +157,7 @@ def _dead_letters(scene: Scene, rule: AlarmRule) -> Evidence:
 
 def _redis_nearly_full(scene: Scene, rule: AlarmRule) -> Evidence:
     limit = scene.memory.limit
-    holds = scene.gauged["memory"] > rule.threshold * limit if limit else _never(scene, rule).holds
+    holds = scene.gauged["memory"] > (rule.threshold * limit if limit else np.inf)
     return Evidence(f"Redis uses {scene.memory.used / max(1, limit):.0%} of its memory", holds)
 
 
@@ -176,84 +168,51 @@ def _queue_full(scene: Scene, _rule: AlarmRule) -> Evidence:
     )
 
 
-_UPDATER = "only the updater's own metrics say so (fedstream_journal_*, fedstream_updater_seconds)"
-_GATEWAY = "only the gateways' own metrics say so (fedstream_gateway_*)"
-
 RULES = (
-    AlarmRule("FedstreamStalled", "critical", 60, "no new version", 600, judge=_stalled),
+    AlarmRule("FedstreamStalled", "critical", 60, "no new version", _stalled, 600),
     AlarmRule(
-        "FedstreamModelRepaired", "warning", 0, "the newest model was gone from Redis", 0, 1800,
-        instead="only the updater's own metrics say so (fedstream_models_repaired_total)",
+        "FedstreamNoLeader",
+        "critical",
+        120,
+        "no scheduler leads",
+        _no_leader,
+        role="scheduler",
     ),
-    AlarmRule("FedstreamRedisAway", "critical", 60, "Redis does not answer", 60, judge=_never),
+    AlarmRule("FedstreamNoLeader", "critical", 120, "no updater leads", _no_leader, role="updater"),
     AlarmRule(
-        "FedstreamNoCoordinator", "critical", 300, "no coordinator is there", judge=_never
+        "FedstreamNoTrainers",
+        "critical",
+        300,
+        "tasks wait and no trainer is alive",
+        _no_trainers,
+        0,
     ),
+    AlarmRule("FedstreamRefusals", "warning", 300, "many updates are refused", _refusals, 0.1, 600),
+    AlarmRule("FedstreamTaskRaises", "warning", 300, "many tasks raise", _task_raises, 0.1, 600),
     AlarmRule(
-        "FedstreamNoReadyPod", "warning", 600, "a workload has no ready pod",
-        instead="only the cluster knows which pods there should be",
-    ),
-    AlarmRule(
-        "FedstreamNoLeader", "critical", 120, "no scheduler leads", role="scheduler",
-        judge=_no_leader,
-    ),
-    AlarmRule(
-        "FedstreamNoLeader", "critical", 120, "no updater leads", role="updater", judge=_no_leader
-    ),
-    AlarmRule(
-        "FedstreamNoTrainers", "critical", 300, "tasks wait and no trainer is alive", 0,
-        judge=_no_trainers,
-    ),
-    AlarmRule(
-        "FedstreamRefusals", "warning", 300, "many updates are refused", 0.1, 600, judge=_refusals
-    ),
-    AlarmRule(
-        "FedstreamTaskRaises", "warning", 300, "many tasks raise", 0.1, 600, judge=_task_raises
+        "FedstreamMetricSwings",
+        "warning",
+        60,
+        "a metric falls back again and again",
+        _metric_swings,
+        MOST_RELAPSES,
     ),
     AlarmRule(
-        "FedstreamDevicesFail", "warning", 900, "many devices fail task after task",
-        instead="the devices are named beside the run's figures (failing and resting)",
+        "FedstreamDeadLetters",
+        "warning",
+        60,
+        "something could not be processed",
+        _dead_letters,
+        0,
     ),
     AlarmRule(
-        "FedstreamMetricSwings", "warning", 60, "a metric falls back again and again",
-        MOST_RELAPSES, judge=_metric_swings,
+        "FedstreamRedisNearlyFull",
+        "warning",
+        300,
+        "Redis is nearly full",
+        _redis_nearly_full,
+        0.9,
     ),
-    AlarmRule(
-        "FedstreamJournalBehind", "warning", 60, "the journal's disk does not keep up",
-        instead=_UPDATER,
-    ),
-    AlarmRule(
-        "FedstreamJournalDiskFull", "warning", 300, "the journal's volume is nearly full", 0.1,
-        instead="only the cluster knows how full the volume is",
-    ),
-    AlarmRule(
-        "FedstreamDeadLetters", "warning", 60, "something could not be processed", 0,
-        judge=_dead_letters,
-    ),
-    AlarmRule(
-        "FedstreamRedisNearlyFull", "warning", 300, "Redis is nearly full", 0.9,
-        judge=_redis_nearly_full,
-    ),
-    AlarmRule("FedstreamQueueFull", "warning", 600, "the queue is full", judge=_queue_full),
-    AlarmRule(
-        "FedstreamGatewayRefusals", "warning", 300, "gateways refuse many requests",
-        instead=_GATEWAY,
-    ),
-    AlarmRule(
-        "FedstreamGatewayNoOffers", "warning", 300, "devices wait and get no task",
-        instead=_GATEWAY,
-    ),
-    AlarmRule(
-        "FedstreamGatewayNearlyFull", "warning", 300, "a gateway has few places left", 0.9,
-        instead=_GATEWAY,
-    ),
-    AlarmRule(
-        "FedstreamCertificate", "critical", 300, "a certificate ends soon",
-        instead="only metrics say so (fedstream_certificate_ends_timestamp_seconds)",
-    ),
-    AlarmRule(
-        "FedstreamRestarts", "warning", 0, "a container restarts again and again", 3, 1800,
-        instead="only the cluster counts restarts",
-    ),
-)  # fmt: skip
-"""In the order of the manifests."""
+    AlarmRule("FedstreamQueueFull", "warning", 600, "the queue is full", _queue_full),
+)
+"""Those that a scene can judge, in the order of the manifests."""
