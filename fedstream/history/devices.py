@@ -100,7 +100,7 @@ class DeviceTable:
             order = np.argsort(np.negative(values) if descends else values, kind="stable")
         else:
             odd = sum((np.abs(one) > OUTLIER for one in self.scores.values()), start=np.zeros(1))
-            order = np.argsort(-np.broadcast_to(odd, len(self.devices)), kind="stable")
+            order = np.argsort(np.negative(np.broadcast_to(odd, len(self.devices))), kind="stable")
         return [self._row(int(place)) for place in order[:most]]
 
     def _row(self, place: int) -> DeviceRow:

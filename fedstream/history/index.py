@@ -53,12 +53,14 @@ class _Kept:
     reasons: Reasons
 
 
-def columns_of(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> Columns:
+def columns_of(
+    journal: Path, read: Callable[[int], object] = lambda _bytes: None, *, keep: bool = True
+) -> Columns:
     """The columns of a journal's folder, or of one segment. Raises JournalError.
 
-    ``read`` is told of bytes that were read from the journal.
+    ``read`` is told of bytes that were read from the journal. ``keep``: write the index.
     """
-    return _columns(*_parts(journal, read))
+    return _columns(*_parts(journal, read, keep=keep))
 
 
 def index(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> None:
@@ -70,7 +72,7 @@ def index(journal: Path, read: Callable[[int], object] = lambda _bytes: None) ->
 
 
 def _parts(
-    journal: Path, read: Callable[[int], object]
+    journal: Path, read: Callable[[int], object], *, keep: bool = True
 ) -> tuple[Mapping[Mark, SegmentRows], Reasons]:
     """The rows of all segments that count, oldest first; they are kept in the index."""
     kept = _load(journal)
@@ -88,7 +90,7 @@ def _parts(
                 known[mark] = rows_of(segment, cut, reasons, first=first, read=read)
                 segment.close()
             parts[mark] = known[mark]
-    if not journal.is_file() and not _is_good_enough(kept, parts):
+    if keep and not journal.is_file() and not _is_good_enough(kept, parts):
         _save(journal, _Kept(files, parts, reasons))
     return parts, reasons
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.history.index import columns_of
+from fedstream.history.table import NONE, Columns, texts
 from fedstream.history.timeline import History, SeenUpdate, SeenVersion
-from fedstream.journal import opened
-from fedstream.journal.inspection import recorded_versions
 from fedstream.runtime.files import open_regular
 
 _TEST = "test_"
@@ -19,14 +20,26 @@ _TEST = "test_"
 
 def recall(history: History, journal: Path, table: Path) -> None:
     """Add recorded versions and measurements to a history. Raises JournalError."""
-    with opened(journal) as chain:
-        for version in recorded_versions(chain):
-            updates = (
-                SeenUpdate(u.upload.task, u.upload.device, u.staleness, u.weight, u.upload.loss)
-                for u in version.updates
-            )
-            history.recall(version.version, SeenVersion(version.time, tuple(updates)))
-    for one in measurements(table):
+    columns = columns_of(journal, keep=False).checked()
+    fill(history, columns, measurements(table), texts(journal).tasks)
+
+
+def fill(
+    history: History, columns: Columns, measured: Iterable[Measurement], tasks: Sequence[str]
+) -> None:
+    """Add versions and measurements to a history. ``tasks``: of the updates, in their order."""
+    updates: list[list[SeenUpdate]] = [[] for _ in columns.made]
+    names = ("device", "staleness", "weight", "loss")
+    rows = zip(tasks, *(columns.updates[name].tolist() for name in names), strict=True)
+    for maker, (task, device, staleness, weight, loss) in zip(
+        columns.makers.tolist(), rows, strict=True
+    ):
+        if maker != NONE:
+            known = None if isnan(loss) else loss
+            updates[maker].append(SeenUpdate(task, device, staleness, weight, known))
+    for row, made in zip(columns.made[["version", "time"]].tolist(), updates, strict=True):
+        history.recall(row[0], SeenVersion(row[1], tuple(made)))
+    for one in measured:
         if one.version in history.versions:
             history.measure(one.version, one.metrics)
 

@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
     from fedstream.broker.messages import Goal
     from fedstream.history.measurements import Measurement
-    from fedstream.history.reading import Reading
     from fedstream.history.timeline import History
+    from fedstream.journal import SegmentHead
 
 _CELL = "text-align: left; vertical-align: top; padding: 1px 12px 1px 0"
 
 
-def curves_of(numbers: Mapping[str, Any], reading: Reading, history: History, clock: str) -> Figure:
+def curves_of(
+    numbers: Mapping[str, Any], head: SegmentHead, history: History, clock: str
+) -> Figure:
     """The picture of one run; ``clock`` names its seconds."""
     from matplotlib import rc_context
 
-    head = reading.head
     title = (
         f"{short(numbers['task'])} · {short(str(numbers['strategy']))} · "
         f"{numbers['devices']} devices"
-        f"{', simulated' if reading.is_simulated else ''} · {numbers['versions']} versions"
+        f"{'' if head.created else ', simulated'} · {numbers['versions']} versions"
     )
     with rc_context(curves.STYLE):
         return curves.picture(

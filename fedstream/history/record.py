@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from fedstream.broker.errors import FedstreamError
 from fedstream.history import pictures, report, summary, tables
 from fedstream.history import tensors as models
-from fedstream.history.measurements import Measurement, device_metrics, measurements
-from fedstream.history.reading import At, Reading, read
+from fedstream.history.index import columns_of, marks
+from fedstream.history.measurements import Measurement, device_metrics, fill, measurements
 from fedstream.history.state import stands
+from fedstream.history.table import Columns, texts
 from fedstream.history.timeline import History
-from fedstream.journal import SUFFIX, journal_of
+from fedstream.journal import SegmentHead, journal_of, opened
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.files import read_regular
 from fedstream.runtime.plugins import allowing
@@ -58,8 +59,8 @@ class RunRecord:
         """the run's folder, or the journal"""
         self.journal = journal_of(self.path)
         """the journal's folder, or a single segment"""
-        self._known: tuple[object, Reading] | None = None
-        if not self._has_files() and not self._mark():
+        self._known: tuple[object, Columns, SegmentHead] | None = None
+        if not self._has_files() and not marks(self.journal):
             raise FedstreamError(
                 f"{self.path}: no run there: name a run's folder, its journal folder or a segment"
             )
@@ -117,7 +118,8 @@ class RunRecord:
         state, why = self.stands()
         if file.exists() and state != "running":
             return summary.from_file(file) | {"state": state, "why": why}
-        return summary.summary(self.reading(), self.seen(), state, why)
+        columns, head = self.columns()
+        return summary.summary(head, columns, self.seen(), state, why)
 
     # what happened
 
@@ -131,8 +133,7 @@ class RunRecord:
         ``samples`` and local ``steps``, ``adopted`` (the model came from Redis, not from updates)
         and ``digest``.
         """
-        found = self.reading()
-        return tables.versions(found.versions, simulated=found.is_simulated)
+        return tables.versions(*self.columns(), texts(self.journal).digests)
 
     @property
     def updates(self) -> pd.DataFrame:
@@ -146,8 +147,7 @@ class RunRecord:
         Euclidean), ``trained_s`` (seconds that the device trained) and ``waited_s`` (seconds from
         admission to decision), ``task``, ``trainer`` and ``site``.
         """
-        found = self.reading()
-        return tables.updates(found.updates, simulated=found.is_simulated)
+        return tables.updates(*self.columns(), texts(self.journal))
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -175,8 +175,8 @@ class RunRecord:
         ``norm``, ``refused`` updates; and where ``evaluator.per_device`` asked for it, the last
         model's metrics on the device's own test data, named as in :attr:`metrics`.
         """
-        head, own = self.reading().head, device_metrics(self.path / report.DEVICES)
-        return tables.devices(self.updates, own, range(head.devices))
+        own = device_metrics(self.path / report.DEVICES)
+        return tables.devices(self.updates, own, range(self.head.devices))
 
     # models
 
@@ -187,7 +187,7 @@ class RunRecord:
         ``strict=False``. Raises JournalError if the journal does not have the version.
         """
         if version is None:
-            version = self.reading().versions[-1].version
+            version = int(self.columns()[0].made["version"][-1])
         with self._allowing():
             return models.version(self.journal, version)
 
@@ -220,7 +220,7 @@ class RunRecord:
 
         Of a simulation without a journal, only what was measured.
         """
-        if not self._mark():
+        if not marks(self.journal):
             measured, goal = self.measurements, self.summary["goal"]
             metric = (
                 main_metric((name for one in measured for name in one.metrics), goal) or "accuracy"
@@ -229,8 +229,7 @@ class RunRecord:
             return pictures.overlaid(
                 [self.name], [points], metric, "virtual time", None, goal_of(metric, goal)
             )
-        found = self.reading()
-        return pictures.curves_of(self.summary, found, self.seen(), self.clock)
+        return pictures.curves_of(self.summary, self.head, self.seen(), self.clock)
 
     def __repr__(self) -> str:
         """A few lines for a terminal."""
@@ -249,31 +248,50 @@ class RunRecord:
     @property
     def clock(self) -> str:
         """What the run's seconds are, for an axis."""
-        if not self.reading().is_simulated:
+        if not self.is_simulated:
             return "seconds"
         staleness = self.settings.get("simulation", {}).get("staleness") or {}
         return "virtual seconds" if staleness.get("kind") == "latency" else "arrivals"
 
     def seen(self) -> History:
-        """The history, as whoever watched the run would have it."""
-        return summary.history_of(self.reading(), self.measurements)
+        """The history, as an observer of the run would have it."""
+        columns, head = self.columns()
+        history = History()
+        history.goal.update(head.goal or {})
+        fill(history, columns, self.measurements, texts(self.journal).tasks)
+        return history
 
     def stands(self) -> tuple[str, str]:
         """State, and why it is that."""
-        return stands(self.path, lambda: self.reading().finished)
+        return stands(self.path, lambda: self.columns()[0].finished)
 
     # files
 
-    def reading(self) -> Reading:
-        """The journal without its models, read again only if it has grown."""
-        mark = self._mark()
+    def columns(self) -> tuple[Columns, SegmentHead]:
+        """The journal's versions and updates, and its newest head, read again if it has grown.
+
+        Raises JournalError.
+        """
+        mark = marks(self.journal)
         if self._known is None or self._known[0] != mark:
-            self._known = mark, read(self.journal)
-        return self._known[1]
+            with opened(self.journal) as chain:
+                head = chain[-1].head
+            self._known = mark, columns_of(self.journal, keep=False).checked(), head
+        return self._known[1:]
+
+    @property
+    def head(self) -> SegmentHead:
+        """The head of the journal's newest segment. Raises JournalError."""
+        return self.columns()[1]
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether times are a simulation's, which begins at zero."""
+        return self.head.created == 0.0
 
     def _recorded(self) -> dict[str, Any]:
         """What the journal says of the configuration."""
-        head = self.reading().head
+        head = self.head
         return {
             "run": {"name": head.run, "versions": head.versions, "seed": head.seed},
             "task": {"name": head.task},
@@ -287,19 +305,14 @@ class RunRecord:
             return str(said["name"])
         return str(self._recorded()[table]["name"])
 
-    def _mark(self) -> tuple[tuple[str, int], ...]:
-        """The journal's files with their sizes."""
-        files = [self.journal] if self.journal.is_file() else self.journal.glob(f"*{SUFFIX}")
-        return tuple(sorted((file.name, file.stat().st_size) for file in files))
-
     def _has_files(self) -> bool:
         return any((self.path / name).is_file() for name in (CONFIG, SUMMARY))
 
-    def _place(self, update: int) -> At:
-        places = self.reading().places
-        if not 0 <= update < len(places):
+    def _place(self, update: int) -> tuple[str, int]:
+        columns, _ = self.columns()
+        if not 0 <= update < len(columns.updates):
             raise FedstreamError(
                 f"{self.path}: there is no update {update}: they are numbered from 0 to "
-                f"{len(places) - 1}"
+                f"{len(columns.updates) - 1}"
             )
-        return places[update]
+        return columns.at(update)

@@ -48,7 +48,7 @@ def write(
     """
     out = report.beside(folder, "report", out, FILES)
     run = RunRecord(folder)
-    found, seen, notes = run.reading(), run.seen(), []
+    (columns, head), seen, notes = run.columns(), run.seen(), []
     if every != 0 and (task is not None or every is not None or not run.measurements):
         seen.forget_measurements()
         try:
@@ -63,12 +63,12 @@ def write(
             if task is not None or trusted or every is not None:
                 raise
             notes.append(f"not measured: {error}")
-    numbers = summary.summary(found, seen, *run.stands())
-    figure = pictures.curves_of(numbers, found, seen, run.clock)
+    numbers = summary.summary(head, columns, seen, *run.stands())
+    figure = pictures.curves_of(numbers, head, seen, run.clock)
     with report.usable(out):
         out.mkdir(parents=True, exist_ok=True)
         report.write_summary(out, numbers)
-        report.Table(out, found.head.created).write(seen)
+        report.Table(out, head.created).write(seen)
         (out / report.CURVES).write_bytes(pictures.png(figure))
     return Report(numbers, [out / name for name in FILES], notes)
 

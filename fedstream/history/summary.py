@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout
-from fedstream.broker.messages import Goal, first_wrong
+from fedstream.broker.messages import OUTCOMES, Goal, first_wrong
 from fedstream.history import report
 from fedstream.history.display import failing_rows, fairness, main_row, never_finite, short
 from fedstream.history.measurements import Measurement, measurements
-from fedstream.history.timeline import History, SeenUpdate, SeenVersion
+from fedstream.history.timeline import History
 from fedstream.runtime.files import read_regular
 from fedstream.trainer.goals import Goals, best_of, goal_of, is_over_devices
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fedstream.history.reading import Reading
+    from fedstream.history.table import Columns
+    from fedstream.journal import SegmentHead
 
 
 class _Best(BaseModel):
@@ -112,43 +113,31 @@ def _bests(measured: Sequence[Measurement], goals: Goals) -> dict[str, dict[str,
     return found
 
 
-def history_of(reading: Reading, measured: Iterable[Measurement]) -> History:
-    """The run's history, as whoever watched it would have it."""
-    history = History()
-    history.goal.update(reading.head.goal or {})
-    updates: dict[int, list[SeenUpdate]] = {}
-    for one in reading.updates:
-        if one.version is not None:
-            seen = SeenUpdate(one.task, one.device, one.staleness, one.weight or 0.0, one.loss)
-            updates.setdefault(one.version, []).append(seen)
-    for made in reading.versions:
-        history.recall(made.version, SeenVersion(made.time, tuple(updates.get(made.version, ()))))
-    for measurement in measured:
-        if measurement.version in history.versions:
-            history.measure(measurement.version, measurement.metrics)
-    return history
-
-
-def summary(reading: Reading, history: History, state: str, why: str) -> dict[str, Any]:
-    """The run in numbers, by the names of summary.json.
+def summary(
+    head: SegmentHead, columns: Columns, history: History, state: str, why: str
+) -> dict[str, Any]:
+    """The run in numbers, by the names of summary.json. ``history``: of these columns.
 
     ``tasks`` are those in the journal; what coordinators ended (given up, dead) is not recorded.
     """
-    head, last = reading.head, reading.versions[-1]
-    seconds = last.seconds - reading.versions[0].seconds
-    used = sum(made.updates for made in reading.versions)
-    late = history.staleness()
-    refused = Counter(one.reason for one in reading.updates if one.outcome == "refused")
-    clock = {"virtual_seconds": round(seconds, 3)} if reading.is_simulated else {}
+    made, updates = columns.made, columns.updates
+    first, last = (max(0.0, float(made["time"][at]) - head.created) for at in (0, -1))
+    seconds = last - first
+    used, late = int(columns.count().sum()), history.staleness()
+    outcomes = [OUTCOMES[one] for one in updates["outcome"].tolist()]
+    bad = updates["reason"][updates["outcome"] == OUTCOMES.index("refused")]
+    refused = Counter(columns.reasons[one] for one in bad.tolist())
+    is_simulated = head.created == 0.0
+    clock = {"virtual_seconds": round(seconds, 3)} if is_simulated else {}
     return {
         **report.measurements(history),
         **clock,
-        "versions": last.version,
+        "versions": int(made["version"][-1]),
         "versions_wanted": head.versions,
-        "updates": last.total_updates,
+        "updates": int(columns.total()[-1]),
         "seconds": round(seconds, 3),
         "updates_per_s": round(used / seconds, 3) if seconds > 0 else 0.0,
-        "tasks": dict(Counter(one.outcome for one in reading.updates)),
+        "tasks": dict(Counter(outcomes)),
         "refused": dict(sorted(refused.items())),
         "mean_staleness": round(history.mean_staleness, 4),
         "max_staleness": max(late, default=0),
@@ -160,8 +149,8 @@ def summary(reading: Reading, history: History, state: str, why: str) -> dict[st
         "devices": head.devices,
         "seed": head.seed,
         "parameters": Layout.decode(head.layout).parameters,
-        "created": None if reading.is_simulated else report.stamp(head.created),
-        "simulated": reading.is_simulated,
+        "created": None if is_simulated else report.stamp(head.created),
+        "simulated": is_simulated,
     }
 
 

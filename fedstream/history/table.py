@@ -222,6 +222,12 @@ class Columns:
         np.divide(total, count, out=found, where=count > 0)
         return found
 
+    def checked(self) -> Columns:
+        """These columns. Raises JournalError if some of the journal could not be read."""
+        if self.damage:
+            raise JournalError(self.damage[0])
+        return self
+
     def row(self, version: int) -> Any:
         """A version's row. Raises KeyError."""
         return self.made[self._place(version)]

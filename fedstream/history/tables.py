@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import OUTCOMES
 from fedstream.history import report
-from fedstream.history.reading import UpdateRow, VersionRow
+from fedstream.history.table import NONE, Columns, RowArray, Texts
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from fedstream.journal import SegmentHead
 
 _CATEGORIES = ("outcome", "reason", "trainer", "site")
 
@@ -26,23 +29,48 @@ def _pandas() -> Any:
     return pd
 
 
-def versions(rows: Sequence[VersionRow], *, simulated: bool) -> pd.DataFrame:
+def versions(columns: Columns, head: SegmentHead, digests: Sequence[str]) -> pd.DataFrame:
     """One row for each version, indexed by its number."""
-    frame: pd.DataFrame = _pandas().DataFrame.from_records(rows, columns=VersionRow._fields)
-    _number(frame, "staleness", "weight", "loss")
-    _stamp(frame, simulated=simulated)
+    made = columns.made
+    frame: pd.DataFrame = _pandas().DataFrame(
+        {
+            "version": made["version"], **_times(made["time"], head),
+            "updates": columns.count(), "total_updates": columns.total(),
+            **{name: columns.mean(name) for name in ("staleness", "weight", "loss")},
+            **{name: columns.sum(name) for name in ("samples", "steps")},
+            "adopted": made["adopted"], "digest": digests,
+        }
+    )  # fmt: skip
     return frame.set_index("version")
 
 
-def updates(rows: Sequence[UpdateRow], *, simulated: bool) -> pd.DataFrame:
+def updates(columns: Columns, head: SegmentHead, texts: Texts) -> pd.DataFrame:
     """One row for each admitted update, in the order in which they were decided."""
-    frame: pd.DataFrame = _pandas().DataFrame.from_records(rows, columns=UpdateRow._fields)
-    frame["version"] = frame["version"].astype("Int64")
-    _number(frame, "weight", "loss", "norm")
+    pandas, rows = _pandas(), columns.updates
+    contained = pandas.Series(columns.contained, dtype="Int64")
+    frame: pd.DataFrame = pandas.DataFrame(
+        {
+            "version": contained.mask(columns.contained == NONE), **_times(rows["time"], head),
+            **{name: rows[name] for name in ("device", "tau", "staleness", "weight")},
+            "outcome": [OUTCOMES[one] for one in rows["outcome"].tolist()],
+            "reason": [columns.reasons[one] for one in rows["reason"].tolist()],
+            **{name: rows[name] for name in ("samples", "steps", "lr", "loss", "norm")},
+            "trained_s": rows["seconds"], "waited_s": rows["waited"],
+            "task": texts.tasks, "trainer": texts.trainers, "site": texts.sites,
+        }
+    )  # fmt: skip
     for name in _CATEGORIES:
         frame[name] = frame[name].astype("category")
-    _stamp(frame, simulated=simulated)
     return frame.rename_axis("update")
+
+
+def _times(times: RowArray, head: SegmentHead) -> dict[str, Any]:
+    """Seconds since 1970 as dates, of which a simulation has none, and as seconds of the run."""
+    dates = times if head.created else times * float("nan")
+    return {
+        "time": _pandas().to_datetime(dates, unit="s", utc=True),
+        "seconds": (times - head.created).clip(min=0.0),
+    }
 
 
 def metrics(found: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
@@ -58,18 +86,6 @@ def _by_name(found: Mapping[int, Mapping[str, float]], index: str) -> pd.DataFra
     numbers = pandas.Index([number for number, _ in ordered], name=index, dtype="int64")
     frame: pd.DataFrame = pandas.DataFrame(rows, index=numbers, dtype=float)
     return frame
-
-
-def _number(frame: pd.DataFrame, *names: str) -> None:
-    """Let these columns hold floats even if all are missing."""
-    for name in names:
-        frame[name] = frame[name].astype(float)
-
-
-def _stamp(frame: pd.DataFrame, *, simulated: bool) -> None:
-    """Turn seconds since 1970 into times; a simulation has none."""
-    seconds = frame["time"] if not simulated else frame["time"] * float("nan")
-    frame["time"] = _pandas().to_datetime(seconds, unit="s", utc=True)
 
 
 def plain(rows: Sequence[Mapping[str, object]], *, index: str) -> pd.DataFrame:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fedstream.history.reading import At
-
 
 def state_dict(model: Model) -> dict[str, Tensor]:
     """A model's tensors by name, with the shapes and dtypes of the task's module.
@@ -39,13 +37,13 @@ def version(journal: Path, number: int) -> dict[str, Tensor]:
         return state_dict(model_at(chain, number)[0])
 
 
-def x_tau(journal: Path, at: At) -> dict[str, Tensor]:
+def x_tau(journal: Path, at: tuple[str, int]) -> dict[str, Tensor]:
     """The model that an update was trained from. Raises JournalError."""
     entry, _, _ = _sent(journal, at, payload=False)
     return state_dict(_base(journal, entry))
 
 
-def delta(journal: Path, at: At) -> dict[str, Tensor]:
+def delta(journal: Path, at: tuple[str, int]) -> dict[str, Tensor]:
     """x_new - x_tau of an update's parameters, in float32. Raises JournalError.
 
     What a device sent as a delta is taken as it is; from a model, x_tau is subtracted.
@@ -60,11 +58,12 @@ def delta(journal: Path, at: At) -> dict[str, Tensor]:
     return {one.name: part.reshape(one.shape) for one, part in zip(parameters, parts, strict=True)}
 
 
-def _sent(journal: Path, at: At, *, payload: bool) -> tuple[Taken, Layout, Model]:
+def _sent(journal: Path, at: tuple[str, int], *, payload: bool) -> tuple[Taken, Layout, Model]:
     """An update's record, the model's layout, and what the device sent, if asked for."""
     with opened(journal) as chain:
-        segment = next(one for one in chain if one.path.name == at.segment)
-        record = segment.at(at.offset)
+        name, offset = at
+        segment = next(one for one in chain if one.path.name == name)
+        record = segment.at(offset)
         entry = record.entry
         if not isinstance(entry, Taken):
             raise NotRecorded(f"{record.place.where}: is the end of a round, not an update")

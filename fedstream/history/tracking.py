@@ -98,20 +98,19 @@ def _open(sink: Sink, name: str) -> Iterator[None]:
 
 
 def _about(run: RunRecord) -> TrackedRun:
-    head = run.reading().head
+    head = run.head
     about = flat(run.settings | {"goal": head.goal or {}})
     return TrackedRun(head.lineage, run.name, _began(run), about)
 
 
 def _began(run: RunRecord) -> float:
     """When the run began, in seconds since 1970: a simulation's own clock begins at zero."""
-    head = run.reading().head
-    return head.time if run.reading().is_simulated else head.created
+    return run.head.time if run.is_simulated else run.head.created
 
 
 def _points(run: RunRecord) -> Iterator[TrackedPoint]:
     """What the sinks write while a run goes on, but for the counts of tasks."""
-    seen, offset = run.seen(), _began(run) if run.reading().is_simulated else 0.0
+    seen, offset = run.seen(), _began(run) if run.is_simulated else 0.0
     for number, made in sorted(seen.versions.items()):
         time = offset + made.time
         if made.updates or number == 0:  # otherwise adopted from Redis, with nothing known

@@ -7,10 +7,9 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from fedstream.history import index, reading
+from fedstream.history import index
 from fedstream.history.index import columns_of, index_of
 from fedstream.history.table import NONE, Columns
 from fedstream.journal import JournalError
@@ -32,20 +31,6 @@ def test_index_is_not_read_from_a_pipe(recorded: Path, tmp_path: Path) -> None:
     os.mkfifo(kept)
     assert same(columns_of(tmp_path / "journal"), columns_of(recorded / "journal"))
     assert kept.is_file()
-
-
-def test_columns_say_what_a_reading_says(recorded: Path) -> None:
-    found, read = columns_of(recorded / "journal"), reading.read(recorded / "journal")
-    assert found.numbers.tolist() == [row.version for row in read.versions]
-    assert found.made["time"].tolist() == [row.time for row in read.versions]
-    for name in ("device", "tau", "staleness", "samples", "steps"):
-        assert found.updates[name].tolist() == [getattr(row, name) for row in read.updates], name
-    weights = [np.nan if row.weight is None else row.weight for row in read.updates]
-    np.testing.assert_array_equal(found.updates["weight"], weights)
-    contained = [NONE if row.version is None else row.version for row in read.updates]
-    assert found.contained.tolist() == contained
-    reasons = [found.reasons[number] for number in found.updates["reason"].tolist()]
-    assert reasons == [row.reason for row in read.updates]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +165,7 @@ def test_a_place_that_is_not_ours_is_left_alone(
 def test_damage_ends_a_segment_and_is_told(tmp_path: Path) -> None:
     two_segments(tmp_path)
     with_damage = tmp_path / FIRST
-    record = reading.read(tmp_path).places[3].offset
+    _, record = columns_of(tmp_path).at(3)
     flip(with_damage, record + 200)
     found = columns_of(tmp_path)
     assert found.numbers.tolist() == [0, 1, 2, 3, *range(7, 13)]

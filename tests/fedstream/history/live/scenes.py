@@ -95,7 +95,7 @@ def worker(name: str, *, heard_s: float = 0.5, **given: Any) -> SeenWorker:
 
 def ended(rows: Iterable[dict[str, Any]]) -> RowArray:
     """Ended tasks: a second ago, applied, by device 0, unless a row says otherwise."""
-    usual = {
+    usual: dict[str, Any] = {
         "time": NOW - 1, "device": 0, "outcome": "applied", "reason": "", "version": 3,
         "staleness": 0, "weight": 0.4, "loss": 0.5, "samples": 100,
     }  # fmt: skip
