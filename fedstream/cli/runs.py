@@ -136,7 +136,7 @@ def ui(
     with process.importing():
         import asyncio
 
-        from fedstream.history.ahead import reading_ahead
+        from fedstream.history.index import reading_ahead
         from fedstream.journal import journal_of, stored_bytes
 
         both = [journal_of(one) for one in (folder, other) if one is not None]

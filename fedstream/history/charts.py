@@ -11,8 +11,8 @@ from urllib.parse import urlencode
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.history.curves import bars, medians
 from fedstream.history.measurements import Measurement
+from fedstream.history.pictures import bars, medians
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.table import NONE, RowArray
 from fedstream.journal.shares import Share

@@ -15,10 +15,15 @@ and the rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -32,13 +37,17 @@ from fedstream.history.table import (
     joined,
     rows_of,
 )
-from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened
+from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened, stored_bytes
 from fedstream.journal.writer import FILE_MODE
+from fedstream.runtime import process
 from fedstream.runtime.files import read_regular
+from fedstream.terminal import adding, progress
 
 _BEGIN = b"fedstream journal index 2\n"
 _LENGTH = 8  # bytes
 _FEW = 500  # updates that are not worth writing the whole index again
+
+LEAST = 32 << 20  # bytes of a journal that are worth a process
 
 File: TypeAlias = tuple[str, int, int]  # name, bytes, time of change in ns
 Mark: TypeAlias = tuple[str, int, int, int]  # the same, and its cut
@@ -205,3 +214,58 @@ def _rows(data: bytes, of: Any, count: int, at: int) -> tuple[RowArray, int]:
 
 def _files(rows: Sequence[Sequence[Any]]) -> tuple[File, ...]:
     return tuple((name, size, changed) for name, size, changed in rows)
+
+
+# Large journals are read in a process of its own, while this one loads what will show them. That
+# process leaves an index. If it fails, the journal is read again here, which reports the error.
+
+
+@contextmanager
+def reading_ahead(journals: Sequence[Path]) -> Iterator[bool]:
+    """Index journals during the block, if they are large and have no index; wait at its end.
+
+    Yields whether there is anything to wait for.
+    """
+    new = [journal for journal in journals if _is_worth_it(journal)]
+    # A fork has this thread alone, and what somebody else's program holds.
+    if not new or not process.is_own() or threading.active_count() > 1 or sys.platform != "linux":
+        yield False
+        return
+    above, child = os.getpid(), os.fork()
+    if child == 0:
+        _read(new, above)
+    try:
+        yield True
+    except BaseException:
+        os.kill(child, signal.SIGTERM)
+        raise
+    finally:
+        os.waitpid(child, 0)
+
+
+def _is_worth_it(journal: Path) -> bool:
+    path = index_of(journal)
+    if path.exists() or not os.access(path.parent, os.W_OK):
+        return False
+    return stored_bytes(journal) >= LEAST
+
+
+def _read(journals: Sequence[Path], above: int) -> NoReturn:
+    """What the process does. It ends with the one above it, however that one ends."""
+    with suppress(BaseException):
+        for journal in journals:
+            total = stored_bytes(journal)
+            with progress("reading the journal", total, quiet=False, parts=False) as step:
+                index(journal, _while(above, adding(step, total)))
+    os._exit(0)
+
+
+def _while(above: int, add: Callable[[int], object]) -> Callable[[int], object]:
+    """``add``, as long as this process belongs to another one."""
+
+    def added(count: int) -> None:
+        if os.getppid() != above:
+            os._exit(1)
+        add(count)
+
+    return added

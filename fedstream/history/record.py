@@ -12,7 +12,7 @@ from fedstream.history import pictures, report, summary, tables
 from fedstream.history import tensors as models
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, device_metrics, fill, measurements
-from fedstream.history.state import stands
+from fedstream.history.summary import stands
 from fedstream.history.table import Columns, texts
 from fedstream.history.timeline import History
 from fedstream.journal import SegmentHead, journal_of, opened

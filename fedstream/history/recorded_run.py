@@ -17,7 +17,7 @@ from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, measurements
 from fedstream.history.model_stats import Portraits
 from fedstream.history.models import MEMORY, Past
-from fedstream.history.state import stands
+from fedstream.history.summary import stands
 from fedstream.history.table import NONE, Columns
 from fedstream.journal import journal_of, opened
 from fedstream.journal.inspection import Parting, parting

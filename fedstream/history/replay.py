@@ -407,7 +407,7 @@ def draw(path: Path, title: str, points: Sequence[Point]) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from fedstream.history.curves import STYLE
+    from fedstream.history.pictures import STYLE
 
     with rc_context(STYLE):
         figure = Figure(figsize=(10.5, 3.9), layout="constrained")

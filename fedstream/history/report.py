@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
+import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fedstream import __version__
-from fedstream.broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.broker.records import Tally
 from fedstream.history.timeline import History, SeenVersion
@@ -32,6 +35,8 @@ METRICS = "metrics.csv"
 DEVICES = "devices.csv"
 MODEL = "model.safetensors"
 CURVES = "curves.png"
+
+_LOOK_S = 1.0  # for how long somebody may be looking, which takes a shared lock for a moment
 
 _COLUMNS = (
     "version", "seconds", "updates", "total_updates", "staleness", "weight", "device", "task",
@@ -325,3 +330,47 @@ def write_model(out: Path, model: Model, module: nn.Module, about: Mapping[str, 
         if isinstance(value, Tensor)
     }
     save_file(tensors, out / MODEL, metadata=dict(about))
+
+
+# A run's process holds a lock (flock) of its folder. The system releases it however that ends.
+
+
+@contextmanager
+def occupied(out: Path) -> Iterator[None]:
+    """Occupy an existing folder for the block. Raises FedstreamError if another process does.
+
+    A file system without locks changes nothing: nobody will see that the run is going on.
+    """
+    folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + _LOOK_S
+        while not _locked(folder, fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                raise FedstreamError(
+                    f"{out}: another process is writing a run there: wait for it, or choose "
+                    "another folder"
+                )
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(folder)
+
+
+def is_occupied(out: Path) -> bool:
+    """Whether a run is going on in the folder. Raises OSError if it can't be opened."""
+    folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return not _locked(folder, fcntl.LOCK_SH)
+    finally:
+        os.close(folder)
+
+
+def _locked(folder: int, how: int) -> bool:
+    """Lock the folder unless another process holds a lock that excludes this one."""
+    try:
+        fcntl.flock(folder, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks on this file system
+        return True
+    return True

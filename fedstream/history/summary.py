@@ -1,9 +1,10 @@
-"""A run in numbers: from summary.json or from its journal alone, and as lines for people."""
+"""A run in numbers: from summary.json or from its journal alone, as lines for people; its state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,11 +17,11 @@ from fedstream.history.display import failing_rows, fairness, main_row, never_fi
 from fedstream.history.measurements import Measurement, measurements
 from fedstream.history.timeline import History
 from fedstream.runtime.files import read_regular
+from fedstream.settings import run_toml
+from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.trainer.goals import Goals, best_of, goal_of, is_over_devices
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fedstream.history.table import Columns
     from fedstream.journal import SegmentHead
 
@@ -182,3 +183,22 @@ def _versions(numbers: Mapping[str, Any]) -> str:
     if numbers["simulated"]:
         return f"{text}, simulated"
     return f"{text}, {numbers['seconds']:.1f} s, {numbers['updates_per_s'] or 0:.1f} updates/s"
+
+
+def stands(path: Path, finished: Callable[[], str | None]) -> tuple[str, str]:
+    """The state of a run's folder or journal, and why it is that.
+
+    ``finished``: tells why its journal says that the run is over, None if it does not; it is only
+    asked if the folder doesn't say.
+    """
+    config, numbers = path / CONFIG, path / SUMMARY
+    if path.is_dir() and report.is_occupied(path):
+        return "running", ""
+    if config.is_file() and run_toml.is_left_behind(config):
+        return "interrupted", "killed"
+    if numbers.exists():
+        told = from_file(numbers)
+        return told["state"], told["why"] or ""
+    if (why := finished()) is not None:
+        return "finished", why
+    return ("interrupted", "killed") if config.is_file() else ("unfinished", "")

@@ -27,7 +27,7 @@ from fedstream.history import report
 from fedstream.history.display import Display
 from fedstream.history.measurements import recall
 from fedstream.history.observer import Observer, out_of_space
-from fedstream.history.occupied import occupied
+from fedstream.history.report import occupied
 from fedstream.history.timeline import History
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results

@@ -35,7 +35,7 @@ from fedstream.history.display import (
     never_finite,
     short,
 )
-from fedstream.history.occupied import occupied
+from fedstream.history.report import occupied
 from fedstream.history.timeline import History
 from fedstream.journal import FOLDER
 from fedstream.runtime.config import dump
@@ -293,9 +293,9 @@ def _write(
         report.write_summary(out, numbers)
         report.Table(out, 0.0).write(history)
         if picture:
-            from fedstream.history import curves
+            from fedstream.history import pictures
 
-            curves.draw(
+            pictures.draw(
                 out / report.CURVES, title, history, created=0.0, devices=outcome.devices,
                 time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
             )  # fmt: skip

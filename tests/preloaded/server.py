@@ -20,7 +20,7 @@ PRELOADED = (
     "encodings.idna", "fedstream.api.request", "fedstream.cli.app",
     "fedstream.cli.looking", "fedstream.cli.services", "fedstream.cli.training",
     "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run", "fedstream.history",
-    "fedstream.journal.replay", "fedstream.history.curves", "fedstream.operate",
+    "fedstream.journal.replay", "fedstream.history.pictures", "fedstream.operate",
     "fedstream.history.live.service", "fedstream.history.measuring", "fedstream.history.replay",
     "fedstream.settings.config", "fedstream.settings.services", "fedstream.simulation.run",
     "fedstream.sinks.direct", "fedstream.trainer.descent", "fedstream.trainer.learner",

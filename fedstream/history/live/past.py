@@ -11,7 +11,7 @@ from aiohttp import web
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.history.live.scene import SeenPushes
-from fedstream.history.ui.guard import Answering, Asker
+from fedstream.history.ui.http import Answering, Asker
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 

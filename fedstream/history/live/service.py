@@ -27,8 +27,15 @@ from fedstream.history.live.collector import Collector, Glance
 from fedstream.history.live.past import Pasts
 from fedstream.history.live.scene import Scene, SeenPushes
 from fedstream.history.live.sessions import LASTS_S, Sessions, Who
-from fedstream.history.ui.files import no_icon, send_static
-from fedstream.history.ui.guard import HEADERS, Answering, Asker, form_of, is_ours
+from fedstream.history.ui.http import (
+    HEADERS,
+    Answering,
+    Asker,
+    form_of,
+    is_ours,
+    no_icon,
+    send_static,
+)
 from fedstream.runtime.buckets import Buckets
 from fedstream.runtime.crowd import network_of
 from fedstream.runtime.http import NOWHERE

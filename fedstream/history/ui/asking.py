@@ -18,7 +18,7 @@ from aiohttp import web
 from fedstream.history.device_stats import DISTANCES
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import answers, questions
-from fedstream.history.ui.guard import Asker, form_of
+from fedstream.history.ui.http import Asker, form_of
 from fedstream.history.ui.jobs import KEPT, KEPT_BYTES, Occupied, PageJobs
 from fedstream.history.ui.questions import Fields, Problems, Question
 

@@ -18,8 +18,7 @@ from fedstream.history.models import Unwanted
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import pages
 from fedstream.history.ui.asking import Asking
-from fedstream.history.ui.files import no_icon, send_static
-from fedstream.history.ui.guard import HEADERS, Answering, Asker
+from fedstream.history.ui.http import HEADERS, Answering, Asker, no_icon, send_static
 from fedstream.history.ui.jobs import PageJobs, Workplace
 from fedstream.history.ui.pages import NotThere, Selection
 from fedstream.history.ui.work import TaskAccess

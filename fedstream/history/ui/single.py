@@ -21,7 +21,7 @@ from fedstream.history.devices import devices_of
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import pages
-from fedstream.history.ui.files import static
+from fedstream.history.ui.http import static
 from fedstream.journal import opened
 from fedstream.journal.shares import Share, stats
 

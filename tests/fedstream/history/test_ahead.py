@@ -15,7 +15,7 @@ from fedstream.history.table import Columns
 BEGIN = """
 import os, sys
 from pathlib import Path
-from fedstream.history import ahead
+from fedstream.history import index
 from fedstream.runtime import process
 
 journal = Path(sys.argv[1])
@@ -27,30 +27,30 @@ def no_child():
         return True
 """
 READ = """
-with ahead.reading_ahead([journal]) as is_reading:
+with index.reading_ahead([journal]) as is_reading:
     assert not is_reading  # it is small
-ahead.LEAST = 0
-with ahead.reading_ahead([journal]) as is_reading:
+index.LEAST = 0
+with index.reading_ahead([journal]) as is_reading:
     assert not is_reading  # the process may be a notebook's
 process.take()
-with ahead.reading_ahead([journal]) as is_reading:
+with index.reading_ahead([journal]) as is_reading:
     assert is_reading
 assert ahead.index_of(journal).exists() and no_child()
-with ahead.reading_ahead([journal]) as is_reading:
+with index.reading_ahead([journal]) as is_reading:
     assert not is_reading  # it has an index
 """
 FAILED = """
-ahead.LEAST = 0
+index.LEAST = 0
 process.take()
 try:
-    with ahead.reading_ahead([journal]) as is_reading:
+    with index.reading_ahead([journal]) as is_reading:
         assert is_reading
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     assert no_child()
 ahead.index_of(journal).unlink(missing_ok=True)
 (journal / "ffffffffffffffff-000001.journal").write_bytes(b"nothing")
-with ahead.reading_ahead([journal]) as is_reading:
+with index.reading_ahead([journal]) as is_reading:
     assert is_reading
 assert not ahead.index_of(journal).exists() and no_child()
 """

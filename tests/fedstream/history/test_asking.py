@@ -19,7 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.history.bisect import Search
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import answers
-from fedstream.history.ui.guard import HEADERS
+from fedstream.history.ui.http import HEADERS
 from fedstream.history.ui.jobs import PageJob, PageJobs, Workplace
 from fedstream.history.ui.questions import OtherRule, keys_in
 from fedstream.history.ui.server import PageServer

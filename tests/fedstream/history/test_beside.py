@@ -13,7 +13,7 @@ import pytest
 import fedstream
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.history import reporting
-from fedstream.history.occupied import occupied
+from fedstream.history.report import occupied
 from fedstream.runtime.config import dump
 from fedstream.settings.config import Settings
 from tests.fedstream.history.test_state import PNG

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.history import curves
+from fedstream.history import pictures
 from fedstream.history.charts import Window, of_both, of_pushes, of_run
 from fedstream.history.measurements import recall
 from fedstream.history.recorded_run import RecordedRun
@@ -18,7 +18,7 @@ from fedstream.history.timeline import History
 def test_the_picture_has_the_numbers_of_the_charts(recorded: Path) -> None:
     history = History()
     recall(history, recorded / "journal", recorded / "metrics.csv")
-    figure = curves.picture("a run", history, created=1.0, devices=10)
+    figure = pictures.picture("a run", history, created=1.0, devices=10)
     charts = {one.name: one for one in of_run(RecordedRun(recorded))}
     drawn: Any = figure.axes  # matplotlib's types say little of what lines have
     accuracy, _, late, loss, *_ = drawn

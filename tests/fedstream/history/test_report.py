@@ -14,7 +14,7 @@ import pytest
 from matplotlib import rc_context
 
 from fedstream.broker.layout import Model
-from fedstream.history import curves, report
+from fedstream.history import pictures, report
 from fedstream.history.timeline import History
 from fedstream.settings.recording import SUMMARY
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
@@ -206,37 +206,37 @@ def test_model_file_loads_into_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [10, 200])
 def test_picture_is_drawn(history: History, tmp_path: Path, devices: int) -> None:
     for name, of in (("some.png", history), ("none.png", History())):
-        curves.draw(tmp_path / name, "a run", of, created=CREATED, devices=devices)
+        pictures.draw(tmp_path / name, "a run", of, created=CREATED, devices=devices)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_many_values_become_medians_of_groups() -> None:
-    assert curves.medians([5, 6], [1.0, 3.0]) == ([5, 6], [1.0, 3.0], [])
-    assert curves.medians([5, 6, 7], [math.nan, 3.0, math.inf]) == ([6], [3.0], [])
-    assert curves.medians([], []) == ([], [], [])
-    at, middle, most = curves.medians(range(450), [2.0, 1e30, 2.5] * 150)
+    assert pictures.medians([5, 6], [1.0, 3.0]) == ([5, 6], [1.0, 3.0], [])
+    assert pictures.medians([5, 6, 7], [math.nan, 3.0, math.inf]) == ([6], [3.0], [])
+    assert pictures.medians([], []) == ([], [], [])
+    at, middle, most = pictures.medians(range(450), [2.0, 1e30, 2.5] * 150)
     assert at == list(range(2, 450, 3))
     assert (set(middle), set(most)) == ({2.5}, {1e30})
 
 
 def test_axis_covers_typical_values() -> None:
     falling = [2.3 - n / 500 for n in range(1000)]
-    assert curves.scale(falling) == curves.Scale(1.05 * 2.3)
-    wild = curves.scale([*falling, 3e7, math.inf, math.nan])
+    assert pictures.scale(falling) == pictures.Scale(1.05 * 2.3)
+    wild = pictures.scale([*falling, 3e7, math.inf, math.nan])
     assert (wild.left_out, wild.log) == (3, False)
     assert 2.3 < wild.top < 4
-    assert curves.scale([0.1] * 995 + [0.9] * 5) == curves.Scale(1.05 * 0.9)  # its beginning
-    diverged = curves.scale([10.0 ** (n / 50) for n in range(1000)])
+    assert pictures.scale([0.1] * 995 + [0.9] * 5) == pictures.Scale(1.05 * 0.9)  # its beginning
+    diverged = pictures.scale([10.0 ** (n / 50) for n in range(1000)])
     assert (diverged.log, diverged.left_out) == (True, 0)
-    assert curves.scale([]) == curves.Scale(1.0)
-    assert curves.scale([math.nan]) == curves.Scale(1.0, 1)
-    assert curves.scale([0.0, 0.0]) == curves.Scale(1.0)
+    assert pictures.scale([]) == pictures.Scale(1.0)
+    assert pictures.scale([math.nan]) == pictures.Scale(1.0, 1)
+    assert pictures.scale([0.0, 0.0]) == pictures.Scale(1.0)
 
 
 def test_extreme_staleness_does_not_hide_the_rest() -> None:
-    assert curves.bars({0: 5, 3: 1}) == ([0, 1, 2, 3], [5, 0, 0, 1], 1)
-    assert curves.bars({0: 500, 1: 499, 5000: 1}) == ([0, 1, 2], [500, 499, 1], 1)
-    begins, counts, width = curves.bars(dict.fromkeys(range(1000), 1))
+    assert pictures.bars({0: 5, 3: 1}) == ([0, 1, 2, 3], [5, 0, 0, 1], 1)
+    assert pictures.bars({0: 500, 1: 499, 5000: 1}) == ([0, 1, 2], [500, 499, 1], 1)
+    begins, counts, width = pictures.bars(dict.fromkeys(range(1000), 1))
     assert (len(begins), width, sum(counts)) == (40, 25, 1000)
 
 
@@ -247,8 +247,8 @@ def test_picture_labels_do_not_overlap(devices: int) -> None:
         made = update("t", device=number % devices, staleness=5000 if number == 7 else number % 3)
         history.publish(version(number, made))
         history.tell(event("evaluation", version=number, metrics={"accuracy": 0.5, "loss": 1e9}))
-    with rc_context(curves.STYLE):
-        figure = curves.picture("a $run$ \x1b", history, created=CREATED, devices=devices)
+    with rc_context(pictures.STYLE):
+        figure = pictures.picture("a $run$ \x1b", history, created=CREATED, devices=devices)
         figure.draw_without_rendering()
         for axes in figure.axes:
             for axis in (axes.xaxis, axes.yaxis):
@@ -263,6 +263,6 @@ def test_picture_labels_do_not_overlap(devices: int) -> None:
 
 
 def test_curves_of_many_runs_differ_and_neighbours_even_without_colours() -> None:
-    styles = [curves.line_style(place) for place in range(28)]
+    styles = [pictures.line_style(place) for place in range(28)]
     assert len({tuple(style.values()) for style in styles}) == 28
     assert all(one["linestyle"] != other["linestyle"] for one, other in pairwise(styles))

@@ -22,7 +22,7 @@ from fedstream.history.model_stats import AHEAD
 from fedstream.history.models import Unwanted
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import pages
-from fedstream.history.ui.guard import HEADERS
+from fedstream.history.ui.http import HEADERS
 from fedstream.history.ui.server import PageServer
 from fedstream.journal import opened
 from fedstream.journal.shares import stats

@@ -11,7 +11,7 @@ import pytest
 import fedstream
 from fedstream.broker.errors import FedstreamError
 from fedstream.history import pictures
-from fedstream.history.occupied import is_occupied, occupied
+from fedstream.history.report import is_occupied, occupied
 from fedstream.settings import run_toml
 from fedstream.settings.config import Settings
 from tests.journals import Scribe
@@ -22,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def test_a_folder_is_occupied_by_one_run_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.history.occupied._LOOK_S", 0.0)
+    monkeypatch.setattr("fedstream.history.report._LOOK_S", 0.0)
     assert not is_occupied(tmp_path)
     with occupied(tmp_path):
         assert is_occupied(tmp_path)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from fedstream.history.occupied import occupied
 from fedstream.history.record import open_run
+from fedstream.history.report import occupied
 from fedstream.settings.config import read
 from fedstream.simulation.run import run
 from fedstream.sinks.tensorboard import TensorBoard

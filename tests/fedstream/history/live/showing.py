@@ -14,8 +14,7 @@ from fedstream.history.live import rendering
 from fedstream.history.live.broadcast import LivePicture
 from fedstream.history.live.collector import Glance
 from fedstream.history.live.scene import Scene
-from fedstream.history.ui.files import no_icon, send_static
-from fedstream.history.ui.guard import HEADERS
+from fedstream.history.ui.http import HEADERS, no_icon, send_static
 
 
 class Moments:

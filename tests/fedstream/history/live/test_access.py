@@ -16,7 +16,7 @@ from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import PageSettings, has_page
 from fedstream.history.live.service import _local
 from fedstream.history.live.sessions import Sessions
-from fedstream.history.ui.guard import HEADERS
+from fedstream.history.ui.http import HEADERS
 from fedstream.runtime.http import HttpSettings
 from tests.broker.guarded import KEYS, guarded, needs_7
 from tests.fedstream.history.conftest import Page

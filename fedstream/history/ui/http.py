@@ -1,8 +1,9 @@
-"""What all pages do against other sites: headers, and forms that only our own pages may send."""
+"""What all pages share over HTTP: headers against other sites, our own forms, and static files."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from importlib.resources import files
 from typing import Literal, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
@@ -44,3 +45,34 @@ async def form_of(request: web.Request, most: int) -> dict[str, str]:
         raise web.HTTPUnsupportedMediaType
     # request.post() raises whatever the encoding that a client names makes it raise.
     return dict(parse_qsl((await request.read()).decode(errors="replace")))
+
+
+_TYPES = {
+    "charts.js": "text/javascript",
+    "page.js": "text/javascript",
+    "page.css": "text/css",
+    "asking.js": "text/javascript",
+    "live.js": "text/javascript",
+    "live-panels.js": "text/javascript",
+    "live.css": "text/css",
+    "uPlot.iife.min.js": "text/javascript",
+    "uPlot.min.css": "text/css",
+}
+
+
+async def send_static(request: web.Request) -> web.Response:
+    """Answer with a file. Raises HTTPNotFound."""
+    name = request.match_info["name"]
+    if name not in _TYPES:
+        raise web.HTTPNotFound
+    return web.Response(body=static(name), content_type=_TYPES[name], charset="utf-8")
+
+
+async def no_icon(_request: web.Request) -> web.Response:
+    """There is none."""
+    return web.Response(status=204)
+
+
+def static(name: str) -> bytes:
+    """What a file contains."""
+    return (files("fedstream.history.ui") / "static" / name).read_bytes()
