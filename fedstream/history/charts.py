@@ -151,11 +151,12 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
     mine = run.columns.used & (run.columns.updates["device"] == device)
     rows = run.columns.updates[mine]
     versions, sent = rows["version"], np.full(len(rows), nan)
-    share, until = (run.directions.shares or {}).get(device, Share()), run.directions.until
+    measured = run.measured_shares()
+    share = (run.shares or {}).get(device, Share())
     within = np.ones(len(rows), bool)
-    if until is not None:
+    if measured is not None:
         contained = run.columns.contained[mine]
-        within = (contained != NONE) & (contained <= until)
+        within = (contained != NONE) & (contained <= measured.until)
     for column, found in ((rows["norm"], share.distance.values), (sent, share.norm.values)):
         if len(found) == within.sum():  # all were recorded with their weights
             column[within] = found

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from fedstream.broker.layout import OF_INTEGERS, Floats, Layout
 from fedstream.history.models import Past
+from fedstream.history.table import RowArray
 from fedstream.journal import Standing, Taken
 from fedstream.journal.inspection import Move
 from fedstream.journal.records import is_used
-from fedstream.journal.shares import cosine, direction, sampled
+from fedstream.journal.shares import Share, cosine, direction, sampled
 from fedstream.strategies.mixing import distance, norm
 
 AHEAD = 10  # versions that the cosine looks ahead, as in `fedstream journal stats`
@@ -60,6 +61,23 @@ class Portrait:
     pushes: tuple[Push, ...]
     layers: tuple[Layer, ...]
     ahead: int  # versions that the cosines look ahead: fewer than AHEAD at the end of the run
+
+
+@dataclass(frozen=True)
+class LatePushes:
+    """A device's newest updates as vectors, of what a live page has read of the journal."""
+
+    rows: RowArray  # with version, norm, distance and cosine; NaN: not known yet
+    until: int  # the version up to which the journal was read
+    problem: str  # why it isn't read on
+
+
+@dataclass(frozen=True)
+class MeasuredShares:
+    """What all models say of each device's updates, by device."""
+
+    by_device: Mapping[int, Share]
+    until: int  # the last version that counted
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ import numpy as np
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Goal
 from fedstream.history import report
-from fedstream.history.device_stats import Directions, ThreadedDirections
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, measurements
-from fedstream.history.model_stats import Portraits
+from fedstream.history.model_stats import LatePushes, MeasuredShares, Portraits
 from fedstream.history.models import MEMORY, Past
 from fedstream.history.summary import stands
 from fedstream.history.table import NONE, Columns
 from fedstream.journal import journal_of, opened
 from fedstream.journal.inspection import Parting, parting
+from fedstream.journal.shares import Share
 from fedstream.trainer.goals import Goals, goal_of, main_metric
 
 _UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
@@ -40,13 +40,13 @@ class RecordedRun:
         other: RecordedRun | None = None,
         is_live: bool = False,
         told: Callable[[], Sequence[Measurement]] = tuple,
-        directions: Directions | None = None,
+        lately: Callable[[int], LatePushes | None] = lambda _device: None,
     ) -> None:
         """Open it; ``read`` is told of the bytes of the journal that are read.
 
         ``metrics``: another table of measurements than the run's own. ``other``: a run to compare
         it with. ``is_live``: its pages stand beside the live page. ``told``: what was measured, if
-        there is no table of it yet. ``directions``: where they are measured, if not here. Raises
+        there is no table of it yet. ``lately``: what was read of a device's newest updates. Raises
         FedstreamError if there is no run.
         """
         self.path = path
@@ -59,8 +59,9 @@ class RecordedRun:
         if not self._marks:
             raise FedstreamError(_no_run(path))
         self.columns: Columns = columns_of(self.journal, read)
-        self._directions = directions
-        self.directions: Directions = directions or ThreadedDirections(self.journal)
+        self.lately = lately
+        self.measured_shares: Callable[[], MeasuredShares | None] = lambda: None
+        """what the models said last of all devices' updates, if that was asked"""
         self._past: Past | None = None
         self._portraits: Portraits | None = None
 
@@ -72,8 +73,9 @@ class RecordedRun:
             return self
         fresh = RecordedRun(
             self.path, metrics=self._table, other=other, is_live=self.is_live, told=self._told,
-            directions=self._directions,
+            lately=self.lately,
         )  # fmt: skip
+        fresh.measured_shares = self.measured_shares
         if self._past is not None and fresh.columns.continues(self.columns):
             fresh._past = self._past.reopened()
             if self._portraits is not None:
@@ -91,9 +93,14 @@ class RecordedRun:
             self.other.close()
 
     def _closing(self) -> None:
-        self.directions.end()
         if self._past is not None:
             self._past.close()
+
+    @property
+    def shares(self) -> Mapping[int, Share] | None:
+        """What the models say of each device's updates; None until that was measured."""
+        found = self.measured_shares()
+        return None if found is None else found.by_device
 
     @cached_property
     def parting(self) -> Parting | None:

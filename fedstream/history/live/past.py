@@ -16,8 +16,8 @@ from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 
 if TYPE_CHECKING:
-    from fedstream.history.device_stats import LatePushes
     from fedstream.history.measurements import Measurement
+    from fedstream.history.model_stats import LatePushes
     from fedstream.history.ui.server import PageServer
 
 _PATHS = (
@@ -89,7 +89,6 @@ class Pasts:
                 f"the journal is not readable from here ({self.journal}): look at it where it is, "
                 "with fedstream ui"
             )
-        from fedstream.history.device_stats import AskedDirections
         from fedstream.history.recorded_run import RecordedRun
         from fedstream.history.ui.jobs import PageJobs, Workplace
         from fedstream.history.ui.server import PageServer
@@ -110,13 +109,13 @@ class Pasts:
             path,
             is_live=True,
             told=self._told,
-            directions=AskedDirections(lambda: jobs.shares, self._lately),
+            lately=self._lately,
         )
         return PageServer(run, jobs, self._asker)
 
     def _lately(self, device: int) -> LatePushes:
         """A device's part of what was read along."""
-        from fedstream.history.device_stats import LatePushes
+        from fedstream.history.model_stats import LatePushes
 
         seen = self._pushed()
         return LatePushes(seen.rows[seen.rows["device"] == device], seen.version, seen.problem)

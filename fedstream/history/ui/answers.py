@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from fedstream.history.bisect import Search
 from fedstream.history.charts import Chart, Curve, finite
 from fedstream.history.devices import devices_of
+from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui.jobs import PageJob
 from fedstream.history.ui.pages import page
 from fedstream.history.ui.questions import Bisection, Problems, keys_in
-from fedstream.history.ui.work import MeasuredShares
 
 if TYPE_CHECKING:
     from fedstream.history.replay import ReplayResult

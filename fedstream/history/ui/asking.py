@@ -15,7 +15,6 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from fedstream.history.device_stats import DISTANCES
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import answers, questions
 from fedstream.history.ui.http import Asker, form_of
@@ -54,9 +53,6 @@ class QuestionForm:
         return f"{self.path}?{urlencode(fields)}"
 
 
-_DISTANCES = QuestionForm(
-    DISTANCES, questions.DISTANCES, lambda _run: {}, questions.distances, answers.distances
-)
 FORMS = (
     QuestionForm(
         "/bisect", questions.BISECTION, questions.first_bisection,
@@ -65,6 +61,9 @@ FORMS = (
     QuestionForm(
         "/what-if", questions.OTHER_RULE, lambda _run: {}, questions.other_rule,
         answers.other_rule,
+    ),
+    QuestionForm(
+        "/distances", questions.DISTANCES, lambda _run: {}, questions.distances, answers.distances
     ),
 )  # fmt: skip
 
@@ -76,20 +75,15 @@ class Asking:
     server what is done.
     """
 
-    def __init__(
-        self, jobs: PageJobs, ask: AskRun, asker: Callable[[web.Request], Asker], *, live: bool
-    ) -> None:
-        """``live``: beside the live page, where no link has anything measured."""
+    def __init__(self, jobs: PageJobs, ask: AskRun, asker: Callable[[web.Request], Asker]) -> None:
         self._jobs = jobs
         self._ask = ask
         self._asker = asker
-        self._live = live
         self._token = token_urlsafe(24)
 
     def routes(self) -> list[web.RouteDef]:
         """What the server is to have."""
-        forms = (*FORMS, _DISTANCES) if self._live else FORMS
-        return [route for form in forms for route in (
+        return [route for form in FORMS for route in (
             web.get(form.path, self._looking(form)), web.post(form.path, self._asking(form)),
         )]  # fmt: skip
 

@@ -19,11 +19,11 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.ui.questions import Question
 from fedstream.history.ui.work import (
     Failure,
     Headway,
-    MeasuredShares,
     TaskAccess,
     WorkBounds,
     WorkResult,

@@ -13,7 +13,6 @@ import numpy as np
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.history import charts
-from fedstream.history.device_stats import DISTANCES
 from fedstream.history.devices import DEVICE_COLUMNS, DeviceRow, DeviceTable, devices_of
 from fedstream.history.model_stats import LayerGap, Portrait, Push
 from fedstream.history.recorded_run import RecordedRun
@@ -79,45 +78,29 @@ def overview(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
     )  # fmt: skip
 
 
-def devices(run: RecordedRun, sort: str, *, models: bool = False) -> str:
-    """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere.
-
-    ``models``: measure what all models say of their updates, if that was not done yet.
-    """
-    if models:
-        run.directions.begin()
-    table = devices_of(run.columns.updates, shares=run.directions.shares)
+def devices(run: RecordedRun, sort: str) -> str:
+    """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere."""
+    table = devices_of(run.columns.updates, shares=run.shares)
     return page(
-        run, "devices.html", "Devices", "Devices", table=table, devices=sorted_devices(table, sort),
+        run, "devices.html", "Devices", "Devices",
+        measured_shares=run.measured_shares(), table=table, devices=sorted_devices(table, sort),
         sort=sort,
-        directions=run.directions,
-        again=DISTANCES if run.is_live else f"/devices?models=1&{urlencode({'sort': sort})}",
     )  # fmt: skip
 
 
-def device(
-    run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE, *, models: bool = False
-) -> str:
-    """One device's part and drift. Raises NotThere.
-
-    ``models``: measure what all models say of its updates, if that was not done yet.
-    """
-    if models:
-        run.directions.begin()
-    table = devices_of(run.columns.updates, shares=run.directions.shares)
+def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) -> str:
+    """One device's part and drift. Raises NotThere."""
+    table = devices_of(run.columns.updates, shares=run.shares)
     if not (found := table.rows(only=wanted)):
         raise NotThere(f"device {wanted} sent no update that the journal has")
     (row,) = found
-    asked = window.query(over_time=window.over_time).lstrip("?")
-    again = f"/devices/{wanted}?models=1" + (f"&{asked}" if asked else "")
-    drawn, lately = charts.of_device(run, wanted, window), run.directions.lately(wanted)
+    drawn, lately = charts.of_device(run, wanted, window), run.lately(wanted)
     if lately is not None:
         drawn = [*charts.of_pushes(run, lately.rows, window), *drawn]
     return page(
         run, "device.html", f"Device {wanted}", "Devices", lately=lately,
+        measured_shares=run.measured_shares(),
         device=row, labels=LABELS, facts=facts_of_device(table, row), window=window,
-        directions=run.directions,
-        again=DISTANCES if run.is_live else again,
         charts=drawn,
     )  # fmt: skip
 

@@ -49,7 +49,8 @@ class PageServer:
         self.run = run
         self.is_ending = False  # nobody waits for an answer any more
         self.jobs = jobs or PageJobs(Workplace(run.path, TaskAccess()))
-        self._asking = Asking(self.jobs, self._asked, asker, live=run.is_live)
+        run.measured_shares = lambda: self.jobs.shares
+        self._asking = Asking(self.jobs, self._asked, asker)
         self._using = asyncio.Lock()
         self._waiting = 0  # requests that wait for it
         # The version whose models were shown last, and the step to it; None: none was yet.
@@ -178,14 +179,12 @@ class PageServer:
 
     async def _devices(self, request: web.Request) -> web.Response:
         sort = request.query.get("sort", "device")
-        models = "models" in request.query
-        return await self._page(lambda run: pages.devices(run, sort, models=models))
+        return await self._page(lambda run: pages.devices(run, sort))
 
     async def _device(self, request: web.Request) -> web.Response:
         wanted = _whole("device", request.match_info["number"])
         window = _window(request.query)
-        models = "models" in request.query
-        return await self._page(lambda run: pages.device(run, wanted, window, models=models))
+        return await self._page(lambda run: pages.device(run, wanted, window))
 
     async def _updates(self, request: web.Request) -> web.Response:
         asked, problems = request.query, dict[str, str]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Model
 from fedstream.history.bisect import Search, search
-from fedstream.history.model_stats import AHEAD
+from fedstream.history.model_stats import AHEAD, MeasuredShares
 from fedstream.history.ui.questions import Bisection, Distances, OtherRule, Question
 from fedstream.journal import counted_bytes, journal_of, newest_version, opened
-from fedstream.journal.shares import Share, stats
+from fedstream.journal.shares import stats
 from fedstream.runtime.parent import VARIABLE, death_with_parent, end_with_parent
 from fedstream.runtime.plugins import allowing
 
@@ -79,14 +79,6 @@ class Failure:
     """Why there is no answer."""
 
     text: str
-
-
-@dataclass(frozen=True)
-class MeasuredShares:
-    """What all models say of each device's updates, by device."""
-
-    by_device: Mapping[int, Share]
-    until: int  # the last version that counted
 
 
 WorkResult: TypeAlias = "Search | ReplayResult | MeasuredShares"

@@ -16,11 +16,11 @@ from fedstream.history.devices import (
     style_of_score,
 )
 from fedstream.history.index import columns_of
+from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import answers
 from fedstream.history.ui.jobs import PageJob
 from fedstream.history.ui.questions import Distances
-from fedstream.history.ui.work import MeasuredShares
 from tests.fedstream.history.conftest import Page
 
 

@@ -15,10 +15,11 @@ from urllib.request import Request, urlopen
 import pytest
 
 from fedstream.history.bisect import Limit, Search
+from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.ui import jobs
 from fedstream.history.ui.jobs import Occupied, PageJob, PageJobs, Workplace
 from fedstream.history.ui.questions import Bisection, Distances
-from fedstream.history.ui.work import MeasuredShares, TaskAccess, WorkBounds, WorkResult
+from fedstream.history.ui.work import TaskAccess, WorkBounds, WorkResult
 from tests.integration.command import TEST_GUARD_S
 from tests.support import wait_until
 

@@ -254,16 +254,18 @@ async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path
     run = RecordedRun(tmp_path)
     with opened(tmp_path) as chain:
         share = stats(chain, AHEAD)[1]
-    async with TestClient(TestServer(PageServer(run).application())) as client:
-        text = await (await client.get("/devices")).text()
-        assert "/devices?models=1&sort=device" in Page(text).links
-        device = await _text(client, "/devices/1?over=time")
-        assert "/devices/1?models=1&over=time" in Page(device).links
-        assert "device-norm" not in device
-        assert run.directions.shares is None
-        async with asyncio.timeout(60):
-            while "being made again" in (device := await _text(client, "/devices/1?models=1")):
-                pass
+    site = PageServer(run)
+    async with TestClient(TestServer(site.application())) as client:
+        for path in ("/devices", "/devices/1"):
+            text = await _text(client, path)
+            assert "/distances" in Page(text).links
+            assert "device-norm" not in text
+        token = re.search('name="token" value="([^"]+)"', await _text(client, "/distances"))
+        assert token
+        form = {"token": token[1], "do": "begin"}
+        await client.post("/distances", data=form, allow_redirects=False)
+        await wait_until(lambda: site.jobs.current is None, 60, "the distances")
+        device = await _text(client, "/devices/1")
         drift = {one.name: one for one in of_device(run, 1)}
         assert list(drift)[:3] == ["device-sent", "device-norm", "device-cosine"]
         assert all(f'data-chart="{name}"' in device for name in drift)
@@ -272,7 +274,6 @@ async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path
         assert cosines.series[0].values == list(share.cosine.values)
         assert cosines.x == drift["device-sent"].x[: len(cosines.x)]  # later ones wait for others
         assert len(cosines.x) < len(drift["device-sent"].x)
-        assert "/devices/1?models=1" not in Page(device).links
         text = await _text(client, "/devices")
         wanted = {f"{one.mean:.4g}" for one in (share.norm, share.distance, share.cosine)}
         assert wanted <= {cell.strip("▲▼ ") for cell in Page(text).cells}
@@ -293,29 +294,8 @@ async def test_every_strategy_and_format_can_be_looked_at(tmp_path: Path, name: 
             assert digest[:16] in text
             assert {"norm", "cosine"} <= {cell.split()[0] for cell in Page(text).cells if cell}
         assert 'class="warning"' not in text
-        for path in ("/", "/updates", "/devices?models=1"):
+        for path in ("/", "/updates", "/devices"):
             assert (await client.get(path)).status == 200, path
-
-
-async def test_why_devices_could_not_be_measured_is_told(tmp_path: Path, recorded: Path) -> None:
-    shutil.copytree(recorded / "journal", tmp_path / "journal")
-    segment = tmp_path / "journal" / FIRST
-    run = RecordedRun(tmp_path)
-    flip(segment, int(run.columns.updates["offset"][5]) + 4096)  # an update's weights
-    async with TestClient(TestServer(PageServer(run).application())) as client:
-        async with asyncio.timeout(60):
-            while "being made again" in (text := await _text(client, "/devices?models=1")):
-                pass
-    assert "No cosines:" in text
-    assert FIRST in text
-
-
-async def test_who_ends_it_does_not_wait_for_a_measurement(recorded: Path) -> None:
-    run = RecordedRun(recorded)
-    run.close()
-    run.directions.begin()
-    assert run.directions.shares is None
-    assert run.directions.problem == "ended"
 
 
 async def _text(client: Client, path: str) -> str:

@@ -177,6 +177,5 @@ function follow() {
 }
 
 drawAll();
-if (document.querySelector("[data-again]")) setTimeout(() => location.reload(), 1000);
 if (form) follow();
 whenLooksChange(drawAll);
