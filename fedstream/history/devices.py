@@ -22,8 +22,6 @@ _MEAN = 1.2533  # the same in mean absolute deviations
 
 DEVICE_COLUMNS = (
     ("device", "device", ""),
-    ("used", "used", "updates"),
-    ("refused", "refused", "updates"),
     ("refused_share", "refused", "%"),
     ("sent", "norm", "sent, mean"),
     ("norm", "distance", "mean"),
@@ -31,12 +29,14 @@ DEVICE_COLUMNS = (
     ("cosine", "cosine", "mean"),
     ("loss", "loss", "mean"),
     ("weight", "weight", "mean"),
-    ("staleness", "staleness", "versions, mean"),
-    ("most_stale", "most stale", "versions"),
+    ("staleness", "staleness", "mean"),
+    ("most_stale", "staleness", "most"),
+    ("used", "used", "updates"),
+    ("refused", "refused", "updates"),
     ("lost", "given up", "tasks"),
     ("bytes", "size", "mean"),
-    ("last", "last seen", "version"),
-    ("heard_s", "last outcome", "seconds ago"),
+    ("last", "seen", "version"),
+    ("heard_s", "seen", "s ago"),
 )
 """The columns of the table of devices: key, name, unit. Those that expose a device come first."""
 

@@ -72,7 +72,11 @@ export function enhance(body) {
     const summary = one.querySelector("summary");
     const name = one.dataset.keep ?? summary.textContent;
     if (unfolded.has(name)) one.open = true;
-    one.addEventListener("toggle", () => (one.open ? unfolded.add(name) : unfolded.delete(name)));
+    one.addEventListener("toggle", () => {
+      if (one.open) unfolded.add(name);
+      else unfolded.delete(name);
+      if (one.open) one.querySelectorAll("figure.chart").forEach(draw); // now they have a width
+    });
     summary.addEventListener("click", loosen);
   });
 }

@@ -86,7 +86,7 @@ def test_charts_go_on_to_the_newest_value_and_keep_to_their_place(browser: Any) 
             place = over.bounding_box()
             page.mouse.move(place["x"] + place["width"] - 1, place["y"] + 9)
             seconds = chart.locator(".u-legend .u-value").first
-            seconds.get_by_text(f"{(last - 1) * 20 / 6:.2f}"[:4]).wait_for()
+            seconds.get_by_text(f"{(last - 1) * 20 / 6:.5g}", exact=True).wait_for()
             page.mouse.move(0, 0)
         tab.context.close()
 
