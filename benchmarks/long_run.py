@@ -13,11 +13,11 @@ import numpy as np
 
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.messages import Upload
+from fedstream.history.report import METRICS
 from fedstream.journal import SegmentHead, Taken, Writer
 from fedstream.journal.frames import FILE_BYTES, file_parts, filled, packed
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import standing_of
-from fedstream.observe.report import METRICS
 from fedstream.strategies import FedAsyncSettings, State
 
 DEVICES = 100

@@ -33,8 +33,8 @@ from urllib.request import urlopen
 
 from benchmarks.long_run import write
 from fedstream.experiments import machine
-from fedstream.page.index import columns_of, index_of
-from fedstream.page.run import RecordedRun
+from fedstream.history.index import columns_of, index_of
+from fedstream.history.recorded_run import RecordedRun
 
 RESULTS = Path(__file__).parent / "results"
 PARAMETERS = 61_706

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.results import add_out, conditions, keep
 from fedstream.experiments import machine
-from fedstream.runs import open_run
+from fedstream.history.record import open_run
 
 BOUNDS = {"first": 3.0, "after": 1.0}
 NAMES = {

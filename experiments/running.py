@@ -28,7 +28,7 @@ import numpy as np
 from fedstream.broker.errors import ConfigError
 from fedstream.experiments import machine
 from fedstream.experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
-from fedstream.observe.display import duration
+from fedstream.history.display import duration
 from fedstream.runtime.nearest import nearest
 from fedstream.sweep.parallel import each, share
 

@@ -20,7 +20,7 @@ from fedstream.experiments.reproduction import (
     SweepPanel,
     TooShort,
 )
-from fedstream.observe.curves import STYLE
+from fedstream.history.pictures import STYLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

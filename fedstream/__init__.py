@@ -34,15 +34,16 @@ if TYPE_CHECKING:
     from fedstream.api.virtual import simulate
     from fedstream.broker.errors import ConfigError, DataError, FedstreamError
     from fedstream.coordinator.policies import Policy, Traffic
-    from fedstream.runs import Comparison, RunRecord, compare
-    from fedstream.runs import open_run as open  # noqa: A004  (only as fedstream.open)
+    from fedstream.history.comparison import Comparison, compare
+    from fedstream.history.record import RunRecord
+    from fedstream.history.record import open_run as open  # noqa: A004  (only as fedstream.open)
     from fedstream.trainer.partitions import by_classes, by_dirichlet, contiguous, iid
     from fedstream.trainer.solvers import Solver
     from fedstream.trainer.splitting import Partition
     from fedstream.trainer.task import Task
 else:  # hidden from type checkers: with __getattr__, they would accept any name
     _FROM = {  # module, and the name there
-        "Comparison": ("fedstream.runs", "Comparison"),
+        "Comparison": ("fedstream.history.comparison", "Comparison"),
         "ConfigError": ("fedstream.broker.errors", "ConfigError"),
         "DataError": ("fedstream.broker.errors", "DataError"),
         "FedstreamError": ("fedstream.broker.errors", "FedstreamError"),
@@ -50,16 +51,16 @@ else:  # hidden from type checkers: with __getattr__, they would accept any name
         "Partition": ("fedstream.trainer.splitting", "Partition"),
         "Policy": ("fedstream.coordinator.policies", "Policy"),
         "RunFailed": ("fedstream.api.endings", "RunFailed"),
-        "RunRecord": ("fedstream.runs", "RunRecord"),
+        "RunRecord": ("fedstream.history.record", "RunRecord"),
         "Solver": ("fedstream.trainer.solvers", "Solver"),
         "Task": ("fedstream.trainer.task", "Task"),
         "Traffic": ("fedstream.coordinator.policies", "Traffic"),
         "by_classes": ("fedstream.trainer.partitions", "by_classes"),
         "by_dirichlet": ("fedstream.trainer.partitions", "by_dirichlet"),
-        "compare": ("fedstream.runs", "compare"),
+        "compare": ("fedstream.history.comparison", "compare"),
         "contiguous": ("fedstream.trainer.partitions", "contiguous"),
         "iid": ("fedstream.trainer.partitions", "iid"),
-        "open": ("fedstream.runs", "open_run"),
+        "open": ("fedstream.history.record", "open_run"),
         "run": ("fedstream.api.live", "run"),
         "simulate": ("fedstream.api.virtual", "simulate"),
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
 from fedstream.runtime.visible import visible
@@ -201,3 +202,13 @@ def number(value: object, digits: int = 4) -> str:
         case int() if abs(value) >= 10**_MOST_DIGITS:
             return f"{'-' if value < 0 else ''}1e{_MOST_DIGITS} or more"
     return visible(value)
+
+
+def two_columns(rows: Iterable[tuple[str, object]]) -> Table:
+    """Table of names and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value if isinstance(value, Text) else cell(value, lines=True))
+    return table

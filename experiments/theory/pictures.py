@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstream.observe.curves import STYLE
+from fedstream.history.pictures import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

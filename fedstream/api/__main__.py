@@ -45,8 +45,8 @@ def _run(channel: IO[bytes]) -> int:
         from fedstream.api.request import request_of
         from fedstream.broker.errors import FedstreamError
         from fedstream.local.lives import new_launcher
-        from fedstream.local.parent import end_with_parent
         from fedstream.local.run import run
+        from fedstream.runtime.parent import end_with_parent
 
     teller = Teller(channel)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.runs import RunRecord
+from fedstream.history.record import RunRecord
 
 
 class Interrupted(KeyboardInterrupt):

@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from fedstream.observe import report
+from fedstream.history import report
 
 _MODE = 0o700  # updates and models reveal something about people's data
 

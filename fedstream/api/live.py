@@ -22,10 +22,10 @@ from fedstream.api.progress import Shown, showing
 from fedstream.api.references import TaskLike, label, name_for_others, task_and_table
 from fedstream.api.request import PythonRequest
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.local.parent import VARIABLE
+from fedstream.history.display import short
+from fedstream.history.record import RunRecord
 from fedstream.local.supervisor import how_it_ended
-from fedstream.observe.display import short
-from fedstream.runs import RunRecord
+from fedstream.runtime.parent import VARIABLE
 
 _OTHERS = (
     "task", "strategy", "versions", "trainers", "devices", "config", "set", "out", "data_root",

@@ -15,9 +15,9 @@ from fedstream.broker.errors import (
     Unavailable,
 )
 from fedstream.broker.records import Tally
+from fedstream.history.display import doing, figures
+from fedstream.history.timeline import History
 from fedstream.journal import JournalError
-from fedstream.observe.display import doing, figures
-from fedstream.observe.history import History
 
 _EVERY_S = 0.1
 _ERRORS: dict[str, type[FedstreamError]] = {
@@ -27,7 +27,7 @@ _ERRORS: dict[str, type[FedstreamError]] = {
 
 
 class Teller:
-    """The run's :class:`fedstream.observe.display.Display`: writes a line for each call."""
+    """The run's :class:`fedstream.history.display.Display`: writes a line for each call."""
 
     def __init__(self, channel: IO[bytes]) -> None:
         self._channel = channel

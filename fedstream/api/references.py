@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from fedstream.broker.errors import ConfigError
-from fedstream.observe.display import short
+from fedstream.history.display import short
 from fedstream.trainer import pickled
 from fedstream.trainer.loading import NOT_A_MODEL, is_model
 from fedstream.trainer.task import Task

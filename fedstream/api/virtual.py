@@ -13,8 +13,8 @@ from fedstream.api.interrupts import on_interrupt
 from fedstream.api.parameters import ConfigTable, StrategyLike, Tables, check_names, options
 from fedstream.api.progress import showing
 from fedstream.api.references import TaskLike, label, local_name, task_and_table
-from fedstream.observe.display import short
-from fedstream.runs import RunRecord
+from fedstream.history.display import short
+from fedstream.history.record import RunRecord
 from fedstream.settings.config import read
 from fedstream.settings.parts import doubts
 from fedstream.settings.services import check_used, loaded

@@ -25,7 +25,7 @@ def dead_list(
     config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
 ) -> None:
     """List the dead letters, oldest first."""
-    from fedstream.observe import report
+    from fedstream.history import report
     from fedstream.operate import dead as page
 
     found = ask(config, redis, run, page.read)
@@ -45,7 +45,7 @@ def dead_show(
     as_json: AsJson = False,
 ) -> None:
     """Show everything in a dead letter."""
-    from fedstream.observe import report
+    from fedstream.history import report
     from fedstream.operate import dead as page
 
     letters = ask(config, redis, run, page.read).find([wanted])

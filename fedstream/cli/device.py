@@ -94,7 +94,7 @@ def device(
         from fedstream.device.address import GatewayAddress
         from fedstream.device.attested import attestation_in
         from fedstream.device.life import DeviceOptions
-        from fedstream.local.parent import end_with_parent
+        from fedstream.runtime.parent import end_with_parent
         from fedstream.settings.services import loaded
         from fedstream.trainer.choices import Solvers
 

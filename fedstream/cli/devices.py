@@ -42,7 +42,7 @@ def devices_list(
     as_json: AsJson = False,
 ) -> None:
     """List the devices in quarantine, and what the run's newest events say of all devices."""
-    from fedstream.observe import report
+    from fedstream.history import report
     from fedstream.operate import devices as page
 
     found = ask(config, redis, run, page.read)
@@ -131,7 +131,7 @@ def devices_invite(
     A new invite takes the place of one that was not used. A device that has enrolled may do so
     again with a new invite; its old key then ends.
     """
-    from fedstream.observe import report
+    from fedstream.history import report
     from fedstream.operate import enrolment as page
 
     seconds, at = page.seconds_of(expires), _site(site, config, redis, run)
@@ -154,7 +154,7 @@ def devices_enrolled(
     as_json: AsJson = False,
 ) -> None:
     """List the devices that have enrolled at the gateway, are invited, or are revoked."""
-    from fedstream.observe import report
+    from fedstream.history import report
     from fedstream.operate import enrolment as page
 
     at = _site(site, config, redis, run)

@@ -46,7 +46,7 @@ def _bar(what: str, total: int, *, quiet: bool) -> Iterator[Advance]:
 
 
 def _columns(incomplete: str) -> list[str]:
-    from fedstream.recordings.pages import NAMES
+    from fedstream.history.journal_text import NAMES
 
     return one_of(NAMES)(incomplete)
 
@@ -88,8 +88,8 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
 ) -> None:
     """Show the records in order: what arrived, from whom, how late, and what became of it."""
+    from fedstream.history import journal_text as pages
     from fedstream.journal import opened
-    from fedstream.recordings import pages
 
     outcomes = frozenset(named("--outcome", one, OUTCOMES) for one in outcome or ())
     first, end = _range(version)
@@ -141,7 +141,7 @@ def _from(chain: list[Segment], version: int) -> list[Segment]:
 
 
 def _in_one_line(value: Any) -> str:
-    from fedstream.observe.report import as_json
+    from fedstream.history.report import as_json
 
     return " ".join(part.strip() for part in as_json(value).split("\n"))
 
@@ -164,10 +164,10 @@ def verify(
 
     Exit codes: 0 intact (a torn tail from a crash is fine), 1 damaged.
     """
+    from fedstream.history import journal_text as pages
+    from fedstream.history.report import as_json as text
     from fedstream.journal import JournalError, counted_bytes, opened, uncounted
     from fedstream.journal.inspection import verify as verified
-    from fedstream.observe.report import as_json as text
-    from fedstream.recordings import pages
 
     verdicts = []
     allowed = recorded_programs(path, trust=trust, changed=changed)
@@ -209,9 +209,9 @@ def diff(
 
     Compares their records and digests. Exit codes: 0 identical, 1 different.
     """
+    from fedstream.history.report import as_json as text
     from fedstream.journal import opened
     from fedstream.journal.inspection import parting
-    from fedstream.observe.report import as_json as text
 
     with opened(a) as ours, opened(b) as theirs:
         found = parting(ours, theirs)
@@ -282,11 +282,11 @@ def bisect(
 
     Exit codes: 0 found, 1 the metric was never good, or never went bad afterwards.
     """
+    from fedstream.history import bisect as search
+    from fedstream.history import journal_text as pages
+    from fedstream.history.measuring import judge, recorded_values
+    from fedstream.history.report import as_json as text
     from fedstream.journal import opened
-    from fedstream.observe.report import as_json as text
-    from fedstream.recordings import bisect as search
-    from fedstream.recordings import pages
-    from fedstream.recordings.measuring import judge, recorded_values
     from fedstream.settings.recording import settings_of
 
     limit = search.limit_of(below, above)
@@ -416,10 +416,10 @@ def stats(
     update's: around 0 or below, the others undid it. Updates followed by fewer than K versions
     don't count. For models with more than 65,536 numbers, that many evenly spaced ones are used.
     """
+    from fedstream.history import journal_text as pages
+    from fedstream.history.report import as_json as text
     from fedstream.journal import counted_bytes, opened
     from fedstream.journal.shares import stats as measured
-    from fedstream.observe.report import as_json as text
-    from fedstream.recordings import pages
 
     sort = named("--sort", sort, pages.NAMES)
     with (

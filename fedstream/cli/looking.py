@@ -45,8 +45,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the current state of a run."""
-    from fedstream.observe import report
-    from fedstream.observe import status as page
+    from fedstream.history import report
+    from fedstream.history import status as page
 
     if url is None:
         about = ask(config, redis, run, page.read)
@@ -74,7 +74,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="print one snapshot and exit")] = False,
 ) -> None:
     """Watch a run: rate, staleness, queue, trainers, accuracy. Quit with q or Ctrl-C."""
-    from fedstream.observe.top import watch
+    from fedstream.history.top import watch
 
     journal = Path(live_settings(config, redis=redis, run=run).journal.dir)
     ask(config, redis, run, lambda client, keys: watch(client, keys, journal, once=once))
@@ -164,8 +164,8 @@ def replay(
 
     Exit codes: 0 identical, 130 interrupted, 1 different or damaged, 2 wrong command line.
     """
-    from fedstream.observe import report
-    from fedstream.recordings import replay as page
+    from fedstream.history import replay as page
+    from fedstream.history import report
 
     if redis is not None:
         from fedstream.journal import journal_of
@@ -219,7 +219,7 @@ def doctor(
     Exit codes: 0 no problems (warnings don't count), 1 problems found, 2 wrong configuration.
     """
     from fedstream.doctor import checkup as page
-    from fedstream.observe import report
+    from fedstream.history import report
 
     own = config is not None and str(config) == os.environ.get("FEDSTREAM_CONFIG")
     settings = settings_of(config, sets, trusted=trust or own, redis=redis, run=run, task=task)

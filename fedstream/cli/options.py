@@ -246,7 +246,7 @@ def ask(
 ) -> T:
     """Run a query against a run's Redis. Raises FedstreamError."""
     from fedstream.broker.client import Client
-    from fedstream.local.run_toml import refuse_ended
+    from fedstream.settings.run_toml import refuse_ended
 
     settings = live_settings(path, redis=redis, run=run)
     refuse_ended(settings, path)

@@ -38,8 +38,7 @@ def list_runs(
     journal that does not say whether its run is over as unfinished.
     """
     with process.importing():
-        from fedstream.observe import report
-        from fedstream.runs import listing
+        from fedstream.history import listing, report
 
     rows = listing.listed(folder)
     if as_json:
@@ -85,8 +84,7 @@ def compare(
     The picture shows the metric over versions, updates and seconds.
     """
     with process.importing():
-        from fedstream.observe import report
-        from fedstream.runs import comparison
+        from fedstream.history import comparison, report
 
     found = comparison.compare(folders, metric=metric, target=target, goal=goal)
     if out is None:
@@ -138,15 +136,15 @@ def ui(
     with process.importing():
         import asyncio
 
+        from fedstream.history.index import reading_ahead
         from fedstream.journal import journal_of, stored_bytes
-        from fedstream.page.ahead import reading_ahead
 
         both = [journal_of(one) for one in (folder, other) if one is not None]
         with reading_ahead(both) as is_reading:
-            from fedstream.page import pages
-            from fedstream.page.run import RecordedRun
-            from fedstream.page.server import serve
-            from fedstream.page.work import TaskAccess
+            from fedstream.history.recorded_run import RecordedRun
+            from fedstream.history.ui import pages
+            from fedstream.history.ui.server import serve
+            from fedstream.history.ui.work import TaskAccess
             from fedstream.runtime.plugins import allowed
             from fedstream.terminal import progress
 
@@ -206,9 +204,8 @@ def report_run(
     trust it.
     """
     with process.importing():
+        from fedstream.history import report, reporting, summary
         from fedstream.journal import newest_version, opened
-        from fedstream.observe import report
-        from fedstream.runs import reporting, summary
         from fedstream.runtime.plugins import allowing
         from fedstream.terminal import progress
 
@@ -223,8 +220,8 @@ def report_run(
             step=step,
         )  # fmt: skip
         if html:
-            from fedstream.page import single
-            from fedstream.page.run import RecordedRun
+            from fedstream.history.recorded_run import RecordedRun
+            from fedstream.history.ui import single
 
             made = found.files[0].parent
             run = RecordedRun(folder, metrics=made / report.METRICS)
@@ -260,8 +257,8 @@ def track(
 
     A tracker for which the run's run.toml has a table gets its options from there.
     """
-    from fedstream.runs import tracking
-    from fedstream.runs.record import RunRecord
+    from fedstream.history import tracking
+    from fedstream.history.record import RunRecord
 
     run = RunRecord(folder)
     for sink in tracking.sinks_of(run, to or (), trusted=trust):

@@ -31,13 +31,13 @@ def _serve(
     **given: Any,
 ) -> None:
     with process.importing():
-        from fedstream.local.parent import VARIABLE, end_with_parent
+        from fedstream.runtime.parent import VARIABLE, end_with_parent
         from fedstream.settings.services import serve_role
 
     end_with_parent()
     settings = settings_of(path, sets, **given)
     if VARIABLE not in os.environ:  # not started by `fedstream run`
-        from fedstream.local.run_toml import for_joining_trainer, refuse_ended
+        from fedstream.settings.run_toml import for_joining_trainer, refuse_ended
 
         refuse_ended(settings, path)
         if role == "trainer":
@@ -47,7 +47,7 @@ def _serve(
         settings = settings.model_copy(update={"run": run})
     page = None
     if role == "coordinator":
-        from fedstream.page.live.service import live_page
+        from fedstream.history.live.service import live_page
 
         page = live_page(settings)
     name = check_name("--name", name or socket.gethostname())

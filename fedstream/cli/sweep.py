@@ -80,7 +80,7 @@ def sweep(
     Exit codes: 0 done, 130 interrupted, 1 the task raised or every run failed, 2 wrong
     configuration or command line.
     """
-    from fedstream.observe import report
+    from fedstream.history import report
     from fedstream.settings.config import options, read
     from fedstream.sweep import command as page
     from fedstream.sweep.results import Ranking

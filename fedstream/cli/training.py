@@ -92,11 +92,10 @@ def run(
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.
     """
     with process.importing():
-        from fedstream.local import run_toml
+        from fedstream.history import display, report
         from fedstream.local.request import RunRequest
         from fedstream.local.run import run as run_here
-        from fedstream.observe import display, report
-        from fedstream.settings import recording
+        from fedstream.settings import recording, run_toml
 
     recorded: Path | None = None
     if resume:
@@ -160,7 +159,7 @@ def simulate(
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.
     """
-    from fedstream.observe import report
+    from fedstream.history import report
     from fedstream.simulation import run as page
 
     settings = settings_of(

@@ -14,8 +14,8 @@ from fedstream.broker.keys import POOL
 from fedstream.broker.messages import Event
 from fedstream.broker.records import Tally
 from fedstream.coordinator.rests import no_device_works
-from fedstream.observe.display import failing
-from fedstream.observe.history import History
+from fedstream.history.display import failing
+from fedstream.history.timeline import History
 from fedstream.runtime.signals import INTERRUPTED
 
 # Counted in the pool only: a site must not end the operator's run.

@@ -12,7 +12,7 @@ and which FD is the number of. All are JSON:
 
 It computes nothing, and the only threads in it are OpenBLAS's, which numpy starts and which are
 made anew after a fork. So what it forks is as good as a new interpreter. It ends with its socket,
-and the services end with it (:mod:`fedstream.local.parent`).
+and the services end with it (:mod:`fedstream.runtime.parent`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from fedstream.local import parent
-from fedstream.runtime import plugins, process
+from fedstream.runtime import parent, plugins, process
 from fedstream.runtime.signals import BOTH
 
 MOST = 1 << 20  # bytes of a message

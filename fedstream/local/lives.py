@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from fedstream.local import fork_server, parent
+from fedstream.local import fork_server
+from fedstream.runtime import parent
 
 _MODULE = ("-P", "-m")  # -P: a user's redis.py or random.py must not shadow ours
 _SERVER = "fedstream.local.fork_server"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from io import BytesIO
 
 from fedstream.broker.records import Tally
-from fedstream.observe.display import short
-from fedstream.observe.history import History, SeenVersion
+from fedstream.history.display import short
+from fedstream.history.timeline import History, SeenVersion
 from fedstream.settings.config import Settings
 
-_DRAWS = ("fedstream.observe.curves", "matplotlib.figure", "matplotlib.backends.backend_agg")
+_DRAWS = ("fedstream.history.pictures", "matplotlib.figure", "matplotlib.backends.backend_agg")
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Drawn:
 
     def png(self) -> bytes:
         """Draw it."""
-        from fedstream.observe import curves
+        from fedstream.history import pictures
 
         shown, file = History(), BytesIO()
         shown.versions, shown.evaluations = self.versions, self.evaluations
-        curves.draw(file, self.title, shown, created=self.created, devices=self.devices)
+        pictures.draw(file, self.title, shown, created=self.created, devices=self.devices)
         return file.getvalue()
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import Keys
+from fedstream.history import report
+from fedstream.history.display import Display
+from fedstream.history.observer import Observer
 from fedstream.journal import JournalError, entries, segments
 from fedstream.local.ports import HeldPort
 from fedstream.local.request import RunRequest
-from fedstream.observe import report
-from fedstream.observe.display import Display
-from fedstream.observe.observer import Observer
 from fedstream.operate.presence import serving
 from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import try_task

@@ -11,15 +11,15 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.layout import Model
 from fedstream.broker.records import Tally
+from fedstream.history import report
+from fedstream.history.observer import Observer
+from fedstream.history.timeline import History
 from fedstream.journal import FOLDER
 from fedstream.local.ending import Ending
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
-from fedstream.observe import report
-from fedstream.observe.history import History
-from fedstream.observe.observer import Observer
 from fedstream.runtime.plugins import words
-from fedstream.settings.recording import CONFIG
+from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.wire.newest import as_given, read_newest
 
 LOGS = "logs"
@@ -85,7 +85,7 @@ def write(
     """Write the files, yielding each one's name once complete. Raises OSError."""
     out, settings = request.out, request.settings
     report.write_summary(out, numbers)
-    yield report.SUMMARY
+    yield SUMMARY
     if view is not None:
         report.Table(out, view.run.created).write(history)
         yield report.METRICS

@@ -23,8 +23,14 @@ from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
 from fedstream.broker.records import Tally
 from fedstream.coordinator.page import has_page
+from fedstream.history import report
+from fedstream.history.display import Display
+from fedstream.history.measurements import recall
+from fedstream.history.observer import Observer, out_of_space
+from fedstream.history.report import occupied
+from fedstream.history.timeline import History
 from fedstream.journal import JournalError
-from fedstream.local import preflight, results, run_toml
+from fedstream.local import preflight, results
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.local.lives import Launcher, new_launcher
 from fedstream.local.over_http import FOLDER, GATEWAY, HOST, OverHttp
@@ -37,15 +43,10 @@ from fedstream.local.request import RunRequest
 from fedstream.local.supervisor import Program, Supervisor
 from fedstream.local.trackers import Trackers
 from fedstream.local.waits import end_waits
-from fedstream.observe import report
-from fedstream.observe.display import Display
-from fedstream.observe.history import History
-from fedstream.observe.observer import Observer, out_of_space
-from fedstream.observe.occupied import occupied
-from fedstream.observe.recall import recall
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import words
 from fedstream.runtime.signals import Stop
+from fedstream.settings import run_toml
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
 

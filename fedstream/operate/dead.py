@@ -33,8 +33,7 @@ from fedstream.broker.messages import (
     decode,
     task_id,
 )
-from fedstream.observe.display import two_columns
-from fedstream.terminal import cell, clock, console, number, spaced
+from fedstream.terminal import cell, clock, console, number, spaced, two_columns
 
 _KINDS = (Assignment, Trigger, Upload, GiveUp, CloseRound, RoundEnd, SetQuarantine, Withdraw)
 _AT = "%Y-%m-%d %H:%M:%S"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # looking at a recording takes no service's settings
     from fedstream.settings.config import Settings
 
 CONFIG = "run.toml"
+SUMMARY = "summary.json"
 TRUST = "--trust-recorded-code"
 _NAME = "task.name"
 _MEASURING = ("task", "evaluator")

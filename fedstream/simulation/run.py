@@ -26,30 +26,29 @@ from rich.progress import (
 from fedstream import __version__
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Event, Version
-from fedstream.journal import FOLDER
-from fedstream.observe import report
-from fedstream.observe.display import (
+from fedstream.history import report
+from fedstream.history.display import (
     duration,
     failing,
     fairness,
     main_row,
     never_finite,
     short,
-    two_columns,
 )
-from fedstream.observe.history import History
-from fedstream.observe.occupied import occupied
+from fedstream.history.report import occupied
+from fedstream.history.timeline import History
+from fedstream.journal import FOLDER
 from fedstream.runtime.config import dump
 from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
 from fedstream.settings.parts import doubts
-from fedstream.settings.recording import CONFIG
+from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.sinks.choice import flat, named, parameters
 from fedstream.sinks.direct import DirectSinks
 from fedstream.sinks.sink import TrackedRun
-from fedstream.terminal import console, line
+from fedstream.terminal import console, line, two_columns
 from fedstream.trainer.goals import declared_goals, is_over_devices
 
 if TYPE_CHECKING:
@@ -294,9 +293,9 @@ def _write(
         report.write_summary(out, numbers)
         report.Table(out, 0.0).write(history)
         if picture:
-            from fedstream.observe import curves
+            from fedstream.history import pictures
 
-            curves.draw(
+            pictures.draw(
                 out / report.CURVES, title, history, created=0.0, devices=outcome.devices,
                 time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
             )  # fmt: skip
@@ -305,7 +304,7 @@ def _write(
             report.write_devices(out, outcome.per_device)
     more = [report.CURVES] if picture else []
     more += [report.DEVICES] if outcome.per_device else []
-    return [report.SUMMARY, report.METRICS, *more, report.MODEL]
+    return [SUMMARY, report.METRICS, *more, report.MODEL]
 
 
 def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) -> None:

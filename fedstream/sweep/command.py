@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.observe.display import duration
+from fedstream.history.display import duration
 from fedstream.runtime.config import Option
 from fedstream.settings.config import Settings
 from fedstream.sweep import results

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.local.parent import VARIABLE, end_with_parent
+from fedstream.runtime.parent import VARIABLE, end_with_parent
 
 J = TypeVar("J")
 R = TypeVar("R")

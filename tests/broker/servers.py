@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from fedstream.local.parent import death_with_parent
 from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import find_servers
+from fedstream.runtime.parent import death_with_parent
 
 
 @lru_cache

@@ -24,7 +24,7 @@ from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import Dead, Heartbeat, Presence, decode
 from fedstream.broker.scripts import Script
-from fedstream.observe import status
+from fedstream.history import status
 from fedstream.operate import acl, presence
 from tests.broker.guarded import (
     GATEWAYS,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fedstream.local.parent import death_with_parent
+from fedstream.runtime.parent import death_with_parent
 from tests.chaos.seams import RELEASE, RELEASES
 from tests.support import wait_until
 

@@ -15,7 +15,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from fedstream.local import parent
+from fedstream.runtime import parent
 
 _PRELOADED = (
     "fedstream.cli.app", "fedstream.cli.services", "fedstream.settings.services",

@@ -29,7 +29,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Device 7 pushes a scaled model at version 23 of 30, of the task digits."""
     import torch
 
-    from tests.fedstream.recordings.scribes import Digits
+    from tests.fedstream.history.scribes import Digits
 
     torch.set_num_threads(1)  # more would wait for each other on models as small as this
     folder = tmp_path_factory.mktemp("poisoned")

@@ -27,15 +27,15 @@ from fedstream.broker.messages import OUTCOMES, Contribution, Dead, Event, Trigg
 from fedstream.coordinator.app import status
 from fedstream.doctor import checkup as doctor
 from fedstream.doctor.findings import Finding
+from fedstream.history import display, top
+from fedstream.history import journal_text as pages
+from fedstream.history import status as page
+from fedstream.history.bisect import Cause
+from fedstream.history.observer import Observer
+from fedstream.history.timeline import History
 from fedstream.journal import opened
 from fedstream.journal.inspection import Verdict
-from fedstream.observe import display, top
-from fedstream.observe import status as page
-from fedstream.observe.history import History
-from fedstream.observe.observer import Observer
 from fedstream.operate import dead
-from fedstream.recordings import pages
-from fedstream.recordings.bisect import Cause
 from fedstream.runtime.visible import visible
 from tests.fedstream.views import CREATED, event, version, view
 from tests.journals import Scribe

@@ -17,6 +17,7 @@ import msgpack
 from fedstream.broker.errors import BadMessage, FedstreamError
 from fedstream.broker.layout import PAGE
 from fedstream.broker.messages import decode
+from fedstream.history.index import columns_of
 from fedstream.journal import (
     JournalError,
     QuarantineSet,
@@ -35,7 +36,6 @@ from fedstream.journal.frames import FRAME_BYTES, file_page, filled, frame_of
 from fedstream.journal.frames import packed as framed
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
-from fedstream.page.index import columns_of
 from tests.fuzz.mutation import packed
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journals"

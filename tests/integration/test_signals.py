@@ -101,7 +101,7 @@ COMMANDS = {
     [
         ("run", "fedstream.cli.app"), ("run", "torch._"),
         ("simulate", "typer"), ("simulate", "torch._"),
-        ("replay", "fedstream.recordings.replay"), ("status", "fedstream.broker.client"),
+        ("replay", "fedstream.history.replay"), ("status", "fedstream.broker.client"),
     ],
 )  # fmt: skip
 def test_command_interrupted_while_loading_leaves_nothing(

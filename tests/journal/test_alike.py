@@ -16,7 +16,7 @@ from fedstream.broker.messages import decode
 from fedstream.journal import EntryRecord, JournalDamaged, Taken, entries, opened
 from fedstream.journal.alike import Alike, alike
 from fedstream.journal.records import KINDS
-from tests.fedstream.recordings.scribes import FIRST, flip, two_segments
+from tests.fedstream.history.scribes import FIRST, flip, two_segments
 from tests.journals import GOLDEN, Scribe
 
 

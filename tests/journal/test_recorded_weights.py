@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.history.journal_text import verdict
 from fedstream.journal import Diverged, segments
 from fedstream.journal.inspection import verify
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
-from fedstream.recordings.pages import verdict
 from fedstream.strategies import FedAsyncSettings, FedBuffSettings, Strategy
 from fedstream.strategies.staleness import Exponential, Polynomial
 from tests.journals import Scribe

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.local.parent import death_with_parent
 from fedstream.operate import acl
+from fedstream.runtime.parent import death_with_parent
 from tests.broker.certificates import authority, signed
 from tests.broker.guarded import PASSWORDS, RUN
 from tests.broker.servers import Redis, redis, redis_7, said, until

@@ -24,12 +24,12 @@ TESTS = {
     "journal": (
         "tests/journal",
         "tests/updater",
-        "tests/fedstream/recordings/test_journal.py",
-        "tests/fedstream/recordings/test_replay.py",
+        "tests/fedstream/history/test_journal.py",
+        "tests/fedstream/history/test_replay.py",
     ),
     "strategies": ("tests/strategies", "tests/updater"),
     "trainer": ("tests/trainer", "tests/strategies/test_scaffold.py"),
-    "updater": ("tests/updater", "tests/journal", "tests/fedstream/recordings/test_journal.py"),
+    "updater": ("tests/updater", "tests/journal", "tests/fedstream/history/test_journal.py"),
 }
 _SKIPPED = {"__init__.py", "metrics.py", "settings.py"}
 

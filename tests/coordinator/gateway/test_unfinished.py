@@ -28,9 +28,9 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.service import Coordinator
-from fedstream.page.live.service import LiveService
-from fedstream.page.run import RecordedRun
-from fedstream.page.server import PageServer
+from fedstream.history.live.service import LiveService
+from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.ui.server import PageServer
 from fedstream.settings.config import read
 from tests.coordinator.gateway.places import Place, coordinating, owned_by
 from tests.coordinator.gateway.supernodes import DEVICE, Node, changed, content, files, pushed

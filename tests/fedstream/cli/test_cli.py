@@ -18,8 +18,8 @@ from fedstream import __version__
 from fedstream.broker.messages import OUTCOMES
 from fedstream.cli import options
 from fedstream.cli.app import application, main
+from fedstream.history import display, status
 from fedstream.local import run
-from fedstream.observe import display, status
 from fedstream.strategies import RULES
 from fedstream.trainer.tasks import BUILT_IN
 from tests.broker.certificates import authority

@@ -19,7 +19,7 @@ from fedstream.broker.messages import Assignment
 from fedstream.cli.app import main
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import App
-from fedstream.observe import status
+from fedstream.history import status
 from tests.support import EveryRole, Hand
 
 Command = Callable[..., Awaitable[tuple[int, str, str]]]

@@ -10,8 +10,8 @@ import pytest
 
 from fedstream.broker.messages import Event
 from fedstream.broker.records import NO_QUARANTINES, Failing
+from fedstream.history.timeline import History
 from fedstream.local.ending import Ending, ending, notices
-from fedstream.observe.history import History
 from tests.fedstream.views import event, view
 
 FINISHED = view(run=replace(view().run, state="finished", why="version 3 reached"))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from fedstream.history.timeline import History, SeenUpdate, SeenVersion
 from fedstream.local.picture import Drawn, Painter
-from fedstream.observe.history import History, SeenUpdate, SeenVersion
 from fedstream.settings.config import Settings
 from tests.fedstream.views import view
 

@@ -11,11 +11,11 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError, DataError, FedstreamError, Unavailable
+from fedstream.history.display import Quiet
 from fedstream.journal import JournalError, RoundClosed
 from fedstream.local import preflight
 from fedstream.local.request import RunRequest
 from fedstream.local.run import run
-from fedstream.observe.display import Quiet
 from fedstream.settings.config import Settings, options, read
 from tests.journals import Scribe
 from tests.support import Hand

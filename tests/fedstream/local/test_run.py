@@ -17,15 +17,15 @@ from torch.utils.data import Dataset
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.coordinator.page import PageSettings
+from fedstream.history import observer, report
+from fedstream.history.display import Quiet, doing
+from fedstream.history.timeline import SeenVersion
 from fedstream.local.ending import Ending
 from fedstream.local.lives import Interpreters
 from fedstream.local.picture import Drawn
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.local.run import LocalRun
-from fedstream.observe import observer, report
-from fedstream.observe.display import Quiet, doing
-from fedstream.observe.history import SeenVersion
 from fedstream.runtime.config import Option
 from fedstream.runtime.signals import Stop
 from fedstream.settings.config import RunSettings, Settings, read

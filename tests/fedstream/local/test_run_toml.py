@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedstream.local import run_toml
 from fedstream.local.programs import environment
 from fedstream.local.request import RunRequest
 from fedstream.runtime.config import load
+from fedstream.settings import run_toml
 from fedstream.settings.config import Settings, read
 from fedstream.settings.recording import CONFIG
 

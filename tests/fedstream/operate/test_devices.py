@@ -13,7 +13,7 @@ import pytest
 from fedstream.broker.messages import Event, SetQuarantine
 from fedstream.broker.records import NO_QUARANTINES, Commit, Quarantines
 from fedstream.cli.app import main
-from fedstream.observe.display import quarantined
+from fedstream.history.display import quarantined
 from fedstream.operate import devices
 from tests.support import Hand, wait_until
 

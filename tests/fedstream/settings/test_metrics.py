@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import GiveUp
-from fedstream.page.live.service import live_page
+from fedstream.history.live.service import live_page
 from fedstream.runtime.service import Context
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS, ROLES

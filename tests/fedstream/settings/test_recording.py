@@ -12,7 +12,7 @@ import typer.main
 
 from fedstream.broker.errors import ConfigError
 from fedstream.cli.app import application
-from fedstream.page.work import TaskAccess
+from fedstream.history.ui.work import TaskAccess
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings, initial
 from tests.fedstream.conftest import Command

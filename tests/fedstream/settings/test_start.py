@@ -15,9 +15,9 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.coordinator.service import Coordinator
+from fedstream.history.report import write_model
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
-from fedstream.observe.report import write_model
 from fedstream.settings.config import options, read
 from fedstream.settings.services import _BUILDERS, create_run
 from fedstream.settings.start import StartingPoint, first_model

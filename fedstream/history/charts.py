@@ -1,0 +1,328 @@
+"""Curves and bars of a run: the numbers that a chart draws, and a table without JavaScript."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite, nan
+from typing import Any, Literal, TypeAlias
+from urllib.parse import urlencode
+
+import numpy as np
+import numpy.typing as npt
+
+from fedstream.history.measurements import Measurement
+from fedstream.history.pictures import bars, medians
+from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.table import NONE, RowArray
+from fedstream.journal.shares import Share
+
+POINTS = 1000  # of a curve: more than a screen has columns of pixels to tell apart
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the curves of a page are over: a part of the run, and versions or time."""
+
+    first: int | None = None  # version; None: the oldest
+    last: int | None = None  # None: the newest
+    over_time: bool = False
+
+    @property
+    def is_part(self) -> bool:
+        """Whether anything of the run may be outside."""
+        return self.first is not None or self.last is not None
+
+    def query(self, *, over_time: bool) -> str:
+        """The same over another axis, as an address has it."""
+        asked = {"over": "time" if over_time else None, "from": self.first, "until": self.last}
+        known = {name: value for name, value in asked.items() if value is not None}
+        return f"?{urlencode(known)}" if known else ""
+
+    def within(self, versions: RowArray) -> RowArray:
+        """Which of these versions are in it."""
+        found = np.ones(len(versions), bool)
+        if self.first is not None:
+            found &= versions >= self.first
+        if self.last is not None:
+            found &= versions <= self.last
+        return found
+
+
+WHOLE = Window()
+UsedUpdates: TypeAlias = Mapping[str, RowArray] | RowArray  # by column
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve, or one set of bars; None where there is no value."""
+
+    label: str
+    values: list[float | None]
+    how: Literal["line", "points", "bars"] = "line"
+    scale: Literal["y", "right"] = "y"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over one axis, whose values ascend."""
+
+    name: str  # an identifier
+    title: str
+    unit: str  # of the axis
+    x: list[float]
+    series: list[Curve]
+    versions: bool = True  # a point belongs to a version, to which a click may lead
+    leads: list[int] = field(default_factory=list)  # these versions, if the axis has other values
+    led: str = "version"  # what these are, in its table
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @property
+    def header(self) -> list[str]:
+        """The header of its table."""
+        at = [self.led] if self.leads else []
+        return [self.unit, *at, *(one.label for one in self.series)]
+
+    def rows(self, most: int = 50) -> list[list[float | None]]:
+        """Its table, of at most about ``most`` evenly chosen rows and the last one."""
+        step = -(-len(self.x) // most) or 1
+        places = sorted({*range(0, len(self.x), step), len(self.x) - 1}) if self.x else []
+        return [
+            [self.x[at], *self.leads[at : at + 1], *(one.values[at] for one in self.series)]
+            for at in places
+        ]
+
+
+def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
+    """The same charts over seconds since the run's beginning, where they are over versions."""
+    unit = "seconds of the simulation" if run.is_simulated else "seconds since the beginning"
+    return [
+        replace(chart, unit=unit, x=run.times(versions), leads=versions)
+        if chart.versions
+        else chart
+        for chart in charts
+        for versions in [[int(one) for one in chart.x]]
+    ]
+
+
+def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
+    """The charts of a run, those that have anything to show."""
+    shown = [one for one in _measured(run, window) if one.x]
+    shown += of_updates(_used(run, window))
+    return _over_time(run, shown) if window.over_time else shown
+
+
+def of_both(run: RecordedRun, other: RecordedRun, window: Window = WHOLE) -> list[Chart]:
+    """The metrics that both runs have, and training loss, each as two curves.
+
+    Over time, each run's begins with itself; a point then leads to the newest version that the
+    first run had at that moment.
+    """
+    ours, theirs = ({one.name: one for one in _curves(each, window)} for each in (run, other))
+    found = []
+    for name, one in ours.items():
+        if name in theirs:
+            two = theirs[name]
+            x = sorted({*one.x, *two.x})
+            series = [
+                Curve(label, [known.get(at) for at in x])
+                for label, chart in (("A", one), ("B", two))
+                for known in [dict(zip(chart.x, chart.series[0].values, strict=True))]
+            ]
+            unit = one.unit if one.unit == two.unit else f"A: {one.unit}, B: {two.unit}"
+            leads = run.newest_at(x) if window.over_time else []
+            found.append(Chart(name, one.title, unit, x, series, leads=leads, led="version of A"))
+    return found
+
+
+def _curves(run: RecordedRun, window: Window) -> list[Chart]:
+    """What is measured, by the metric's name."""
+    measured = zip(run.metrics, _measured(run, window), strict=True)
+    found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
+    found += of_updates(_used(run, window), "loss")
+    return _over_time(run, found) if window.over_time else found
+
+
+def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Chart]:
+    """How a device's updates change over the run."""
+    mine = run.columns.used & (run.columns.updates["device"] == device)
+    rows = run.columns.updates[mine]
+    versions, sent = rows["version"], np.full(len(rows), nan)
+    measured = run.measured_shares()
+    share = (run.shares or {}).get(device, Share())
+    within = np.ones(len(rows), bool)
+    if measured is not None:
+        contained = run.columns.contained[mine]
+        within = (contained != NONE) & (contained <= measured.until)
+    for column, found in ((rows["norm"], share.distance.values), (sent, share.norm.values)):
+        if len(found) == within.sum():  # all were recorded with their weights
+            column[within] = found
+    compared, cosines = np.array(share.compared), np.array(share.cosine.values)
+    drawn = of_points(
+        [
+            ("device-sent", "Norm of its updates, as sent", "norm", versions, sent),
+            ("device-norm", "How far its updates alone would move the model", "distance",
+             versions, rows["norm"]),
+            ("device-cosine", "Cosine of its updates to the model's movement afterwards", "cosine",
+             compared, cosines),
+        ],
+        window,
+    )  # fmt: skip
+    drawn += of_device_rows(rows, window)
+    return _over_time(run, drawn) if window.over_time else drawn
+
+
+def of_device_rows(rows: RowArray, window: Window = WHOLE) -> list[Chart]:
+    """What a device's used updates say of themselves, over the versions."""
+    return of_points(
+        [
+            (f"device-{name}", title, label, rows["version"], rows[name])
+            for name, title, label in (
+                ("loss", "Training loss that it reports", "loss"),
+                ("staleness", "Staleness of its updates", "versions late"),
+                ("weight", "Weight that its updates were given", "weight"),
+            )
+        ],
+        window,
+    )
+
+
+def of_pushes(run: RecordedRun, rows: RowArray, window: Window = WHOLE) -> list[Chart]:
+    """A device's newest updates as vectors: norm, distance and cosine, where they are known."""
+    drawn = of_points(
+        [
+            (f"newest-{name}", title, name, rows["version"], rows[name])
+            for name, title in (
+                ("norm", "Norm of its newest updates, as sent"),
+                ("distance", "Distance that its newest updates alone would move the model"),
+                ("cosine", "Cosine of its newest updates to the model's movement afterwards"),
+            )
+        ],
+        window,
+    )
+    return _over_time(run, drawn) if window.over_time else drawn
+
+
+def of_points(
+    figures: Sequence[tuple[str, str, str, RowArray, RowArray]], window: Window = WHOLE
+) -> list[Chart]:
+    """A chart of each figure that is known of any update: name, title, label, versions, values."""
+    found = []
+    for name, title, label, versions, values in figures:
+        known = np.isfinite(values) & window.within(versions)
+        x, y = versions[known], values[known].astype(float)
+        if len(x):
+            places = thinned(y)
+            curve = Curve(label, y[places].tolist(), "points")
+            found.append(Chart(name, title, "version", x[places].astype(float).tolist(), [curve]))
+    return found
+
+
+def _measured(run: RecordedRun, window: Window) -> list[Chart]:
+    inside = window.within(np.array([one.version for one in run.measured], np.int64))
+    shown = [run.measured[at] for at in np.flatnonzero(inside).tolist()]
+    return of_metrics(shown, run.metrics)
+
+
+def of_metrics(measured: Sequence[Measurement], names: Sequence[str]) -> list[Chart]:
+    """A chart of each metric, over the versions."""
+    found: list[Chart] = []
+    for name in names:
+        points = [(one.version, one.metrics[name]) for one in measured if name in one.metrics]
+        points = [points[at] for at in thinned([value for _, value in points])]
+        title = "Test accuracy" if name == "accuracy" else f"Test {name}"
+        values = [finite(value) for _, value in points]
+        found.append(
+            Chart(
+                f"metric-{len(found)}", title, "version", [float(at) for at, _ in points],
+                [Curve(name, values)],
+            )
+        )  # fmt: skip
+    return found
+
+
+def _used(run: RecordedRun, window: Window) -> UsedUpdates:
+    """The used updates in a window, as the columns that charts of a run show: rows are long."""
+    rows = run.columns.updates
+    inside = run.columns.used & window.within(rows["version"])
+    return {name: rows[name][inside] for name in ("version", "loss", "staleness", "weight")}
+
+
+def of_updates(rows: UsedUpdates, *names: Literal["loss", "staleness", "lateness"]) -> list[Chart]:
+    """Charts of used updates that have anything to show: those named, or all."""
+    found = {
+        "loss": lambda: _of_updates(
+            rows, "loss", "Training loss that devices report", "loss, median"
+        ),
+        "staleness": lambda: _of_updates(
+            rows, "staleness", "Staleness over the run", "versions late, median"
+        ),
+        "lateness": lambda: _staleness(rows),
+    }
+    made = [found[name]() for name in names or found]
+    return [chart for chart in made if chart is not None and chart.x]
+
+
+def _of_updates(rows: UsedUpdates, name: str, title: str, label: str) -> Chart | None:
+    """The median and the most of a figure of used updates, over the versions."""
+    found = medians(rows["version"], rows[name])
+    if not found.at:
+        return None
+    series = [Curve(label, [*found.middle])]
+    if found.most:
+        series.append(Curve("most", [*found.most], "points"))
+    return Chart(name, title, "version", found.at, series)
+
+
+def _staleness(rows: UsedUpdates) -> Chart | None:
+    """How many used updates were how stale, and the weight that these were given."""
+    if not len(rows["version"]):
+        return None
+    late, counts = np.unique(rows["staleness"], return_counts=True)
+    begins, heights, width = bars(dict(zip(late.tolist(), counts.tolist(), strict=True)))
+    place = np.minimum(rows["staleness"] // width, len(begins) - 1)
+    known = np.isfinite(rows["weight"])
+    total = np.bincount(place[known], rows["weight"][known], len(begins))
+    counts = np.bincount(place[known], minlength=len(begins))
+    weights = [float(of) / count if count else None
+               for of, count in zip(total, counts, strict=True)]  # fmt: skip
+    last = f"; the last bar: {begins[-1]} and more" if late[-1] >= begins[-1] + width else ""
+    return Chart(
+        "lateness", "Staleness of updates, and the weight they were given",
+        f"versions late{last}", [float(one) for one in begins],
+        [
+            Curve("updates", [float(one) for one in heights], "bars"),
+            Curve("mean weight", weights, "line", "right"),
+        ],
+        versions=False,
+    )  # fmt: skip
+
+
+def finite(value: float | None) -> float | None:
+    """A value that a chart can show, or None."""
+    return value if value is not None and isfinite(value) else None
+
+
+def thinned(*curves: Sequence[float] | npt.NDArray[np.float64], most: int = POINTS) -> list[int]:
+    """The places to show of curves of one length, ascending: about ``most``, or all if fewer.
+
+    Of each part of a curve, the least and the greatest value are shown, so a single value that
+    stands out always is; and both ends.
+    """
+    values = np.atleast_2d(np.asarray(curves, np.float64))
+    length = values.shape[1]
+    if length <= most:
+        return list(range(length))
+    parts = max(1, most // (2 * len(values)))
+    size = -(-length // parts)
+    wide = np.full((len(values), parts * size), np.nan)
+    wide[:, :length] = values
+    split = wide.reshape(len(values), parts, size)
+    begins = np.arange(parts) * size
+    low = np.where(np.isnan(split), np.inf, split).argmin(axis=2) + begins
+    high = np.where(np.isnan(split), -np.inf, split).argmax(axis=2) + begins
+    found = {*low.ravel().tolist(), *high.ravel().tolist(), 0, length - 1}
+    return sorted(place for place in found if place < length)

@@ -1,0 +1,218 @@
+"""The alerts of `k8s/components/monitoring`, judged by a scene: which fire, and which would soon.
+
+A rule is here with the same name, threshold and durations as in the manifests; a test compares
+them. Alerts on what a scene does not know (a disk, a gateway, a restart) are left to Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedstream.broker.messages import OUTCOMES
+from fedstream.history.display import duration
+from fedstream.history.live.scene import Scene
+from fedstream.terminal import counted
+from fedstream.trainer.goals import MOST_RELAPSES, Swings
+
+Severity = Literal["critical", "warning"]
+AlarmState = Literal["firing", "pending", "quiet"]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+_MEASURED = 1000  # of the newest measurements are judged at each look
+_LEADS = {"scheduler": 1, "updater": 2}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a scene says of a rule's condition."""
+
+    text: str  # what is wrong, as it stands now
+    holds: Flags  # at the time of each row of ``Scene.gauged``, newest last
+
+
+Judging: TypeAlias = Callable[[Scene, "AlarmRule"], Evidence]
+
+
+@dataclass(frozen=True)
+class AlarmRule:
+    """A rule as the manifests have it."""
+
+    name: str
+    severity: Severity
+    for_s: float  # for which its condition has to hold before it fires
+    says: str  # what it watches
+    judge: Judging
+    threshold: float = 0.0  # in the unit of its expression
+    over_s: float = 0.0  # the time over which it looks back; 0: the moment
+    role: str = ""  # its label, if one name has several rules
+
+    @property
+    def key(self) -> str:
+        """Tells it from all others."""
+        return f"{self.name} {self.role}".strip()
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rule as it stands."""
+
+    rule: AlarmRule
+    state: AlarmState
+    text: str  # what is wrong
+    left_s: float = 0.0  # until it fires, while it is pending
+
+
+def alarms(scene: Scene) -> list[Alarm]:
+    """All rules as they stand, those that fire first.
+
+    How long a condition holds is known from when somebody began to look: until then an alert that
+    fires in the cluster is pending here.
+    """
+    found = [_judged(rule, scene) for rule in RULES]
+    order = ("firing", "pending", "quiet")
+    return sorted(found, key=lambda one: (order.index(one.state), one.rule.severity != "critical"))
+
+
+def _judged(rule: AlarmRule, scene: Scene) -> Alarm:
+    found = rule.judge(scene, rule)
+    if not len(found.holds) or not found.holds[-1]:
+        return Alarm(rule, "quiet", "")
+    off = np.flatnonzero(~found.holds)
+    since = float(scene.gauged["time"][off[-1] + 1 if len(off) else 0])
+    left = max(0.0, since + rule.for_s - scene.now)
+    return Alarm(rule, "pending" if left else "firing", found.text, left)
+
+
+def _while_running(scene: Scene, holds: Flags) -> Flags:
+    return holds & (scene.tally.run.state == "running")
+
+
+def _stalled(scene: Scene, rule: AlarmRule) -> Evidence:
+    head = scene.tally.head.time
+    holds = scene.gauged["time"] - head > rule.threshold
+    text = f"no new version for {duration(max(0.0, scene.now - head))}"
+    return Evidence(text, _while_running(scene, holds))
+
+
+def _no_leader(scene: Scene, rule: AlarmRule) -> Evidence:
+    holds = (scene.gauged["leads"] & _LEADS[rule.role]) == 0
+    return Evidence(f"no {rule.role} leads", _while_running(scene, holds))
+
+
+def _no_trainers(scene: Scene, rule: AlarmRule) -> Evidence:
+    rows, tally = scene.gauged, scene.tally
+    holds = (rows["trainers"] == 0) & (rows["open"] - rows["queue"] > rule.threshold)
+    open_ = max(0, tally.tasks - tally.admitted)
+    text = f"{counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open, no trainer is alive"
+    return Evidence(text, _while_running(scene, holds))
+
+
+def _refusals(scene: Scene, rule: AlarmRule) -> Evidence:
+    bad = scene.ended["outcome"] == OUTCOMES.index("refused")
+    return _share(scene, rule, bad, "were refused")
+
+
+def _task_raises(scene: Scene, rule: AlarmRule) -> Evidence:
+    raised = [n for n, name in enumerate(scene.reasons) if name.startswith("raised ")]
+    bad = (scene.ended["outcome"] == OUTCOMES.index("given_up")) & np.isin(
+        scene.ended["reason"], raised
+    )
+    return _share(scene, rule, bad, "raised in the user's code")
+
+
+def _share(scene: Scene, rule: AlarmRule, bad: Flags, what: str) -> Evidence:
+    """A share of the tasks that ended in the time over which the rule looks back."""
+    times = np.append(scene.gauged["time"], scene.now)
+    ends = scene.ended["time"]
+    first, last = np.searchsorted(ends, times - rule.over_s), np.searchsorted(ends, times, "right")
+    total = last - first
+    sums = np.concatenate(([0], np.cumsum(bad)))
+    share = (sums[last] - sums[first]) / np.maximum(total, 1)
+    over = scene.now - float(ends[first[-1]]) if total[-1] else 0.0
+    text = f"{share[-1]:.0%} of the {total[-1]:,} tasks that ended in {duration(over)} {what}"
+    return Evidence(text, share[:-1] > rule.threshold)
+
+
+def _metric_swings(scene: Scene, rule: AlarmRule) -> Evidence:
+    swings = Swings(scene.tally.run.goal)
+    measured, most, text = scene.measured[-_MEASURED:], [0], ""
+    for one in measured:
+        swings.add(one.metrics)
+        worst = swings.worst
+        most.append(worst.times if worst else 0)
+        text = str(worst or "")
+    at = np.searchsorted([one.time for one in measured], scene.gauged["time"], side="right")
+    return Evidence(text, _while_running(scene, np.array(most)[at] > rule.threshold))
+
+
+def _dead_letters(scene: Scene, rule: AlarmRule) -> Evidence:
+    holds = scene.gauged["dead"] > rule.threshold
+    return Evidence(counted(scene.tally.dead, "dead letter"), holds)
+
+
+def _redis_nearly_full(scene: Scene, rule: AlarmRule) -> Evidence:
+    limit = scene.memory.limit
+    holds = scene.gauged["memory"] > (rule.threshold * limit if limit else np.inf)
+    return Evidence(f"Redis uses {scene.memory.used / max(1, limit):.0%} of its memory", holds)
+
+
+def _queue_full(scene: Scene, _rule: AlarmRule) -> Evidence:
+    waiting, limit = scene.tally.backlog, scene.settings.scheduler.max_queue
+    return Evidence(
+        f"{waiting:,} of {limit:,} entries in the queue", scene.gauged["queue"] >= limit
+    )
+
+
+RULES = (
+    AlarmRule("FedstreamStalled", "critical", 60, "no new version", _stalled, 600),
+    AlarmRule(
+        "FedstreamNoLeader",
+        "critical",
+        120,
+        "no scheduler leads",
+        _no_leader,
+        role="scheduler",
+    ),
+    AlarmRule("FedstreamNoLeader", "critical", 120, "no updater leads", _no_leader, role="updater"),
+    AlarmRule(
+        "FedstreamNoTrainers",
+        "critical",
+        300,
+        "tasks wait and no trainer is alive",
+        _no_trainers,
+        0,
+    ),
+    AlarmRule("FedstreamRefusals", "warning", 300, "many updates are refused", _refusals, 0.1, 600),
+    AlarmRule("FedstreamTaskRaises", "warning", 300, "many tasks raise", _task_raises, 0.1, 600),
+    AlarmRule(
+        "FedstreamMetricSwings",
+        "warning",
+        60,
+        "a metric falls back again and again",
+        _metric_swings,
+        MOST_RELAPSES,
+    ),
+    AlarmRule(
+        "FedstreamDeadLetters",
+        "warning",
+        60,
+        "something could not be processed",
+        _dead_letters,
+        0,
+    ),
+    AlarmRule(
+        "FedstreamRedisNearlyFull",
+        "warning",
+        300,
+        "Redis is nearly full",
+        _redis_nearly_full,
+        0.9,
+    ),
+    AlarmRule("FedstreamQueueFull", "warning", 600, "the queue is full", _queue_full),
+)
+"""Those that a scene can judge, in the order of the manifests."""

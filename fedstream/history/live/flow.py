@@ -1,0 +1,145 @@
+"""The way of a task as a row of places: how many are there, how fast they pass, what holds them up.
+
+The bottleneck is the service for which tasks wait, not the place that has most of them: what is
+being trained is being served. Waiting is the mean over the last looks, since a single look often
+falls between two batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedstream.coordinator.rounds import Rounds
+from fedstream.history.live.scene import Scene
+from fedstream.terminal import counted
+
+FlowPlace = Literal["triggers", "waiting", "training", "uploads", "queue", "updater"]
+LOOK_S = 10.0  # over which waiting is averaged
+LOOKS = 3  # at least, that the bottleneck is told by
+WAIT = 1.0  # task on average: less is not worth mentioning
+
+_TELLS: dict[FlowPlace, str] = {
+    "triggers": "tasks that no coordinator has handed out",
+    "waiting": "tasks that no trainer has taken",
+    "training": "tasks that a trainer or a device has",
+    "uploads": "answers that no coordinator has admitted",
+    "queue": "updates that the updater has not taken",
+    "updater": "updates that wait for the rest of their version",
+}
+_HELPS: dict[FlowPlace, tuple[str, str]] = {
+    "triggers": ("The coordinators", "another coordinator may help, or a faster Redis"),
+    "waiting": ("The trainers", "more trainers would help"),
+    "uploads": ("The coordinators", "another coordinator may help, or a faster Redis"),
+    "queue": ("The updater", "more trainers would not help"),
+}
+"""Where tasks wait: for whom, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A place on the way: what is there now, and how much passes it."""
+
+    name: FlowPlace
+    tells: str  # what is counted
+    count: int
+    rate: float | None  # a second; None: not known
+    passing: str  # what the rate counts
+    is_bottleneck: bool
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What the run waits for, and how that was decided."""
+
+    place: FlowPlace | None  # None: nothing in particular
+    text: str  # sentences
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The stages in the order in which a task passes them."""
+
+    stages: tuple[Stage, ...]
+    bottleneck: Bottleneck
+
+
+def flow(scene: Scene) -> Flow:
+    """The flow of a scene, and its bottleneck."""
+    phases, rates, tally = scene.phases, scene.rates, scene.tally
+    found = bottleneck(scene)
+    answered = rates.used + rates.refused
+    known: list[tuple[FlowPlace, int, float | None, str]] = [
+        ("triggers", phases.get("triggered", 0), rates.issued, "begun"),
+        ("waiting", phases.get("waiting", 0), None, ""),
+        ("training", phases.get("training", 0), None, ""),
+        ("uploads", phases.get("uploading", 0), None, ""),
+        ("queue", tally.backlog, answered, "decided"),
+        ("updater", tally.head.buffered, rates.versions, "versions"),
+    ]
+    return Flow(
+        tuple(
+            Stage(
+                name, _TELLS[name], count, rate if rates.over_s > 0 else None, passing,
+                name == found.place,
+            )
+            for name, count, rate, passing in known
+        ),
+        found,
+    )  # fmt: skip
+
+
+def bottleneck(scene: Scene) -> Bottleneck:
+    """Where tasks wait most, or else what takes the time."""
+    if scene.tally.run.state == "finished":
+        return Bottleneck(None, "The run is finished.")
+    if len(scene.gauged) < LOOKS:
+        return Bottleneck(None, "What holds the tasks up is told after three looks.")
+    waits, over_s = waiting(scene)
+    place = max(waits, key=lambda one: waits[one])
+    if waits[place] >= WAIT:
+        who, helps = _HELPS[place]
+        verb = "is" if who.endswith("updater") else "are"
+        return Bottleneck(
+            place,
+            f"{who} {verb} the bottleneck: {waits[place]:.1f} tasks on average waited for "
+            f"{'it' if verb == 'is' else 'them'} over the last {over_s:.0f} s, more than anywhere "
+            f"else; {helps}.",
+        )
+    target, mean = scene.settings.scheduler.target_staleness, scene.tally.head.mean_staleness
+    if target is not None and mean > target:
+        return Bottleneck(
+            None,
+            f"The scheduler holds back: updates are {mean:.2f} versions late on average, above "
+            f"scheduler.target_staleness = {target:g}.",
+        )
+    training = scene.phases.get("training", 0)
+    if training and isinstance(scene.settings.policy, Rounds):
+        return Bottleneck(
+            "training",
+            f"Training takes the time: the round waits for {counted(training, 'device')} that still"
+            f" {'trains' if training == 1 else 'train'}, and nothing waits for a service.",
+        )
+    if training:
+        return Bottleneck(
+            "training",
+            "Training takes the time: nothing waits for a service. More tasks in flight, and "
+            "trainers for them, would make more versions, from staler updates.",
+        )
+    return Bottleneck(None, "Nothing waits: too little is going on for a bottleneck.")
+
+
+def waiting(scene: Scene) -> tuple[dict[FlowPlace, float], float]:
+    """How many tasks wait at each place, as means over the last seconds, and over how many.
+
+    The scene has at least ``LOOKS`` gauges.
+    """
+    rows = scene.gauged[scene.gauged["time"] > scene.now - LOOK_S]
+    if len(rows) < LOOKS:  # a busy coordinator looks every ten seconds
+        rows = scene.gauged[-LOOKS:]
+    further = sum(rows[name] for name in ("triggers", "training", "uploading", "queue"))
+    untaken = (rows["open"] - further).clip(min=0)
+    return {
+        "triggers": float(rows["triggers"].mean()), "waiting": float(untaken.mean()),
+        "uploads": float(rows["uploading"].mean()), "queue": float(rows["queue"].mean()),
+    }, max(1.0, scene.now - float(rows["time"][0]))  # fmt: skip

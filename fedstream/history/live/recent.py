@@ -1,0 +1,187 @@
+"""What a run has done lately, from its events and versions. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from math import isfinite, nan
+from typing import Any
+
+import numpy as np
+
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.messages import OUTCOMES, Contribution, Event, Version
+from fedstream.broker.records import Tally
+from fedstream.broker.streams import Entry
+from fedstream.history.live.scene import GAUGED, Note, Rates, SeenMetrics, TaskEnd
+from fedstream.history.table import MADE, NONE, UPDATE, RowArray, update_row, whole
+
+ROWS = 16_384  # of ended tasks and of versions
+_GAUGES = 1800
+_MEASURED = 10_000
+_SHOWN = 50  # outcomes and notes
+_UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
+_REASONS = 1000  # a closed set, but for a Redis that anybody may write to
+_TEXT = 2000  # characters of an error that are kept
+_OVER_S = 10.0  # for rates
+_LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
+
+Told = TaskEnd | Note | SeenMetrics
+
+
+class Ring:
+    """The newest rows of an array that grows."""
+
+    def __init__(self, kind: np.dtype[Any], most: int) -> None:
+        self._rows = np.zeros(2 * most, kind)
+        self._most = most
+        self._dropped = 0  # rows that were there before the first
+        self._end = 0
+
+    def add(self, row: tuple[Any, ...]) -> int:
+        """Append a row: its number."""
+        if self._end == len(self._rows):
+            self._rows[: self._most] = self._rows[self._most :]
+            self._dropped += self._most
+            self._end = self._most
+        self._rows[self._end] = row
+        self._end += 1
+        return self._dropped + self._end - 1
+
+    def set(self, number: int, name: str, value: float) -> None:
+        """Change a row that may still be there."""
+        if number >= self._dropped:
+            self._rows[name][number - self._dropped] = value
+
+    def newest(self) -> RowArray:
+        """The newest rows, oldest first, as an array that nobody else has."""
+        return self._rows[max(0, self._end - self._most) : self._end].copy()
+
+
+class Recent:
+    """Outcomes, measurements, versions and gauges, each bounded, newest last."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = [""]
+        self.measured: dict[int, SeenMetrics] = {}
+        self.outcomes: deque[TaskEnd] = deque(maxlen=_SHOWN)
+        self.notes: deque[Note] = deque(maxlen=_SHOWN)
+        self.ended = Ring(UPDATE, ROWS)
+        self.made = Ring(MADE, ROWS)
+        self.gauged = Ring(GAUGED, _GAUGES)
+        self.moved = 0.0  # when the newest event or version was told
+        self._reasons = {"": 0}
+        self._rows: dict[str, int] = {}  # task -> its row, of those used and not in a version yet
+        self._unmatched: dict[str, Contribution] = {}
+        self._counts: deque[tuple[float, dict[str, int]]] = deque()
+
+    def tell(self, entries: Iterable[Entry]) -> list[tuple[str, Told]]:
+        """Take events, in order; returns what they say, with their ids."""
+        told: list[tuple[str, Told]] = []
+        for entry in entries:
+            with suppress(BadMessage):
+                told.append((entry.id, self._told(entry.id, Event.decode(entry.data))))
+            self.moved = max(self.moved, entry.time)
+        return told
+
+    def _told(self, id_: str, event: Event) -> Told:
+        if event.what == "evaluation" and event.version is not None and event.device is None:
+            found = SeenMetrics(event.version, _moment(event.time), event.metrics or {})
+            self.measured[found.version] = found
+            if len(self.measured) > _MEASURED:
+                del self.measured[next(iter(self.measured))]
+            return found
+        if event.what == "outcome" and event.outcome is not None:
+            self._end(event)
+            outcome = TaskEnd(
+                id_, _moment(event.time), event.task or "", event.device, event.outcome,
+                event.reason or "", event.version, event.staleness, event.weight, event.site or "",
+            )  # fmt: skip
+            self.outcomes.append(outcome)
+            return outcome
+        note = Note(
+            id_, _moment(event.time), event.what, event.service, event.device, event.version,
+            event.reason or "", (event.text or "")[-_TEXT:], event.site or "",
+        )  # fmt: skip
+        self.notes.append(note)
+        return note
+
+    def _end(self, event: Event) -> None:
+        used = self._unmatched.pop(event.task or "", None)
+        outcome = OUTCOMES.index(event.outcome) if event.outcome else 0
+        row = self.ended.add(
+            update_row(
+                version=event.version, time=_moment(event.time), device=event.device,
+                outcome=outcome, reason=self._reason(event.reason or ""),
+                staleness=event.staleness, weight=event.weight, loss=used.loss if used else None,
+            )
+        )  # fmt: skip
+        if used is None and event.task and event.outcome in ("applied", "buffered"):
+            _bounded(self._rows, event.task, row)
+
+    def _reason(self, reason: str) -> int:
+        if reason not in self._reasons:
+            if len(self._reasons) == _REASONS:
+                return 0
+            self._reasons[reason] = len(self.reasons)
+            self.reasons.append(reason)
+        return self._reasons[reason]
+
+    def publish(self, entries: Iterable[Entry]) -> None:
+        """Take versions, in order."""
+        for entry in entries:
+            with suppress(BadMessage):
+                version = Version.decode(entry.data)
+                number, time = whole(version.version), _moment(version.time)
+                self.made.add((number, time, NONE, False, False, 0, 0, NONE))
+                for update in version.updates:
+                    row = self._rows.pop(update.task, None)
+                    if row is None:  # commits tell a version before its updates' outcomes
+                        _bounded(self._unmatched, update.task, update)
+                        continue
+                    self.ended.set(row, "loss", nan if update.loss is None else update.loss)
+            self.moved = max(self.moved, entry.time)
+
+    def gauge(
+        self, tally: Tally, memory: int, training: int, uploading: int, leading: Collection[str]
+    ) -> None:
+        """Take what is there now."""
+        self.gauged.add(
+            (
+                tally.now, tally.tasks, tally.backlog, tally.triggers, tally.inbox or 0,
+                tally.trainers, memory, training, uploading, tally.dead,
+                ("scheduler" in leading) + 2 * ("updater" in leading),
+            )
+        )  # fmt: skip
+        counts: dict[str, int] = {"issued": tally.issued, "versions": tally.head.version}
+        counts.update({str(outcome): n for outcome, n in tally.outcomes.items()})
+        self._counts.append((tally.now, counts))
+        while self._counts[0][0] < tally.now - _OVER_S:
+            self._counts.popleft()
+
+    @property
+    def rates(self) -> Rates:
+        """Per second, from the counts of the last ten."""
+        if len(self._counts) < 2:
+            return Rates()
+        (began, before), (now, after) = self._counts[0], self._counts[-1]
+        if now <= began:
+            return Rates()
+        # Redis may have fallen back meanwhile.
+        by = {name: max(0, n - before[name]) / (now - began) for name, n in after.items()}
+        return Rates(
+            now - began, by["issued"], by["applied"] + by["buffered"], by["refused"],
+            by["given_up"], by["dead"], by["versions"],
+        )  # fmt: skip
+
+
+def _moment(seconds: float) -> float:
+    """Seconds since 1970 that have a date, whatever a clock said."""
+    return min(max(seconds, 0.0), _LAST_S) if isfinite(seconds) else 0.0
+
+
+def _bounded(known: dict[str, Any], task: str, value: object) -> None:
+    known[task] = value
+    if len(known) > _UNMATCHED:
+        del known[next(iter(known))]

@@ -1,0 +1,464 @@
+"""The live page's routes: who may see it, who may act, and the stream of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from prometheus_client import Counter
+
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.coordinator.access import Tokens
+from fedstream.coordinator.page import LivePage, MakePage, has_page
+from fedstream.history.live.acting import Acting
+from fedstream.history.live.broadcast import Broadcast, DrawnGlance
+from fedstream.history.live.collector import Collector, Glance
+from fedstream.history.live.past import Pasts
+from fedstream.history.live.scene import Scene, SeenPushes
+from fedstream.history.live.sessions import LASTS_S, Sessions, Who
+from fedstream.history.ui.http import (
+    HEADERS,
+    Answering,
+    Asker,
+    form_of,
+    is_ours,
+    no_icon,
+    send_static,
+)
+from fedstream.runtime.buckets import Buckets
+from fedstream.runtime.crowd import network_of
+from fedstream.runtime.http import NOWHERE
+from fedstream.runtime.service import Context
+from fedstream.settings.config import Settings
+
+if TYPE_CHECKING:
+    from fedstream.history.measurements import Measurement
+
+_FORM = 4096  # bytes
+_GUESSES, _GUESSES_PER_S = 10, 1 / 6  # wrong tokens from an address: at once, and a second
+_ADDRESSES = 1000  # whose wrong tokens are remembered
+_DIGITS = 18  # more than any device's number has
+_WITHIN_S = 5.0  # for the first look
+_SOON_S = 1.0  # for one that can be done without
+_RETRY_S = 2
+_SHORT_S, _LONG_S = 0.01, 0.2  # that a look may read in the journal
+_STREAM = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+
+
+def live_page(settings: Settings) -> MakePage | None:
+    """Makes the page of a coordinator; None if it has none. Raises ConfigError."""
+    if not has_page(settings.page, settings.http):
+        return None
+
+    def make(client: Client, tokens: Tokens | None) -> LivePage:
+        return LiveService(settings, client, tokens)
+
+    return make
+
+
+class _EarlierLogin(FedstreamError):
+    """A form that changes something is not of this login."""
+
+
+class LiveService:
+    """The page of one coordinator."""
+
+    def __init__(self, settings: Settings, client: Client, tokens: Tokens | None) -> None:
+        """``tokens``: of those who may look; None: everybody may."""
+        self._settings = settings
+        self._run = settings.run.name
+        keys = Keys(settings.run.name)
+        self._sessions = Sessions(self._run, tokens, settings.page.operator_token)
+        self._now = client.clock.now  # on which replicas agree
+        self._collector = Collector(Onlooker(client, keys, "page"), settings)
+        self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
+        self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
+        self._past = Pasts(settings, self._asker, self._measured, self._pushed)
+        self._acting = Acting(settings, client, keys)
+        self._making: Any = None  # what makes HTML, loaded when the first viewer comes
+        self._following: Any = None  # what reads the journal, likewise
+        self._context: Context | None = None
+        self._faults: Counter | None = None
+
+    async def run(self, context: Context) -> None:
+        """Look on while somebody does, until stop."""
+        self._context = context
+        self._faults = Counter(
+            "fedstream_page_faults", "Faults of the live page's own.", ["part"],
+            registry=context.registry,
+        )  # fmt: skip
+        for part in ("page", "journal"):
+            self._faults.labels(part)
+        try:
+            await self._broadcast.run(context.stop)
+        finally:
+            self._past.close()
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """The page, its stream, logins, operators' acts, and the recorded past."""
+        return [
+            web.get("/", self._guarded(self._page)),
+            web.get("/live/stream", self._guarded(self._stream)),
+            web.get("/login", self._open(self._ask)),
+            web.post("/login", self._open(self._log_in)),
+            web.post("/logout", self._open(self._log_out)),
+            web.get("/operate", self._guarded(self._operate, "operator")),
+            web.post("/operate/retry", self._guarded(self._retry, "operator")),
+            web.post("/operate/stop", self._guarded(self._stop, "operator")),
+            web.get("/static/{name}", self._open(send_static)),
+            web.get("/favicon.ico", self._open(no_icon)),
+            web.get(f"/{NOWHERE}", self._open(self._nowhere), name=NOWHERE),
+            *(web.get(path, self._guarded(self._recorded(path))) for path in self._past.paths),
+            *(web.post(path, self._asking(path)) for path in self._past.questions),
+        ]
+
+    async def _nowhere(self, _request: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound
+
+    # who may
+
+    def _open(self, handler: Answering) -> Answering:
+        """Answer anybody; what changes something, only our own pages."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if request.method == "POST" and not is_ours(request):
+                response: web.StreamResponse = await self._failed(
+                    403, "Not from here", "this was not sent by a page of this coordinator"
+                )
+            else:
+                response = await self._answered(request, handler)
+            if not response.prepared:
+                response.headers.update(HEADERS)
+            return response
+
+        return answer
+
+    def _guarded(self, handler: Answering, who: Who = "viewer") -> Answering:
+        """Answer those who may look, or act; ask others for their token."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if self._may(request, who):
+                return await handler(request)
+            if who == "operator" and not self._sessions.has_operators:
+                return await self._nobody_may("act")
+            return await self._login(request.rel_url.raw_path_qs, who)
+
+        return self._open(answer)
+
+    def _asker(self, request: web.Request) -> Asker:
+        """Whether whoever sent this may have questions worked on, which takes much time.
+
+        On this machine, whoever looks may; where others can look too, operators.
+        """
+        if self._sessions.is_open or self._who(request) == "operator":
+            return "may"
+        return "operator" if self._sessions.has_operators else "nobody"
+
+    def _asking(self, path: str) -> Answering:
+        """Take the form of a question from those who may ask it."""
+        ask = self._past.answering(path)
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            asker = self._asker(request)
+            if asker == "may":
+                return await ask(request)
+            if asker == "operator":
+                return await self._login(path, "operator")
+            return await self._nobody_may("work on this")
+
+        return self._guarded(answer)
+
+    async def _nobody_may(self, what: str) -> web.Response:
+        return await self._failed(
+            403, f"Nobody may {what}",
+            "no operator's token is configured: set page.operator_token "
+            "(FEDSTREAM_PAGE__OPERATOR_TOKEN), or use the command line",
+        )  # fmt: skip
+
+    def _may(self, request: web.Request, who: Who) -> bool:
+        now = self._who(request)
+        if who == "operator":
+            return now == "operator"
+        header = request.headers.get("Authorization", "")
+        return self._sessions.is_open or now is not None or self._sessions.is_bearer(header)
+
+    def _who(self, request: web.Request) -> Who | None:
+        return self._sessions.who(self._cookie(request), self._now())
+
+    def _cookie(self, request: web.Request) -> str:
+        return request.cookies.get(self._sessions.cookie, "")
+
+    async def _answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPNotFound:
+            return await self._failed(404, "Not found", f"no page {request.path[:80]}")
+        except web.HTTPException as error:  # a redirect, or a form that is too long
+            return web.Response(status=error.status, headers=error.headers)
+        except (NoRun, TimeoutError) as error:
+            make, why = await self._made(), str(error) or "Redis has not answered yet"
+            if isinstance(error, NoRun):  # seen most often where one is about to begin
+                why = f"the run {self._run!r} is being set up, unless there is none of that name"
+            said = f"{why}: this page is loaded again by itself"
+            return _html(make.waiting(self._run, said), 503, retry=True)
+        except FedstreamError as error:
+            status = 503 if error.retriable else 500
+            return await self._failed(status, "That did not work", str(error))
+
+    async def _failed(self, status: int, title: str, text: str) -> web.Response:
+        make = await self._made()
+        return _html(make.problem(self._run, title, text), status, retry=status == 503)
+
+    # the page
+
+    async def _made(self) -> Any:
+        """What makes HTML: not loaded, and costing nothing, until somebody comes."""
+        if self._making is None:
+            self._making = await asyncio.to_thread(_loaded)
+        return self._making
+
+    async def _looked(self) -> Glance:
+        """A look at Redis, and then into the journal, if that can be read."""
+        look = await self._collector.look()
+        # What is read at the first look, or after the end, slows nothing down.
+        is_free = look.is_anew or look.scene.tally.run.state == "finished"
+        pushes, seconds = await asyncio.to_thread(self._followed, _LONG_S if is_free else _SHORT_S)
+        scene = replace(look.scene, pushes=pushes)
+        return replace(look, scene=scene, seconds=look.seconds + seconds)
+
+    def _followed(self, for_s: float) -> tuple[SeenPushes, float]:
+        """Read along in the journal for so long: what is known, and the seconds that it took."""
+        if self._following is None:
+            self._following = _follower(self._settings)
+        began = time.thread_time()
+        try:
+            found: SeenPushes = self._following.look(for_s)
+        except Exception as error:  # the rest of the page goes on without it
+            self._note_fault("journal", error)
+            found = self._following.give_up(
+                f"a fault of this page ({type(error).__name__}; the coordinator's log says more)"
+            )
+        return found, time.thread_time() - began
+
+    async def _drawn(self, look: Glance) -> DrawnGlance:
+        make = await self._made()
+        # In a thread: it may take a tenth of a second, and entries must not wait for it.
+        found: DrawnGlance = await asyncio.to_thread(make.drawn, look)
+        return found
+
+    def _failing(self, error: Exception) -> None:
+        self._note_fault("page", error)
+
+    def _note_fault(self, part: str, error: Exception) -> None:
+        if self._context is not None and self._faults is not None:
+            self._context.log.error("the page failed", part=part, exc_info=error)
+            self._faults.labels(part).inc()
+
+    def _away(self, scene: Scene, away_s: float) -> Mapping[str, str]:
+        found: Mapping[str, str] = self._making.away(scene, away_s)
+        return found
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        make = await self._made()
+        picture = await self._broadcast.newest(_WITHIN_S)
+        cookie = self._who(request)
+        return _html(
+            make.page(
+                picture, has_past=await self._past.are_there(), journal=str(self._past.journal),
+                is_operator=cookie == "operator", has_operators=self._sessions.has_operators,
+                may_leave=cookie is not None,
+            )
+        )  # fmt: skip
+
+    def _recorded(self, path: str) -> Answering:
+        """The recorded past; of devices, what the newest tasks say if nothing is recorded here."""
+        recorded = self._past.answering(path)
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if not path.startswith("/devices") or await self._past.are_there():
+                # Who follows the work on a question asks often, and needs no new look for that.
+                if self._broadcast.picture is None or path not in self._past.questions:
+                    with suppress(FedstreamError, TimeoutError):  # it only adds what was measured
+                        await self._broadcast.newest(_SOON_S)
+                return await recorded(request)
+            make, picture = await self._made(), await self._broadcast.newest(_WITHIN_S)
+            about = {"has_operators": self._sessions.has_operators}
+            number = request.match_info.get("number")
+            if number is None:
+                return _html(make.devices(picture, request.query.get("sort", ""), **about))
+            if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
+                raise web.HTTPNotFound
+            return _html(make.device(picture, int(number), **about))
+
+        return answer
+
+    def _measured(self) -> list[Measurement]:
+        """What the evaluator has measured, as far as it was seen."""
+        picture = self._broadcast.picture
+        return [] if picture is None else picture.scene.measurements
+
+    def _pushed(self) -> SeenPushes:
+        """What was read along in the journal."""
+        picture = self._broadcast.picture
+        return SeenPushes() if picture is None else picture.scene.pushes
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "HEAD":  # the page asks whether it may connect again
+            return web.Response(headers=_STREAM)
+        if self._broadcast.viewers >= self._settings.page.viewers:
+            most = f"{self._settings.page.viewers} viewers are there already (page.viewers)"
+            return await self._failed(503, "Too many viewers", most)
+        # A browser that connects again names what it has; at first, the page's address does.
+        after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
+        response = web.StreamResponse(headers={**_STREAM, **HEADERS})
+        await response.prepare(request)
+        async with aclosing(self._broadcast.follow(after[:40])) as news:
+            async for part in news:
+                await response.write(part)
+        return response
+
+    # logins
+
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
+        who: Who = "operator" if request.query.get("as") == "operator" else "viewer"
+        return await self._login(_local(request.query.get("to", "/")), who)
+
+    async def _login(self, to: str, who: Who, problem: str = "", status: int = 401) -> web.Response:
+        make = await self._made()
+        text = make.login(self._run, to, is_operator=who == "operator", problem=problem)
+        response = _html(text, status)
+        response.headers["WWW-Authenticate"] = 'Bearer realm="fedstream"'
+        return response
+
+    async def _log_in(self, request: web.Request) -> web.StreamResponse:
+        said = await form_of(request, _FORM)
+        to = _local(said.get("to", "/"))
+        who: Who = "operator" if said.get("as") == "operator" else "viewer"
+        guesser = network_of(request.remote or "")
+        if (wait_s := self._guesses.wait_s(guesser, time.monotonic())) > 0:
+            return await self._too_often(to, who, wait_s)
+        begun = self._sessions.begun(said.get("token", ""), self._now())
+        if begun is None or (who == "operator" and begun[0] != "operator"):
+            self._guesses.charge(guesser, time.monotonic())
+            self._say("login refused", request, to=to[:80])
+            return await self._login(to, who, "This is not the token.")
+        if to.startswith("/operate/"):  # a form that was sent after its time: begin with the page
+            to = "/operate"
+        response = web.Response(status=303, headers={"Location": to})
+        is_secure = request.secure or request.headers.get("X-Forwarded-Proto") == "https"
+        response.set_cookie(
+            self._sessions.cookie, begun[1], max_age=LASTS_S[begun[0]], httponly=True,
+            samesite="Strict", secure=is_secure, path="/",
+        )  # fmt: skip
+        return response
+
+    async def _too_often(self, to: str, who: Who, wait_s: float) -> web.Response:
+        seconds = ceil(wait_s)
+        said = (
+            "Too many wrong tokens came from this address: another one is taken in "
+            f"{seconds} s, right or wrong."
+        )
+        response = await self._login(to, who, said, 429)
+        response.headers["Retry-After"] = str(seconds)
+        return response
+
+    async def _log_out(self, _request: web.Request) -> web.StreamResponse:
+        response = web.Response(status=303, headers={"Location": "/"})
+        response.del_cookie(self._sessions.cookie, path="/")
+        return response
+
+    # acts
+
+    async def _operate(self, request: web.Request) -> web.StreamResponse:
+        return await self._operated(request)
+
+    async def _retry(self, request: web.Request) -> web.StreamResponse:
+        said = await form_of(request, _FORM)
+        letter = said.get("letter", "")
+
+        async def act() -> str:
+            self._check_login(request, said)
+            trigger = await self._acting.retry(letter)
+            self._say("dead letter retried", request, letter=letter, task=trigger.task)
+            return f"Letter {letter} is being retried as task {trigger.task}."
+
+        return await self._operated(request, act)
+
+    async def _stop(self, request: web.Request) -> web.StreamResponse:
+        said = await form_of(request, _FORM)
+
+        async def act() -> str:
+            self._check_login(request, said)
+            if said.get("sure") != "yes":
+                raise FedstreamError("tick the box, too")
+            if not await self._acting.stop():
+                raise FedstreamError("the run is not going on")
+            self._say("run stopped", request)
+            return "The run ends with its newest version."
+
+        return await self._operated(request, act)
+
+    def _check_login(self, request: web.Request, said: Mapping[str, str]) -> None:
+        """Raise _EarlierLogin if a form is of another login, or of none."""
+        if not self._sessions.is_form(self._cookie(request), said.get("form", "")):
+            raise _EarlierLogin("this form was of an earlier login: send it once more")
+
+    async def _operated(
+        self, request: web.Request, act: Callable[[], Awaitable[str]] | None = None
+    ) -> web.Response:
+        """The operators' page, after an act."""
+        make, told, problem, found = await self._made(), "", "", None
+        ended, status = "", 200
+        try:
+            told = "" if act is None else await act()
+        except FedstreamError as error:
+            problem = self._acting.explained(error)
+            status = 403 if isinstance(error, _EarlierLogin) else status
+        try:
+            found, run = await self._acting.seen()
+            ended = "" if run.state == "running" else ": ".join(filter(None, (run.state, run.why)))
+        except FedstreamError as error:
+            problem = problem or self._acting.explained(error)
+        form = self._sessions.form_of(self._cookie(request))
+        text = make.operate(self._run, found, form, told=told, problem=problem, ended=ended)
+        return _html(text, status)
+
+    def _say(self, what: str, request: web.Request, **about: object) -> None:
+        if self._context is not None:
+            self._context.log.warning(what, remote=request.remote, **about)
+
+
+def _follower(settings: Settings) -> Any:
+    from fedstream.history.live.following import JournalFollower
+
+    journal = settings.journal
+    return JournalFollower(Path(journal.dir), weights=journal.weights)
+
+
+def _loaded() -> Any:
+    from fedstream.history.live import rendering
+
+    return rendering
+
+
+def _html(text: str, status: int = 200, *, retry: bool = False) -> web.Response:
+    headers = {"Retry-After": str(_RETRY_S)} if retry else None
+    return web.Response(text=text, status=status, content_type="text/html", headers=headers)
+
+
+def _local(to: str) -> str:
+    """An address of ours; the first page for any other."""
+    parts = urlsplit(to)
+    is_ours = to.startswith("/") and not to.startswith("//") and "\\" not in to
+    return to if is_ours and not parts.netloc and to.isprintable() else "/"

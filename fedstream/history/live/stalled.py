@@ -1,0 +1,288 @@
+"""Why nothing moves: one plain sentence about a scene, or None while the run makes progress.
+
+The causes are asked in an order: what stops everything comes before what stops a part, and what is
+sure before what is likely.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from fedstream.broker.messages import OUTCOMES
+from fedstream.coordinator.policies import Policy
+from fedstream.coordinator.rounds import Rounds
+from fedstream.history.display import duration, failing
+from fedstream.history.live.scene import Phase, Scene, SeenWorker
+from fedstream.history.timeline import is_stalled
+from fedstream.terminal import counted
+from fedstream.trainer.devices import AlwaysAvailable, eligible
+
+AWAY_S = 3.0  # without an answer from Redis; shorter gaps are usual
+FULL = 0.98  # of Redis's memory: beyond it, writes are about to be refused
+_SILENT = 0.5  # of the time after which a trainer is struck off
+_ENDS = 3  # at least, all with the same outcome: then that is what stops the run
+_CHECKED = 1000  # devices whose availability is looked up
+
+Explanation: TypeAlias = Callable[[Scene], str | None]
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Why nothing moves."""
+
+    text: str  # a sentence
+    is_wrong: bool = True  # somebody may have to do something
+
+
+def stalled(scene: Scene, *, away_s: float = 0.0) -> Standstill | None:
+    """Why there is no new version; None while there are, or if it is too early to say.
+
+    ``away_s``: seconds for which Redis has not answered, so that the scene is as old as that.
+    """
+    if away_s > AWAY_S:
+        return Standstill(
+            f"Stalled because Redis has not answered for {duration(away_s)}: all services wait, "
+            "and go on by themselves once it is back."
+        )
+    run = scene.tally.run
+    if run.state == "finished":
+        why = f" ({run.why})" if run.why else ""
+        return Standstill(f"Nothing moves any more because the run is finished{why}.", False)
+    idle = idle_s(scene)
+    if _is_complete(scene):
+        return _last_measurement(scene, idle)
+    if not is_stalled(idle, usual_s(scene), first=scene.tally.head.version == 0):
+        return None
+    why = next((said for cause in CAUSES if (said := cause(scene))), "no cause is known from here")
+    return Standstill(f"Stalled for {duration(idle)} because {why}.")
+
+
+def idle_s(scene: Scene) -> float:
+    """Seconds since the newest version, or since the run began."""
+    return max(0.0, scene.now - max(scene.tally.head.time, scene.tally.run.created))
+
+
+def usual_s(scene: Scene) -> float:
+    """The median of the seconds between the newest versions; 0 before the second."""
+    times = scene.made["time"][-100:]
+    return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+
+
+def _is_complete(scene: Scene) -> bool:
+    return scene.tally.head.version >= scene.tally.run.versions
+
+
+def _last_measurement(scene: Scene, idle: float) -> Standstill | None:
+    """All versions are made, and the run has not ended yet."""
+    last = scene.tally.run.versions
+    measured = scene.measured[-1].version if scene.measured else 0
+    if not is_stalled(idle, 0.0, first=False) or measured >= last:
+        return None
+    newest = f"version {measured:,}" if scene.measured else "none"
+    return Standstill(
+        f"Stalled for {duration(idle)} because all {last:,} versions are made, and the evaluator "
+        f"has not measured the last one yet (newest measurement: {newest})."
+    )
+
+
+# causes: each says what follows 'because', or None
+
+
+def memory_is_full(scene: Scene) -> str | None:
+    """Redis takes nothing more."""
+    used, limit = scene.memory.used, scene.memory.limit
+    if not limit or used < FULL * limit:
+        return None
+    return (
+        f"Redis is full ({used / limit:.0%} of {limit >> 20:,} MiB): it refuses writes until there "
+        "is room"
+    )
+
+
+def no_updater_leads(scene: Scene) -> str | None:
+    """Nobody holds the updater's lease."""
+    if "updater" in scene.leading:
+        return None
+    waiting = scene.tally.backlog
+    waits = f"and {counted(waiting, 'update')} {'waits' if waiting == 1 else 'wait'} for one"
+    return f"no updater is active, {waits}: {_successor(scene.settings.updater.lease_s)}"
+
+
+def updater_is_silent(scene: Scene) -> str | None:
+    """Updates wait, and the updater, which leads, takes none."""
+    waiting, limit = scene.tally.backlog, scene.settings.scheduler.max_queue
+    if not waiting:
+        return None
+    full = f", at its limit of {limit:,}, so that no task begins either" if waiting >= limit else ""
+    return (
+        f"the updater takes nothing from the queue: {counted(waiting, 'update')} "
+        f"{'waits' if waiting == 1 else 'wait'}{full} (its log says why: a full disk, for example)"
+    )
+
+
+def no_trainer_is_alive(scene: Scene) -> str | None:
+    """Nobody is on the register."""
+    if scene.tally.trainers:
+        return None
+    open_ = scene.tally.tasks
+    rest = f", and {counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open" if open_ else ""
+    return f"no trainer is alive{rest}"
+
+
+def no_device_is_connected(scene: Scene) -> str | None:
+    """Only gateways train, and no device is at one."""
+    gateways = [one for one in scene.workers if one.is_gateway]
+    if not gateways or len(gateways) < len(scene.workers):
+        return None
+    if len(scene.workers) < scene.tally.trainers or any(one.owns for one in gateways):
+        return None
+    return f"no device is connected to {'the gateway' if len(gateways) == 1 else 'any gateway'}"
+
+
+def trainers_are_silent(scene: Scene) -> str | None:
+    """All that are registered have said nothing for a while: paused, or cut off."""
+    limit = scene.settings.coordinator.trainer_silence_s
+    ages = list(_silences(scene))
+    if not ages or len(scene.workers) < scene.tally.trainers:
+        return None
+    if min(age for _, age in ages) < _SILENT * limit:
+        return None
+    worker, age = min(ages, key=lambda one: one[1])
+    lease = scene.settings.lease.seconds
+    who = f"none of the {len(ages):,} trainers" if len(ages) > 1 else "not even the only trainer"
+    return (
+        f"{who} says anything, perhaps because they are paused or cut off: {worker.name} spoke "
+        f"last, {duration(age)} ago. Tasks in hand go to others once their leases of {lease:g} s "
+        "have run out"
+    )
+
+
+def _silences(scene: Scene) -> Iterator[tuple[SeenWorker, float]]:
+    for worker in scene.workers:
+        if worker.heard is not None:
+            yield worker, scene.now - worker.heard
+
+
+def nothing_is_used(scene: Scene) -> str | None:
+    """Tasks end, but all of them without making a version."""
+    since = scene.ended[scene.ended["time"] > scene.tally.head.time]
+    used = np.isin(since["outcome"], [OUTCOMES.index(name) for name in ("applied", "buffered")])
+    if len(since) < _ENDS or used.any():
+        return None
+    ends = Counter(zip(since["outcome"].tolist(), since["reason"].tolist(), strict=True))
+    (outcome, reason), count = ends.most_common(1)[0]
+    what = {
+        "refused": "is refused", "given_up": "is given up", "dead": "becomes a dead letter",
+    }[OUTCOMES[outcome]]  # fmt: skip
+    why = scene.reasons[reason] or "no reason was given"
+    return f"every task that ends {what}: {why} ({count:,} of the last {len(since):,})"
+
+
+def no_scheduler_leads(scene: Scene) -> str | None:
+    """Nothing is open, and nobody holds the scheduler's lease."""
+    if scene.tally.tasks or "scheduler" in scene.leading or _devices_decide(scene):
+        return None
+    successor = _successor(scene.settings.scheduler.lease_s)
+    return f"no scheduler is active, so no task begins: {successor}"
+
+
+def _successor(lease_s: float) -> str:
+    return f"if it crashed, another takes over once its lease of {lease_s:g} s has run out"
+
+
+def no_device_is_eligible(scene: Scene) -> str | None:
+    """Nothing is open, and no device may begin."""
+    tally = scene.tally
+    if tally.tasks:
+        return None
+    devices, barred = tally.run.devices, len(tally.head.quarantines.by_device)
+    if barred >= devices:
+        return f"all {counted(devices, 'device')} are in quarantine"
+    if _devices_decide(scene):
+        return "the devices decide when they train (scheduler.policy none), and none has begun"
+    known = scene.settings.devices.availability
+    if not isinstance(known, AlwaysAvailable) and devices <= _CHECKED:
+        at = scene.now - tally.run.created
+        if not any(eligible(known, device, tally.run.seed, at) for device in range(devices)):
+            return f"none of the {devices:,} devices is available now (devices.availability)"
+    if len(tally.failing) >= devices - barred:
+        named = failing(tally.failing_devices)
+        return f"no device works, and each is asked less and less often: {named}"
+    if rest_s := scene.settings.scheduler.rest_s:
+        return f"no task is open: devices that had one rest for {rest_s:g} s (scheduler.rest_s)"
+    return (
+        f"no task is open: no device may begin one now (scheduler.policy is "
+        f"{scene.settings.policy.kind}; the scheduler's log says more)"
+    )
+
+
+def _devices_decide(scene: Scene) -> bool:
+    policy = scene.settings.policy
+    return isinstance(policy, Policy) and policy.devices_decide
+
+
+def coordinators_are_slow(scene: Scene) -> str | None:
+    """Answers or triggers wait for a coordinator."""
+    waits: tuple[tuple[Phase, str], ...] = (("uploading", "answer"), ("triggered", "trigger"))
+    for phase, what in waits:
+        waiting = scene.phases.get(phase, 0)
+        if waiting and waiting == scene.tally.tasks:
+            return f"no coordinator takes what waits for it: {counted(waiting, what)}"
+    return None
+
+
+def nobody_takes_tasks(scene: Scene) -> str | None:
+    """Trainers are alive, and none takes a task."""
+    waiting = scene.phases.get("waiting", 0)
+    if not waiting or scene.phases.get("training", 0):
+        return None
+    return (
+        f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'}, and none of the "
+        f"{counted(scene.tally.trainers, 'live trainer')} takes one: a trainer that died holds its "
+        f"tasks until their lease of {scene.settings.lease.seconds:g} s has run out"
+    )
+
+
+def batch_is_incomplete(scene: Scene) -> str | None:
+    """Some updates of the next version are there; the others are not."""
+    there, wanted = scene.tally.head.buffered, scene.settings.rule.batch
+    if wanted < 2 or not there:
+        return None
+    policy, oldest = scene.settings.policy, _oldest(scene)
+    if isinstance(policy, Rounds):
+        ends = [one.deadline for one in scene.tasks if one.deadline is not None]
+        until = f", for {duration(max(0.0, min(ends) - scene.now))} at most" if ends else ""
+        return f"the round waits for {wanted - there:,} of {wanted:,} answers{until}{oldest}"
+    return (
+        f"a version takes {wanted:,} updates and {there:,} {'is' if there == 1 else 'are'} there"
+        f"{oldest}"
+    )
+
+
+def training_takes_long(scene: Scene) -> str | None:
+    """Somebody trains, and that is all."""
+    training = scene.phases.get("training", 0)
+    if not training:
+        return None
+    verb = "is" if training == 1 else "are"
+    return f"{counted(training, 'task')} {verb} still being trained{_oldest(scene)}"
+
+
+def _oldest(scene: Scene) -> str:
+    if scene.oldest is None:
+        return ""
+    return f"; the oldest open task began {duration(max(0.0, scene.now - scene.oldest))} ago"
+
+
+CAUSES: tuple[Explanation, ...] = (
+    memory_is_full, no_updater_leads, updater_is_silent, no_trainer_is_alive,
+    trainers_are_silent, no_device_is_connected, nothing_is_used, no_scheduler_leads,
+    no_device_is_eligible, coordinators_are_slow, nobody_takes_tasks, batch_is_incomplete,
+    training_takes_long,
+)  # fmt: skip
+"""In the order in which they are asked."""

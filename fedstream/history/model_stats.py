@@ -1,0 +1,224 @@
+"""What the models say of one version: its updates' directions, its layers, how far others are."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from fedstream.broker.layout import OF_INTEGERS, Floats, Layout
+from fedstream.history.models import Past
+from fedstream.history.table import RowArray
+from fedstream.journal import Standing, Taken
+from fedstream.journal.inspection import Move
+from fedstream.journal.records import is_used
+from fedstream.journal.shares import Share, cosine, direction, sampled
+from fedstream.strategies.mixing import distance, norm
+
+AHEAD = 10  # versions that the cosine looks ahead, as in `fedstream journal stats`
+_BLOCK = 32  # versions that are looked at together, ...
+_BLOCK_BYTES = 64 << 20  # ... as long as their models have no more bytes than this
+_KEPT = 4096  # portraits
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """An update as a vector. Norms are Euclidean."""
+
+    offset: int  # of its record
+    norm: float  # of what was sent, x_new or a delta
+    distance: float  # of its direction: x_new - x, or the delta
+    cosine: float | None = None  # of its direction and the model's movement over AHEAD versions
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A tensor of a version, as Euclidean norms."""
+
+    name: str
+    shape: tuple[int, ...]
+    norm: float
+    moved: float | None  # since the version before; None: there is none
+    drift: float  # since the oldest version that was kept
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGap:
+    """How far a tensor of one version is from another's: Euclidean, and relative to its norm."""
+
+    name: str
+    distance: float
+    relative: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Portrait:
+    """A version, as its model says."""
+
+    version: int
+    pushes: tuple[Push, ...]
+    layers: tuple[Layer, ...]
+    ahead: int  # versions that the cosines look ahead: fewer than AHEAD at the end of the run
+
+
+@dataclass(frozen=True)
+class LatePushes:
+    """A device's newest updates as vectors, of what a live page has read of the journal."""
+
+    rows: RowArray  # with version, norm, distance and cosine; NaN: not known yet
+    until: int  # the version up to which the journal was read
+    problem: str  # why it isn't read on
+
+
+@dataclass(frozen=True)
+class MeasuredShares:
+    """What all models say of each device's updates, by device."""
+
+    by_device: Mapping[int, Share]
+    until: int  # the last version that counted
+
+
+@dataclass
+class _Open:
+    """A version whose cosines wait for later versions."""
+
+    portrait: Portrait
+    model: Floats  # sampled
+    directions: list[Floats] = field(default_factory=list)
+
+
+class Portraits:
+    """Looks at versions, and remembers what it saw."""
+
+    def __init__(self, past: Past, versions: Sequence[int]) -> None:
+        """``versions``: all that the journal has, ascending."""
+        self._past = past
+        self._versions = versions
+        size = max(1, past.layout.nbytes)
+        self._block = max(1, min(_BLOCK, _BLOCK_BYTES // size))
+        self._known: OrderedDict[int, Portrait] = OrderedDict()
+        self._pair: tuple[tuple[int, int], tuple[LayerGap, ...]] | None = None
+
+    def continued(self, past: Past, versions: Sequence[int]) -> Portraits:
+        """Those of the same run with more versions: what does not depend on these is known."""
+        other = Portraits(past, versions)
+        other._known.update(
+            (version, one) for version, one in self._known.items() if one.ahead == AHEAD
+        )
+        return other
+
+    def known(self, version: int) -> Portrait | None:
+        """The portrait of a version if that was looked at before."""
+        return self._known.get(version)
+
+    def of(self, version: int, is_wanted: Callable[[], bool] = lambda: True) -> Portrait:
+        """The portrait of a version that the journal has. Raises JournalError, Unwanted."""
+        if version not in self._known:
+            self._look({version}, is_wanted)
+        return self._known[version]
+
+    def look_around(self, version: int, step: int, is_wanted: Callable[[], bool]) -> None:
+        """Look at the versions that are likely to be asked for after this one.
+
+        ``step``: by how many versions whoever asked moved last. Raises JournalError, Unwanted.
+        """
+        here, half = bisect_left(self._versions, version), self._block // 2 or 1
+        onward = half if step >= 0 else -half
+        for place in (here, here + onward, here + step, here - onward):
+            begin = max(0, min(place, len(self._versions) - 1)) // self._block * self._block
+            block = self._versions[begin : begin + self._block]
+            if unknown := {int(one) for one in block if int(one) not in self._known}:
+                self._look(unknown, is_wanted)
+
+    def _look(self, wanted: set[int], is_wanted: Callable[[], bool]) -> None:
+        """Look at versions in one walk. Raises JournalError, Unwanted."""
+        begin = int(self._versions[max(0, bisect_left(self._versions, min(wanted)) - 1)])
+        for portrait in self._looked(self._past.walk(begin, is_wanted), wanted):
+            self._known[portrait.version] = portrait
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+
+    def gap(
+        self, version: int, other: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[LayerGap, ...]:
+        """How far a version is from another, by tensor. Raises JournalError, Unwanted."""
+        if self._pair is None or self._pair[0] != (version, other):
+            a, b = (self._past.model(one, is_wanted) for one in (version, other))
+            found = tuple(
+                LayerGap(name, apart, apart / size if (size := norm(a.floats[at])) else None)
+                for name, _, at in tensors(a.layout)
+                for apart in [distance(a.floats[at], b.floats[at])]
+            )
+            self._pair = (version, other), found
+        return self._pair[1]
+
+    def _looked(self, walk: Iterator[Move], wanted: set[int]) -> Iterator[Portrait]:
+        waiting: deque[_Open] = deque()
+        pushes: list[Push] = []
+        directions: list[Floats] = []
+        last = max(wanted)
+        for move in walk:
+            message = move.message
+            if isinstance(message, Taken) and is_used(message) and move.update is not None:
+                assert move.before is not None  # noqa: S101  (a walk rebuilds all models)
+                wants = direction(message.upload, move.update, move.before)
+                at = move.record.place.offset
+                pushes.append(Push(at, norm(move.update.floats), norm(wants)))
+                directions.append(sampled(wants).copy())
+            if not move.is_made or move.after is None:
+                continue
+            if isinstance(message, Standing):  # the course breaks off here
+                yield from (one.portrait for one in waiting)
+                waiting.clear()
+            now = sampled(move.after.parameters)
+            for one in waiting:
+                if message.version - one.portrait.version == AHEAD:
+                    yield _closed(one, now, AHEAD)
+            while waiting and message.version - waiting[0].portrait.version >= AHEAD:
+                waiting.popleft()
+            if message.version in wanted:
+                portrait = Portrait(message.version, tuple(pushes), self._layers(move), 0)
+                waiting.append(_Open(portrait, now.copy(), directions))
+            pushes, directions = [], []
+            if message.version >= last + AHEAD:
+                return
+        for one in waiting:
+            yield _closed(one, now, message.version - one.portrait.version)
+
+    def _layers(self, move: Move) -> tuple[Layer, ...]:
+        model, before, origin = move.after, move.before, self._past.origin
+        assert model is not None  # noqa: S101  (a walk rebuilds all models)
+        return tuple(
+            Layer(
+                name, shape, norm(model.floats[at]),
+                None if before is None else distance(model.floats[at], before.floats[at]),
+                distance(model.floats[at], origin.floats[at]),
+            )
+            for name, shape, at in tensors(model.layout)
+        )  # fmt: skip
+
+
+def _closed(one: _Open, later: Floats, ahead: int) -> Portrait:
+    """A portrait with its cosines, once the model has moved on."""
+    if not ahead:  # the newest version: nobody knows yet where the model goes
+        return one.portrait
+    way = later - one.model
+    pushes = tuple(
+        replace(push, cosine=cosine(wants, way))
+        for push, wants in zip(one.portrait.pushes, one.directions, strict=True)
+    )
+    return replace(one.portrait, pushes=pushes, ahead=ahead)
+
+
+def tensors(layout: Layout) -> list[tuple[str, tuple[int, ...], slice]]:
+    """The floating-point tensors of a layout: name, shape, and place in ``Model.floats``."""
+    floats = [one for one in layout.tensors if one.kind not in OF_INTEGERS]
+    ends = [0]
+    for one in floats:
+        ends.append(ends[-1] + one.count)
+    return [
+        (one.name, one.shape, slice(begin, end))
+        for one, (begin, end) in zip(floats, pairwise(ends), strict=True)
+    ]

@@ -1,0 +1,245 @@
+"""All that a page may ask about one run. What is costly is read once, and again if it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import Goal
+from fedstream.history import report
+from fedstream.history.index import columns_of, marks
+from fedstream.history.measurements import Measurement, measurements
+from fedstream.history.model_stats import LatePushes, MeasuredShares, Portraits
+from fedstream.history.models import MEMORY, Past
+from fedstream.history.summary import stands
+from fedstream.history.table import NONE, Columns
+from fedstream.journal import journal_of, opened
+from fedstream.journal.inspection import Parting, parting
+from fedstream.journal.shares import Share
+from fedstream.trainer.goals import Goals, goal_of, main_metric
+
+_UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
+_NAMED = 5  # runs of a folder that is no run itself
+_LIVE_MEMORY = 32 << 20  # bytes of models that are kept in a service, which has other work
+
+
+class RecordedRun:
+    """A run's folder or a bare journal, as it stands. One thread at a time may use it."""
+
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[int], object] = lambda _bytes: None,
+        *,
+        metrics: Path | None = None,
+        other: RecordedRun | None = None,
+        is_live: bool = False,
+        told: Callable[[], Sequence[Measurement]] = tuple,
+        lately: Callable[[int], LatePushes | None] = lambda _device: None,
+    ) -> None:
+        """Open it; ``read`` is told of the bytes of the journal that are read.
+
+        ``metrics``: another table of measurements than the run's own. ``other``: a run to compare
+        it with. ``is_live``: its pages stand beside the live page. ``told``: what was measured, if
+        there is no table of it yet. ``lately``: what was read of a device's newest updates. Raises
+        FedstreamError if there is no run.
+        """
+        self.path = path
+        self.other = other
+        self.is_live = is_live
+        self._table = metrics or path / report.METRICS
+        self._told = told
+        self.journal = journal_of(path)
+        self._marks = marks(self.journal)
+        if not self._marks:
+            raise FedstreamError(_no_run(path))
+        self.columns: Columns = columns_of(self.journal, read)
+        self.lately = lately
+        self.measured_shares: Callable[[], MeasuredShares | None] = lambda: None
+        """what the models said last of all devices' updates, if that was asked"""
+        self._past: Past | None = None
+        self._portraits: Portraits | None = None
+
+    def refresh(self) -> RecordedRun:
+        """The run as it stands now: this one, unless its journal, or the other's, has grown."""
+        other = self.other and self.other.refresh()
+        is_same = marks(self.journal) == self._marks and other is self.other
+        if is_same and not (self.is_live and self.measured[-1:] != self._measurements()[-1:]):
+            return self
+        fresh = RecordedRun(
+            self.path, metrics=self._table, other=other, is_live=self.is_live, told=self._told,
+            lately=self.lately,
+        )  # fmt: skip
+        fresh.measured_shares = self.measured_shares
+        if self._past is not None and fresh.columns.continues(self.columns):
+            fresh._past = self._past.reopened()
+            if self._portraits is not None:
+                fresh._portraits = self._portraits.continued(
+                    fresh._past,
+                    fresh.columns.numbers.tolist(),
+                )
+        self._closing()
+        return fresh
+
+    def close(self) -> None:
+        """Close the files."""
+        self._closing()
+        if self.other is not None:
+            self.other.close()
+
+    def _closing(self) -> None:
+        if self._past is not None:
+            self._past.close()
+
+    @property
+    def shares(self) -> Mapping[int, Share] | None:
+        """What the models say of each device's updates; None until that was measured."""
+        found = self.measured_shares()
+        return None if found is None else found.by_device
+
+    @cached_property
+    def parting(self) -> Parting | None:
+        """Where this run and the other one part; None without another. Raises JournalError."""
+        if self.other is None:
+            return None
+        with opened(self.journal) as ours, opened(self.other.journal) as theirs:
+            return parting(ours, theirs)
+
+    @property
+    def past(self) -> Past:
+        """Its models."""
+        if self._past is None:
+            self._past = Past(self.journal, memory=_LIVE_MEMORY if self.is_live else MEMORY)
+        return self._past
+
+    @property
+    def portraits(self) -> Portraits:
+        """What its models say of each version."""
+        if self._portraits is None:
+            self._portraits = Portraits(self.past, self.columns.numbers.tolist())
+        return self._portraits
+
+    def knows(self, version: int) -> bool:
+        """Whether what a version's model says is known by now. Any thread may ask."""
+        return self._portraits is not None and self._portraits.known(version) is not None
+
+    def look_around(self, version: int, step: int | None, is_wanted: Callable[[], bool]) -> None:
+        """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
+
+        ``step``: by how many versions whoever asked moved last; None: nobody asked for a version
+        yet, so only this one is looked at, and less of the journal is read for copies.
+        """
+        if step is None:
+            self.portraits.of(version, is_wanted)
+            self.past.fill(version, is_wanted, _UNASKED)
+        elif self.columns.has(version):
+            self.portraits.look_around(version, step, is_wanted)
+            self.past.fill(version, is_wanted)
+
+    @cached_property
+    def measured(self) -> list[Measurement]:
+        """What was measured, by ascending version. Raises FedstreamError for a foreign table."""
+        return self._measurements()
+
+    def _measurements(self) -> list[Measurement]:
+        found = measurements(self._table) or self._told()
+        return sorted(found, key=lambda one: one.version)
+
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics' names, the main one and loss first."""
+        names = dict.fromkeys(name for one in self.measured for name in one.metrics)
+        first = [name for name in (main_metric(names, self._goal), "loss") if name in names]
+        return tuple(dict.fromkeys([*first, *names]))
+
+    def goal_of(self, metric: str) -> Goal | None:
+        """Whether a metric is to be low or high; None if nobody said so."""
+        return goal_of(metric, self._goal)
+
+    @property
+    def _goal(self) -> Goals:
+        return self.past.head.goal or {}
+
+    def measured_at(self, version: int) -> Measurement | None:
+        """The newest measurement at or before a version."""
+        at = int(np.searchsorted(self._measured_versions, version, side="right"))
+        return self.measured[at - 1] if at else None
+
+    @cached_property
+    def _measured_versions(self) -> Any:
+        return np.array([one.version for one in self.measured], np.int64)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """State, and why it is that."""
+        return stands(self.path, lambda: self.columns.finished)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that the journal has."""
+        return int(self.columns.numbers[0])
+
+    @property
+    def newest(self) -> int:
+        """The newest version."""
+        return int(self.columns.numbers[-1])
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether times are a simulation's, which begins at zero."""
+        return self.past.head.created == 0.0
+
+    def seconds(self, time: float) -> float:
+        """Seconds from the run's beginning to a time of the journal."""
+        return max(0.0, time - self.past.head.created)
+
+    def times(self, versions: Sequence[int]) -> list[float]:
+        """When versions were made, in seconds from the run's beginning; none is before the last.
+
+        A clock that was set back counts as standing still; of a version that the journal lacks,
+        the time is that of the one before.
+        """
+        made = self.columns.made
+        rows = np.searchsorted(self.columns.numbers, versions, side="right") - 1
+        times = made["time"][self.columns.places[np.maximum(rows, 0)]] - self.past.head.created
+        found: list[float] = np.maximum.accumulate(np.maximum(times, 0.0)).tolist()
+        return found
+
+    def newest_at(self, seconds: Sequence[float]) -> list[int]:
+        """The newest version at each of these times, by :meth:`times`; before all, the oldest."""
+        times = np.array(self.times(self.columns.numbers.tolist()))
+        rows = np.searchsorted(times, np.array(seconds), side="right") - 1
+        found: list[int] = self.columns.numbers[np.maximum(rows, 0)].tolist()
+        return found
+
+    def digest(self, version: int) -> str:
+        """A version's digest. Raises JournalError, KeyError."""
+        row = self.columns.row(version)
+        name = self.columns.segments[int(row["segment"])]
+        offset = int(row["offset"])
+        return self.past.digest(name, None if offset == NONE else offset)
+
+    def task(self, update: int) -> str:
+        """The id of the task that an update answers. Raises JournalError."""
+        return self.past.taken(*self.columns.at(update)).upload.task
+
+
+def _no_run(path: Path) -> str:
+    """What is wrong with a path without a journal, and which runs are in it."""
+    from fedstream.history.listing import runs_in
+
+    inside = [one for one in runs_in(path) if marks(journal_of(one))] if path.is_dir() else []
+    if not inside:
+        return (
+            f"{path}: no run with a journal there: name a run's folder, its journal folder or a "
+            "segment"
+        )
+    inside.sort(key=lambda one: one.stat().st_mtime, reverse=True)
+    named = ", ".join(map(str, inside[:_NAMED]))
+    rest = f" and {len(inside) - _NAMED:,} older ones" if len(inside) > _NAMED else ""
+    return f"{path}: not a run, but there are runs in it: name one of {named}{rest}"

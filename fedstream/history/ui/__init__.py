@@ -1,0 +1,1 @@
+"""`fedstream ui`: a recorded run in the browser."""

@@ -1,0 +1,312 @@
+"""What is being worked on for the pages: one question at a time, in a process of its own.
+
+So the pages answer as fast as ever, and what is cancelled ends at once, whatever it does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections import OrderedDict
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from threading import Event, Lock, RLock, Thread
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.history.model_stats import MeasuredShares
+from fedstream.history.ui.questions import Question
+from fedstream.history.ui.work import (
+    Failure,
+    Headway,
+    TaskAccess,
+    WorkBounds,
+    WorkResult,
+    work,
+)
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerContext, SpawnContext
+    from multiprocessing.process import BaseProcess
+
+KEPT = 20  # answers
+KEPT_BYTES = 16 << 20  # of them, as they were sent
+_REMEMBERED = 1000  # addresses of answers that were forgotten
+_LOOK_S = 1.0  # between two looks whether a process is still there
+_REST_S = 30.0  # at most, to read what an ended process has sent: no more than a pipe holds
+# What answering any question takes, and what takes long to import.
+_PRELOADED = ["torch", "fedstream.history.ui.work", "fedstream.history.measuring"]
+
+
+class Occupied(FedstreamError):
+    """Another question is being worked on, or none is taken any more."""
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where questions about a run are worked on, and what that may take."""
+
+    run: Path
+    access: TaskAccess
+    bounds: WorkBounds = WorkBounds()  # noqa: RUF009  (frozen)
+    log: str = "the terminal of fedstream ui"  # where to find what the work prints
+    preloads: bool = True  # keep a process that has imported torch, of some 220 MB
+
+
+class PageJob:
+    """A question that is being answered, or was."""
+
+    def __init__(self, question: Question, address: str) -> None:
+        self.question = question
+        self.address = address  # of the page that shows it
+        self.part = 0.0  # of the work that is done, at least
+        self.measured: dict[int, float] = {}  # value by version
+        self.answer: WorkResult | None = None
+        self.size = 0  # bytes of the answer, as it was sent
+        self.problem = ""  # why there is no answer
+        self.seconds: float | None = None  # that the answer took
+        self._began = monotonic()
+        self._process: BaseProcess | None = None
+        self._settling = Lock()  # of the answer and the problem, the first counts
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether there may still be an answer."""
+        return self.answer is None and not self.problem
+
+    def as_it_is(self) -> PageJob:
+        """A copy to make a page of: an answer that comes meanwhile must not be on half of it."""
+        found = copy(self)
+        found.measured = dict(self.measured)
+        return found
+
+    def begin(self, where: Workplace) -> None:
+        """Start the work, and return at once; that it can't be started is its problem."""
+        # Starting takes seconds if torch has to be imported first: no page must wait for that.
+        Thread(target=self._work, args=(where,), name="question", daemon=True).start()
+
+    def _work(self, where: Workplace) -> None:
+        """The life of the process, from its start to its end."""
+        from multiprocessing.resource_tracker import ensure_running
+
+        ensure_running()  # it sets signals free once it has started
+        # What is started here inherits this: Ctrl-C is for the server, which ends it all.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            channel, process = self._start(where)
+        except Exception as error:  # too many files or processes; or its parent was ended
+            why = (error.strerror if isinstance(error, OSError) else str(error)) or repr(error)
+            self._stop(f"it can't be started: {why}")
+            return
+        is_over, is_read = Event(), Event()
+        watch = Thread(
+            target=self._watch, args=(process, where, is_over, is_read), name="question's end",
+            daemon=True,
+        )  # fmt: skip
+        watch.start()
+        try:
+            with channel:
+                self._follow(channel, is_over)
+        except Exception as error:  # what it sent can't be taken in
+            self._stop(f"its answer can't be read: {type(error).__name__}: {error}")
+        finally:
+            is_read.set()
+            watch.join()  # two threads must not ask for the exit code at once
+            process.join(_LOOK_S)  # a task may have something to put away
+            _kill(process)  # and whatever it has started
+            process.join()
+        self._stop(_ended(process, where))
+
+    def _start(self, where: Workplace) -> tuple[Connection, BaseProcess]:
+        from multiprocessing import get_context
+
+        # Not a fork of this process: there are threads, and torch does not survive one. It is
+        # forked from another, which imports torch for the first question, or a new one.
+        context: ForkServerContext | SpawnContext = get_context("spawn")
+        if where.preloads:
+            context = get_context("forkserver")
+            context.set_forkserver_preload(_PRELOADED)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=work, daemon=True,
+            args=(theirs, self.question, where.run, where.access, where.bounds),
+        )  # fmt: skip
+        with theirs:
+            try:
+                process.start()
+            except BaseException:
+                ours.close()
+                raise
+        # At once, not where the work begins: importing what it needs takes long as well.
+        if process.pid is not None:
+            niceness = max(where.bounds.niceness, os.getpriority(os.PRIO_PROCESS, 0))
+            with suppress(ProcessLookupError):  # it has ended: its exit code says why
+                os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
+        with self._settling:
+            self._process = process
+            if not self.is_going_on:  # cancelled meanwhile
+                _kill(process)
+        return ours, process
+
+    def cancel(self) -> None:
+        """End the work, unless it has ended."""
+        self._stop("cancelled")
+
+    def _stop(self, why: str) -> None:
+        with self._settling:
+            if self.is_going_on:
+                self.problem = why
+                if self._process is not None:
+                    _kill(self._process)
+
+    def _watch(
+        self, process: BaseProcess, where: Workplace, is_over: Event, is_read: Event
+    ) -> None:
+        """Bound the reading, which alone could wait for ever for the rest of an answer.
+
+        ``is_over`` is set when the process has ended; ``is_read`` ends this.
+        """
+        most = where.bounds.seconds
+        while process.exitcode is None:
+            left = _LOOK_S if most is None else self._began + most - monotonic()
+            if most is not None and left <= 0:
+                self._stop(f"it took longer than {most:g} s (page.question_s)")
+                return
+            if is_read.wait(min(_LOOK_S, left)):
+                return
+        # What the task started may hold the channel open. What was sent stays readable.
+        _kill(process)
+        is_over.set()
+        if not is_read.wait(_REST_S):  # something that left the group holds it
+            self._stop(_ended(process, where))
+
+    def _follow(self, channel: Connection, is_over: Event) -> None:
+        """Take in all news until there is an answer, a problem, or no process any more."""
+        while self.is_going_on:
+            has_ended = is_over.is_set()  # before the look at what it left behind
+            if not channel.poll(_LOOK_S):
+                if has_ended:
+                    return
+                continue
+            try:
+                sent = channel.recv_bytes()
+            except (EOFError, OSError):  # there is no more
+                return
+            self._take(pickle.loads(sent), len(sent))  # noqa: S301  (of our own process)
+
+    def _take(self, news: Headway | Failure | WorkResult, size: int) -> None:
+        match news:
+            case Headway():
+                self.part = news.part
+                if news.measured is not None:
+                    version, value = news.measured
+                    self.measured[version] = value
+            case Failure():
+                self._stop(news.text)
+            case answer:
+                with self._settling:
+                    if self.is_going_on:  # not cancelled a moment ago
+                        self.seconds = monotonic() - self._began
+                        self.answer, self.size = answer, size
+
+
+def _ended(process: BaseProcess, where: Workplace) -> str:
+    """That a process ended without an answer."""
+    return (
+        f"the process that worked on it ended with exit code {process.exitcode}: what it "
+        f"printed is in {where.log}"
+    )
+
+
+def _kill(process: BaseProcess) -> None:
+    """End a process, and all that it has started, which are its group.
+
+    Also just after it was waited for: the system gives a number to no other process while a group
+    of that number has members, and takes longer than that to come back to one that is free.
+    """
+    if process.pid is None:
+        return
+    with suppress(ProcessLookupError):  # it has ended, or has not made its group yet
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+class PageJobs:
+    """The questions about one run, and their answers.
+
+    The newest answers are kept until another question begins: so many of them, and no more bytes
+    than that, but the newest however large it is.
+    """
+
+    def __init__(self, where: Workplace) -> None:
+        self._where = where
+        self._is_over = False
+        self._jobs: OrderedDict[str, PageJob] = OrderedDict()  # by address, the newest last
+        # Digests of addresses, which may be long.
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        self._changing = RLock()  # questions begin in one thread, and end in another
+
+    @property
+    def current(self) -> PageJob | None:
+        """The one that is being worked on."""
+        with self._changing:
+            return next((job for job in self._jobs.values() if job.is_going_on), None)
+
+    def at(self, address: str) -> PageJob | None:
+        """What became of a question."""
+        return self._jobs.get(address)
+
+    def has_forgotten(self, address: str) -> bool:
+        """Whether a question was worked on, and what became of it is no longer kept."""
+        return _digest(address) in self._forgotten
+
+    @property
+    def shares(self) -> MeasuredShares | None:
+        """What was measured last of all devices' updates."""
+        with self._changing:
+            answers = [job.answer for job in reversed(self._jobs.values())]
+        return next((one for one in answers if isinstance(one, MeasuredShares)), None)
+
+    def begin(self, question: Question, address: str) -> None:
+        """Work on a question, also if it was answered before. Raises Occupied."""
+        with self._changing:
+            if self.current is not None:
+                if self.current.address == address:
+                    return
+                raise Occupied("another question is being worked on")
+            if self._is_over:
+                raise Occupied("no question is taken any more: the server is stopping")
+            job = self._jobs[address] = PageJob(question, address)
+            self._jobs.move_to_end(address)
+            self._forgotten.pop(_digest(address), None)
+            while len(self._jobs) > KEPT or (len(self._jobs) > 2 and self._bytes > KEPT_BYTES):
+                self._forget(next(iter(self._jobs)))
+            job.begin(self._where)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(job.size for job in self._jobs.values())
+
+    def _forget(self, address: str) -> None:
+        del self._jobs[address]
+        self._forgotten[_digest(address)] = None
+        while len(self._forgotten) > _REMEMBERED:
+            self._forgotten.popitem(last=False)
+
+    def end(self) -> None:
+        """Cancel what is being worked on, and take no more."""
+        with self._changing:
+            self._is_over = True
+            current = self.current
+            if current is not None:
+                current.cancel()
+
+
+def _digest(address: str) -> bytes:
+    return sha256(address.encode(errors="surrogatepass")).digest()

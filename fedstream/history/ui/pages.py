@@ -1,0 +1,370 @@
+"""The pages as HTML. Each is made of what it was asked for and a run, and readable by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import OUTCOMES
+from fedstream.history import charts
+from fedstream.history.devices import DEVICE_COLUMNS, DeviceRow, DeviceTable, devices_of
+from fedstream.history.model_stats import LayerGap, Portrait, Push
+from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.table import different, each
+from fedstream.history.ui import templating
+from fedstream.history.ui.questions import rule_of, worsening
+from fedstream.history.ui.templating import (
+    LACKING,
+    cell_of,
+    moment,
+    rendered,
+    shown_bytes,
+    shown_count,
+    shown_number,
+)
+from fedstream.journal import JournalError
+from fedstream.terminal import measure
+from fedstream.trainer.goals import best_of
+
+PAGE = 100  # updates on a page
+LABELS = {key: f"{name} ({unit})" if unit else name for key, name, unit in DEVICE_COLUMNS}
+
+
+class NotThere(FedstreamError):
+    """The run has nothing of that name or number."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which updates are to be shown; None: any."""
+
+    device: int | None = None
+    outcome: str | None = None
+    reason: str | None = None
+    first: int | None = None  # version
+    last: int | None = None
+
+    def query(self, page: int) -> str:
+        """As an address has it, with the number of a page."""
+        asked = {
+            "device": self.device, "outcome": self.outcome, "reason": self.reason,
+            "from": self.first, "until": self.last, "page": page or None,
+        }  # fmt: skip
+        return urlencode({name: value for name, value in asked.items() if value is not None})
+
+
+# pages
+
+
+def prepare(*, also_later: bool = False) -> None:
+    """Do what the first page needs without its run; and the pages that are asked for later."""
+    templating.prepare("overview.html", "base.html", "parts.html")
+    if also_later:
+        templating.prepare("version.html", "devices.html", "updates.html")
+
+
+def overview(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
+    """Curves over versions or time, staleness, outcomes."""
+    return page(
+        run, "overview.html", "Overview", "Overview", window=window,
+        facts=facts(run), charts=charts.of_run(run, window), outcomes=outcomes(run),
+        it=worsening(run),
+    )  # fmt: skip
+
+
+def devices(run: RecordedRun, sort: str) -> str:
+    """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere."""
+    table = devices_of(run.columns.updates, shares=run.shares)
+    return page(
+        run, "devices.html", "Devices", "Devices",
+        measured_shares=run.measured_shares(), table=table, devices=sorted_devices(table, sort),
+        sort=sort,
+    )  # fmt: skip
+
+
+def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) -> str:
+    """One device's part and drift. Raises NotThere."""
+    table = devices_of(run.columns.updates, shares=run.shares)
+    if not (found := table.rows(only=wanted)):
+        raise NotThere(f"device {wanted} sent no update that the journal has")
+    (row,) = found
+    drawn, lately = charts.of_device(run, wanted, window), run.lately(wanted)
+    if lately is not None:
+        drawn = [*charts.of_pushes(run, lately.rows, window), *drawn]
+    return page(
+        run, "device.html", f"Device {wanted}", "Devices", lately=lately,
+        measured_shares=run.measured_shares(),
+        device=row, labels=LABELS, facts=facts_of_device(table, row), window=window,
+        charts=drawn,
+    )  # fmt: skip
+
+
+def updates(
+    run: RecordedRun, wanted: Selection, part: int, fields: Mapping[str, str],
+    problems: Mapping[str, str],
+) -> str:  # fmt: skip
+    """A page of the updates that are wanted, numbered from 0.
+
+    ``fields``: the form's, as they were filled in; ``problems``: what is wrong with some of them.
+    Then no update is shown.
+    """
+    columns = run.columns
+    rows = columns.updates
+    known = {
+        "outcomes": [name for n, name in enumerate(OUTCOMES) if (rows["outcome"] == n).any()],
+        "reasons": sorted(name for name in columns.reasons if name),
+    }
+    found = np.flatnonzero(_matching(run, wanted) & (not problems))
+    begin = part * PAGE
+    places = found[begin : begin + PAGE]
+    return page(
+        run, "updates.html", "Updates", "Updates", wanted=wanted, known=known, total=len(found),
+        fields={name: fields.get(name, "") for name in ("device", "from", "until")},
+        problems=problems, begin=begin, rows=shown(run, places),
+        before=f"/updates?{wanted.query(part - 1)}" if part else "",
+        after=f"/updates?{wanted.query(part + 1)}" if begin + PAGE < len(found) else "",
+    )  # fmt: skip
+
+
+def version(
+    run: RecordedRun, wanted: int, to: int | None, *, models: bool,
+    is_waiting: Callable[[], bool], fields: Mapping[str, str], problems: Mapping[str, str],
+) -> str:  # fmt: skip
+    """A version: metrics, the updates that made it, and what its model says.
+
+    ``to``: another one to compare it with. ``models``: make models again, if that was not done
+    yet; ``is_waiting`` says whether somebody still waits for that. ``fields``: those of the form
+    that are wrong, as they were filled in; ``problems``: what is wrong with them. Raises NotThere,
+    Unwanted.
+    """
+    columns = run.columns
+    if problem := missing(run, wanted):
+        raise NotThere(problem)
+    place = int(np.searchsorted(columns.numbers, wanted))
+    before, after = (
+        int(columns.numbers[at]) if 0 <= at < len(columns.numbers) else None
+        for at in (place - 1, place + 1)
+    )
+    return page(
+        run, "version.html", f"Version {wanted}", "Versions",
+        query="" if to is None else f"?to={to}", before=before, after=after, problems=problems,
+        fields={"number": wanted, "to": "" if to is None else to} | dict(fields),
+        view=view(run, wanted, to, models=models, is_waiting=is_waiting),
+    )  # fmt: skip
+
+
+def missing(run: RecordedRun, version: int) -> str:
+    """Why a version can't be shown; '' if it can."""
+    if run.columns.has(version):
+        return ""
+    return (
+        f"version {version} is not in the journal, which has {run.oldest} to {run.newest}: the "
+        f"nearest is {run.columns.nearest(version)}"
+    )
+
+
+def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
+    """The run beside the other one, and where the two part. Raises NotThere without another."""
+    other = run.other
+    if other is None:
+        raise NotThere("no other run: give its folder too, as in fedstream ui RUN OTHER")
+    views: list[VersionView | None] = [None, None]
+    try:
+        found = run.parting
+        told = "" if found is None else found.text
+        at = None if found is None else found.version
+        if at is not None:
+            views = [
+                view(one, at, None, models=False, is_waiting=lambda: True)
+                if one.columns.has(at)
+                else None
+                for one in (run, other)
+            ]
+    except JournalError as error:  # nothing in common, or a part that cannot be read
+        at, told = None, str(error)
+    a, b = dict(facts(run)), dict(facts(other))
+    rows = [(name, a.get(name, LACKING), b.get(name, LACKING)) for name in {**a, **b}]
+    return page(
+        run, "beside.html", "Beside another", "Beside", names=(run.path, other.path), told=told,
+        at=at, views=views, rows=rows, charts=charts.of_both(run, other, window), window=window,
+        rule=rule_of(run, other),
+    )  # fmt: skip
+
+
+def error(run: RecordedRun, title: str, text: str) -> str:
+    """What went wrong, as a page."""
+    return page(run, "error.html", title, "", text=text)
+
+
+# what they show
+
+
+@dataclass(frozen=True)
+class VersionView:
+    """A version as it is shown. What its model says is None until that was made."""
+
+    number: int
+    to: int | None  # the version that it is compared with
+    facts: list[tuple[str, str]]
+    begins: bool  # no update made it
+    used: list[dict[str, Any]]  # the updates that made it
+    others: list[dict[str, Any]]  # decided since the version before, but not in this one
+    portrait: Portrait | None
+    pushes: dict[int, Push] | None
+    gaps: dict[str, LayerGap]
+    problem: str  # why there is no portrait
+
+
+def view(
+    run: RecordedRun, wanted: int, to: int | None, *, models: bool, is_waiting: Callable[[], bool]
+) -> VersionView:
+    """A version that the journal has, with arguments as for :func:`version`. Raises Unwanted."""
+    columns = run.columns
+    portrait, gaps, problem = run.portraits.known(wanted), {}, ""
+    try:
+        if models:
+            portrait = run.portraits.of(wanted, is_waiting)
+        if portrait is not None and to is not None:
+            gaps = {one.name: one for one in run.portraits.gap(wanted, to, is_waiting)}
+    except FedstreamError as error:  # without weights, or the rule that made it may not be loaded
+        problem = f"No models: {error}"
+    begin, end = columns.since_previous(wanted)
+    outside = columns.contained[begin:end] != wanted
+    used = shown(run, np.flatnonzero(columns.contained == wanted))
+    pushes = None if portrait is None else {push.offset: push for push in portrait.pushes}
+    for row in used:
+        if pushes and row["offset"] in pushes and not isfinite(row["norm"]):
+            row["norm"] = pushes[row["offset"]].distance  # the updater did not measure it
+    return VersionView(
+        wanted, to, _facts_of(run, wanted), bool(columns.row(wanted)["begins"]), used,
+        shown(run, np.arange(begin, end)[outside]), portrait, pushes, gaps, problem,
+    )  # fmt: skip
+
+
+def facts(run: RecordedRun) -> list[tuple[str, str]]:
+    """The run in numbers, as (name, value with its unit)."""
+    columns = run.columns
+    used = int(columns.used.sum())
+    late = columns.updates["staleness"][columns.used]
+    seconds = float(columns.made["time"][-1] - columns.made["time"][0])
+    clock = "virtual seconds" if run.is_simulated else "seconds"
+    found = [("versions", f"{shown_count(run.oldest)} to {shown_count(run.newest)}")]
+    for name in run.metrics[:3]:
+        values = [(one.metrics[name], one.version) for one in run.measured if name in one.metrics]
+        found.append((f"{name}, at the end", f"{measure(values[-1][0])} at {values[-1][1]}"))
+        if best := best_of(values, run.goal_of(name)):
+            found.append((f"{name}, best", f"{measure(best[0])} at {best[1]}"))
+    found += [
+        ("updates used", shown_count(used)),
+        ("updates not used", shown_count(len(columns.updates) - used)),
+        ("staleness", f"{late.mean():.2f} mean, {int(late.max()):,} most" if used else ""),
+        ("devices that took part", shown_count(len(different(columns.updates["device"])))),
+        ("received", shown_bytes(int(columns.updates["bytes"].sum()))),
+        ("time", f"{shown_number(seconds)} {clock}"),
+    ]
+    if seconds > 0:
+        found.append(("pace", f"{shown_number(used / seconds)} updates/s"))
+    return found
+
+
+def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
+    row = run.columns.row(wanted)
+    seconds = run.seconds(float(row["time"]))
+    found = [("made", f"{shown_number(seconds)} s after the beginning")]
+    if not run.is_simulated:
+        found.append(("at", moment(float(row["time"]))))
+    if measured := run.measured_at(wanted):
+        when, at = "", ""
+        if measured.version != wanted:  # the model of this version may be quite another
+            when, at = ", last measured", f" at version {measured.version}"
+        for name, value in measured.metrics.items():
+            found.append((f"test {name.removeprefix('test_')}{when}", f"{measure(value)}{at}"))
+    found.append(("digest", run.digest(wanted)[:16]))
+    return found
+
+
+def outcomes(run: RecordedRun) -> list[dict[str, Any]]:
+    """How many updates ended how, most first."""
+    rows, names = run.columns.updates, run.columns.reasons
+    both = rows["outcome"].astype(np.int64) * len(names) + rows["reason"]
+    found, counts = np.unique(both, return_counts=True)
+    return [
+        {
+            "outcome": OUTCOMES[which // len(names)], "reason": names[which % len(names)],
+            "updates": count, "share": count / len(rows),
+        }
+        for count, which in sorted(zip(counts.tolist(), found.tolist(), strict=True), reverse=True)
+    ]  # fmt: skip
+
+
+def shown(run: RecordedRun, places: Any) -> list[dict[str, Any]]:
+    """Updates as a table takes them; ``places`` are their numbers."""
+    columns = run.columns
+    return [
+        row
+        | {
+            "outcome": OUTCOMES[row["outcome"]], "reason": columns.reasons[row["reason"]],
+            "contained": int(columns.contained[place]),
+        }
+        for place, row in zip(places.tolist(), each(columns.updates[places]), strict=True)
+    ]  # fmt: skip
+
+
+def facts_of_device(table: DeviceTable, row: DeviceRow) -> list[tuple[str, str]]:
+    """A device's figures, as (name with unit, value)."""
+    return [(LABELS[key], cell_of(row.figures[key], key)) for key, _, _ in table.columns[1:]]
+
+
+def sorted_devices(table: DeviceTable, sort: str) -> list[DeviceRow]:
+    """The devices by a column; those without a value come last. Raises NotThere."""
+    key = sort.removeprefix("-")
+    if key and key not in LABELS:
+        raise NotThere(f"devices have no column {key!r}")
+    return table.rows(sort if key in table.figures or key == "device" else "device")
+
+
+def _matching(run: RecordedRun, wanted: Selection) -> Any:
+    columns, rows = run.columns, run.columns.updates
+    found = np.ones(len(rows), bool)
+    if wanted.device is not None:
+        found &= rows["device"] == wanted.device
+    if wanted.outcome is not None:
+        found &= rows["outcome"] == _number_in(OUTCOMES, wanted.outcome, "outcome")
+    if wanted.reason is not None:
+        found &= rows["reason"] == _number_in(columns.reasons, wanted.reason, "reason")
+    if wanted.first is not None:
+        found &= rows["version"] >= wanted.first
+    if wanted.last is not None:
+        found &= rows["version"] <= wanted.last
+    return found
+
+
+def _number_in(names: Sequence[str], name: str, what: str) -> int:
+    if name not in names:
+        raise NotThere(f"no update has the {what} {name!r}")
+    return names.index(name)
+
+
+# templates
+
+
+def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -> str:
+    """A page of a template. ``here``: where the navigation stands."""
+    head = run.past.head
+    state, why = run.state
+    return rendered(
+        template, title=title, here=here,
+        run={
+            "name": head.run, "task": head.task, "strategy": head.strategy.get("name"),
+            "state": state, "why": why, "oldest": run.oldest, "newest": run.newest,
+            "damage": run.columns.damage, "path": run.path, "other": run.other is not None,
+            "live": run.is_live,
+        },
+        **about,
+    )  # fmt: skip

@@ -1,0 +1,309 @@
+"""`fedstream ui`: the pages over HTTP, for browsers on this machine.
+
+Nothing is written but the index, and nothing that a request says is trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TypeVar
+
+import structlog
+from aiohttp import web
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.history.charts import Window
+from fedstream.history.models import Unwanted
+from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.ui import pages
+from fedstream.history.ui.asking import Asking
+from fedstream.history.ui.http import HEADERS, Answering, Asker, no_icon, send_static
+from fedstream.history.ui.jobs import PageJobs, Workplace
+from fedstream.history.ui.pages import NotThere, Selection
+from fedstream.history.ui.work import TaskAccess
+from fedstream.runtime.crowd import Crowd
+from fedstream.runtime.http import HttpSettings, listening
+from fedstream.runtime.signals import Stop
+
+T = TypeVar("T")
+_DIGITS = 18  # more than any version has
+_MEANT = {  # by a number in an address
+    "version": "a version", "number": "a version", "to": "a version to compare with",
+    "at": "a version", "from": "a first version", "until": "a last version",
+    "device": "a device's number", "page": "a page's number",
+}  # fmt: skip
+_NOT_WANTED = 499  # the client left before the answer; nobody sees it
+
+
+class PageServer:
+    """The pages of one run. Its models are used by one request at a time, in a thread."""
+
+    def __init__(
+        self,
+        run: RecordedRun,
+        jobs: PageJobs | None = None,
+        asker: Callable[[web.Request], Asker] = lambda _: "may",
+    ) -> None:
+        """``jobs``: where questions are worked on; ``asker``: who may ask them."""
+        self.run = run
+        self.is_ending = False  # nobody waits for an answer any more
+        self.jobs = jobs or PageJobs(Workplace(run.path, TaskAccess()))
+        run.measured_shares = lambda: self.jobs.shares
+        self._asking = Asking(self.jobs, self._asked, asker)
+        self._using = asyncio.Lock()
+        self._waiting = 0  # requests that wait for it
+        # The version whose models were shown last, and the step to it; None: none was yet.
+        self._moment: tuple[int, int | None] | None = None
+        self._moved = asyncio.Event()  # since somebody looked around there
+        self._answered = asyncio.Event()  # somebody's first request
+
+    def application(self) -> web.Application:
+        """The routes."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Answering) -> web.StreamResponse:
+            response = await self.answered(request, handler)
+            response.headers.update(HEADERS)
+            return response
+
+        app = web.Application(middlewares=[guard])
+        app.add_routes([web.get("/", self._overview), *self.routes()])
+        app.add_routes([web.get("/static/{name}", send_static), web.get("/favicon.ico", no_icon)])
+        app.cleanup_ctx.append(self._looking_around)
+        return app
+
+    def routes(self) -> list[web.RouteDef]:
+        """What there is to see of the run, and to ask about it; only POST starts any work."""
+        return [
+            web.get("/overview", self._overview),
+            web.get("/versions", self._go),
+            web.get("/versions/{number}", self._version),
+            web.get("/updates", self._updates),
+            web.get("/beside", self._beside),
+            web.get("/devices", self._devices),
+            web.get("/devices/{number}", self._device),
+            *self._asking.routes(),
+        ]
+
+    async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+        """Answer by one of the routes; what goes wrong is answered by a page, too."""
+        try:
+            return await handler(request)
+        except Unwanted:
+            return web.Response(status=_NOT_WANTED)
+        except NotThere as error:
+            return await self._failed(404, "Not found", str(error))
+        except FedstreamError as error:
+            return await self._failed(500, "That did not work", str(error))
+        except web.HTTPNotFound:
+            return await self._failed(404, "Not found", f"no page {request.path[:80]}")
+        except web.HTTPException as error:  # a redirect, or a method that is not allowed
+            return web.Response(status=error.status, headers=error.headers)
+
+    async def _looking_around(self, _app: web.Application) -> AsyncIterator[None]:
+        looking = asyncio.create_task(self._look_around(), name="look around")
+        preparing = asyncio.create_task(self._prepare(), name="prepare pages")
+        yield
+        self.is_ending = True
+        self._moved.set()
+        self._answered.set()
+        await asyncio.gather(looking, preparing)
+
+    async def _prepare(self) -> None:
+        """Make ready what later pages need, once the first one is out: it must not wait."""
+        await self._answered.wait()
+        if not self.is_ending:
+            async with self._using:
+                await asyncio.to_thread(pages.prepare, also_later=True)
+
+    async def _look_around(self) -> None:
+        """While nobody asks, make ready what will likely be asked after the last moment."""
+
+        def is_idle() -> bool:
+            return not self._waiting and not self.is_ending
+
+        self._look_at(self.run.newest, None)  # where the link to the versions leads
+        while not self.is_ending:
+            await self._moved.wait()
+            self._moved.clear()
+            moment = self._moment
+            while not self.is_ending and moment is not None and moment is self._moment:
+                async with self._using:
+                    try:
+                        await asyncio.to_thread(self.run.look_around, *moment, is_idle)
+                    except Unwanted:
+                        continue  # somebody asks: go on after that
+                    except FedstreamError:
+                        pass  # who asks for it is told
+                break
+
+    async def _asked(self, make: Callable[[RecordedRun], T], *, anew: bool = True) -> T:
+        """Ask the run as it stands now; ``anew=False``: as it stood when somebody asked last."""
+
+        def ask() -> T:
+            if anew:
+                self.run = self.run.refresh()
+            return make(self.run)
+
+        self._waiting += 1
+        try:
+            await self._using.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            # To the end, even if the client leaves: the next request must not find it in use.
+            return await asyncio.shield(asyncio.to_thread(ask))
+        finally:
+            self._using.release()
+            self._answered.set()
+
+    async def _page(self, make: Callable[[RecordedRun], str]) -> web.Response:
+        return _html(await self._asked(make))
+
+    async def _failed(self, status: int, title: str, text: str) -> web.Response:
+        # Not anew: that may be what went wrong, if the journal is no longer there.
+        try:
+            made = await self._asked(lambda run: pages.error(run, title, text), anew=False)
+        except FedstreamError:  # not even the run's name is known
+            return web.Response(text=f"{title}: {text}\n", status=status)
+        return _html(made, status)
+
+    async def _overview(self, request: web.Request) -> web.Response:
+        window = _window(request.query)
+        return await self._page(lambda run: pages.overview(run, window))
+
+    async def _beside(self, request: web.Request) -> web.Response:
+        window = Window(over_time=_window(request.query).over_time)
+        return await self._page(lambda run: pages.beside(run, window))
+
+    async def _devices(self, request: web.Request) -> web.Response:
+        sort = request.query.get("sort", "device")
+        return await self._page(lambda run: pages.devices(run, sort))
+
+    async def _device(self, request: web.Request) -> web.Response:
+        wanted = _whole("device", request.match_info["number"])
+        window = _window(request.query)
+        return await self._page(lambda run: pages.device(run, wanted, window))
+
+    async def _updates(self, request: web.Request) -> web.Response:
+        asked, problems = request.query, dict[str, str]()
+
+        def whole(name: str) -> int | None:
+            try:
+                return _optional(name, asked)
+            except NotThere as error:
+                problems[name] = str(error)
+                return None
+
+        wanted = Selection(
+            whole("device"), asked.get("outcome") or None, asked.get("reason") or None,
+            whole("from"), whole("until"),
+        )  # fmt: skip
+        page = _optional("page", asked) or 0
+        text = await self._asked(lambda run: pages.updates(run, wanted, page, asked, problems))
+        return _html(text, 422 if problems else 200)
+
+    async def _version(self, request: web.Request) -> web.Response:
+        wanted = _whole("version", request.match_info["number"])
+        models = "models" in request.query
+
+        def is_waiting() -> bool:
+            return request.transport is not None and not self.is_ending
+
+        def make(run: RecordedRun) -> tuple[int, str]:
+            (to,), fields, problems = _filled(run, request.query, "to")
+            return 422 if problems else 200, pages.version(
+                run, wanted, to, models=models, is_waiting=is_waiting, fields=fields,
+                problems=problems,
+            )  # fmt: skip
+
+        status, text = await self._asked(make)
+        answer = _html(text, status)
+        if models or self.run.knows(wanted):
+            self._look_at(wanted, wanted - (self._moment[0] if self._moment else wanted))
+        return answer
+
+    def _look_at(self, version: int, step: int | None) -> None:
+        self._moment = version, step
+        self._moved.set()
+
+    async def _go(self, request: web.Request) -> web.Response:
+        """The form's answer without JavaScript: whichever field was changed counts."""
+        asked = request.query
+        was = _optional("at", asked)
+
+        def make(run: RecordedRun) -> str:
+            (number, to, slid), fields, problems = _filled(run, asked, "number", "to", "version")
+            wanted = number if number is not None and number != was else slid
+            at = run.newest if wanted is None else run.columns.nearest(wanted)
+            if not problems:
+                raise web.HTTPSeeOther(f"/versions/{at}" + ("" if to is None else f"?to={to}"))
+            return pages.version(
+                run, at, to, models=False, is_waiting=lambda: True, fields=fields,
+                problems=problems,
+            )  # fmt: skip
+
+        return _html(await self._asked(make), 422)
+
+
+async def serve(
+    run: RecordedRun, host: str, port: int, ready: Callable[[int], object], access: TaskAccess
+) -> None:
+    """Serve a run's pages until a signal; ``ready`` is told the port. Raises FedstreamError."""
+    settings = HttpSettings(host=host, port=port)
+    site = PageServer(run, PageJobs(Workplace(run.path, access)))
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    app = site.application()
+    log = structlog.get_logger()
+    try:
+        with Stop() as stop:
+            stop.listen(lambda _name: loop.call_soon_threadsafe(ended.set))
+            async with listening(app, settings, port, Crowd(settings.connections), log) as at:
+                ready(at)
+                await ended.wait()
+                site.is_ending = True
+            stop.listen(None)
+    finally:
+        site.jobs.end()
+        site.run.close()
+
+
+def _html(text: str, status: int = 200) -> web.Response:
+    return web.Response(text=text, status=status, content_type="text/html")
+
+
+def _filled(
+    run: RecordedRun, asked: Mapping[str, str], *names: str
+) -> tuple[list[int | None], dict[str, str], dict[str, str]]:
+    """A form's versions, those of its fields that are wrong, and what is wrong with them."""
+    found, fields, problems = list[int | None](), dict[str, str](), dict[str, str]()
+    for name in names:
+        value, problem = None, ""
+        try:
+            value = _optional(name, asked)
+        except NotThere as error:
+            problem = str(error)
+        if name == "to" and value is not None:  # of others, the nearest is shown
+            problem = pages.missing(run, value)
+        if problem:
+            value, fields[name], problems[name] = None, asked[name][:40], problem
+        found.append(value)
+    return found, fields, problems
+
+
+def _window(asked: Mapping[str, str]) -> Window:
+    over_time = asked.get("over") == "time"
+    return Window(_optional("from", asked), _optional("until", asked), over_time)
+
+
+def _optional(name: str, asked: Mapping[str, str]) -> int | None:
+    value = asked.get(name, "")
+    return _whole(name, value) if value else None
+
+
+def _whole(name: str, value: str) -> int:
+    text = value.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
+        raise NotThere(f"{text[:40]!r} is not {_MEANT[name]}: give a whole number, such as 12")
+    return int(text)

@@ -1,1 +1,0 @@
-"""What commands show of a journal: its pages, replay, bisection."""

@@ -1,0 +1,76 @@
+"""How often somebody looks, whoever is watching."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fedstream.broker.errors import Unavailable
+from fedstream.history.live import broadcast
+from fedstream.history.live.broadcast import Broadcast, DrawnGlance
+from fedstream.history.live.collector import Glance
+from tests.fedstream.history.live.scenes import scene
+from tests.support import Pauses, wait_until
+
+
+def faulty(error: Exception) -> None:
+    """Nothing here fails."""
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("spent_s", "rests_s"), [(0.001, 1.0), (0.1, 5.0), (1.0, 10.0)], ids=["least", "share", "most"]
+)
+async def test_rests_fifty_times_as_long_as_it_looked(
+    monkeypatch: pytest.MonkeyPatch, spent_s: float, rests_s: float
+) -> None:
+    """So it takes no more than 2% of a core; only the first look, which takes longer, is free."""
+    pauses, stop = Pauses(0.001), asyncio.Event()
+    monkeypatch.setattr(broadcast, "pause", pauses)
+    looks: list[Glance] = []
+
+    async def look() -> Glance:
+        looks.append(Glance(scene(), [], is_anew=not looks, seconds=spent_s))
+        return looks[-1]
+
+    async def draw(_look: Glance) -> DrawnGlance:
+        return DrawnGlance({"headline": "x"}, [], 0.0)
+
+    cast = Broadcast(look, draw, lambda _scene, _away_s: {}, faulty)
+    working = asyncio.create_task(cast.run(stop))
+    await cast.newest(60)
+    await wait_until(lambda: len(pauses.asked_s) > 2)
+    stop.set()
+    await working
+    first, second, *_ = pauses.asked_s
+    assert first == 1.0
+    assert rests_s <= second < rests_s + 0.5
+
+
+async def test_picture_that_was_there_says_how_long_redis_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(broadcast, "pause", Pauses(0.001))
+    stop, is_away = asyncio.Event(), False
+
+    async def look() -> Glance:
+        if is_away:
+            raise Unavailable("Redis does not answer")
+        return Glance(scene(), [], is_anew=False, seconds=0.0)
+
+    async def draw(_look: Glance) -> DrawnGlance:
+        return DrawnGlance({"headline": "there", "flow": "as it was"}, [], 0.0)
+
+    cast = Broadcast(look, draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"}, faulty)
+    working = asyncio.create_task(cast.run(stop))
+    assert (await cast.newest(60)).parts["headline"] == "there"
+    is_away = True
+    await wait_until(lambda: cast.trouble is not None)
+    assert cast.picture is not None
+    assert cast.picture.parts == {"headline": "away True", "flow": "as it was"}
+    is_away = False
+    await wait_until(lambda: cast.trouble is None)
+    assert (await cast.newest(60)).parts["headline"] == "there"
+    stop.set()
+    await working

@@ -1,0 +1,160 @@
+"""What a scene says of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.broker.messages import OUTCOMES, Contribution, Event, GiveUp, Version
+from fedstream.broker.streams import Entry
+from fedstream.history.live.collector import Collector
+from fedstream.history.live.recent import Recent, Ring
+from fedstream.history.live.scene import PUSHED
+from fedstream.settings.config import Settings
+from tests.broker.guarded import KEYS, guarded, needs_7
+from tests.support import EveryRole, Hand
+
+
+def collector(client: Client, keys: Keys) -> Collector:
+    return Collector(Onlooker(client, keys, "page"), Settings())
+
+
+async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
+    """Until a coordinator hands it out, until it is taken, trained, answered, and admitted."""
+    looking = collector(client, hand.keys)
+    await hand.create()
+    await hand.announce("t")
+    (trigger,) = await hand.request()
+
+    async def phase() -> str:
+        (found,) = (await looking.look()).scene.tasks
+        assert (found.task, found.device) == (trigger.task, trigger.device)
+        return found.phase
+
+    assert await phase() == "triggered"
+    await hand.dispatch()
+    assert await phase() == "waiting"
+    ((entry, task),) = await hand.take()
+    assert await phase() == "training"
+    upload = await hand.trained(task)
+    await client.call("XACK", hand.keys.tasks, "trainers", entry.id)
+    await client.call("XDEL", hand.keys.tasks, entry.id)
+    assert await phase() == "uploading"
+    await hand.admit(upload)
+    scene = (await looking.look()).scene
+    assert [one.phase for one in scene.tasks] == ["queue"]
+    assert scene.phases["queue"] == 1
+    await hand.commit(1, upload)
+    scene = (await looking.look()).scene
+    assert scene.tasks == ()
+    assert scene.tally.outcomes["applied"] == 1
+    await hand.ledger.purge()
+
+
+async def test_outcomes_with_what_their_version_says_of_them(client: Client, hand: Hand) -> None:
+    looking = collector(client, hand.keys)
+    await hand.create()
+    assert (await looking.look()).scene.ended.size == 0
+    upload = await hand.admitted()
+    await hand.commit(1, upload)
+    (trigger,) = await hand.open()
+    await hand.admit(
+        GiveUp(task=trigger.task, attempt="1", device=trigger.device, trainer="t",
+               reason="dropped out")
+    )  # fmt: skip
+    await hand.ledger.tell(
+        Event(what="evaluation", service="evaluator", time=2.0, version=1,
+              metrics={"accuracy": 0.5})
+    )  # fmt: skip
+    look = await looking.look()
+    scene = look.scene
+    used, dropped = scene.ended
+    assert OUTCOMES[used["outcome"]] == "applied"
+    assert used["device"] == upload.device
+    assert OUTCOMES[dropped["outcome"]] == "given_up"
+    assert scene.reasons[dropped["reason"]] == "dropped out"
+    assert np.isnan(dropped["loss"])
+    assert [(one.version, one.metrics) for one in scene.measured] == [(1, {"accuracy": 0.5})]
+    assert [one.outcome for one in scene.outcomes] == ["applied", "given_up"]
+    assert len(look.news) == 3
+    assert scene.position == look.news[-1][0]
+    assert (await looking.look()).news == []
+
+
+async def test_foreign_events_and_register_entries_do_no_harm(client: Client, hand: Hand) -> None:
+    looking = collector(client, hand.keys)
+    await hand.create()
+    await hand.announce("t")
+    await client.call("HSET", hand.keys.trainers, "t", "junk")
+    await client.call("XADD", hand.keys.events, "*", "m", "junk")
+    await client.call("XADD", hand.keys.events, "*", "other", "field")
+    scene = (await looking.look()).scene
+    assert [(one.name, one.owns) for one in scene.workers] == [("t", 0)]
+    assert scene.notes == () or all(one.what for one in scene.notes)
+
+
+async def test_rates_over_what_was_seen(client: Client, hand: Hand) -> None:
+    looking = collector(client, hand.keys)
+    await hand.create()
+    assert (await looking.look()).scene.rates.over_s == 0
+    await hand.commit(1, await hand.admitted())
+    rates = (await looking.look()).scene.rates
+    assert rates.over_s > 0
+    assert rates.used == rates.versions > 0
+
+
+def test_ring_keeps_the_newest_in_order() -> None:
+    ring = Ring(PUSHED, 3)
+    numbers = [ring.add((n, n, 0.0, 0.0, 0.0)) for n in range(20)]
+    assert numbers == list(range(20))
+    ring.set(18, "cosine", 0.5)
+    ring.set(2, "cosine", 0.5)  # long gone
+    assert ring.newest()[["device", "cosine"]].tolist() == [(17, 0.0), (18, 0.5), (19, 0.0)]
+
+
+@needs_7
+@pytest.mark.process
+async def test_coordinators_own_rights_suffice(tmp_path: Path) -> None:
+    with guarded(tmp_path) as there:
+        async with there.client("admin") as admin:
+            hand = Hand(admin, KEYS, EveryRole(admin, KEYS, "test"))
+            await hand.create()
+            await hand.announce("t")
+            await hand.open(2)
+            await hand.take()
+            await hand.admitted()
+            async with there.client("coordinator") as client:
+                looking = collector(client, KEYS)
+                scene = (await looking.look()).scene
+                assert len(scene.tasks) == 3
+                await hand.commit(1)
+                await looking.look()
+            assert await admin.call("ACL", "LOG") == []
+
+
+def test_numbers_and_times_that_nobody_can_mean() -> None:
+    """A device says how many samples it has: a message may hold larger numbers than a column."""
+    recent, huge = Recent(), 1 << 63
+    used = Contribution(
+        task="a", device=huge, tau=0, staleness=0, weight=1.0, samples=huge, steps=huge
+    )
+    version = Version(
+        version=huge, time=float("nan"), epoch=1, digest="d", blob="b", size=1, updates=(used,)
+    )
+    recent.publish([Entry("1-0", version.encode())])
+    for n, (task, time) in enumerate([("a", 1e300), ("b", float("-inf"))]):
+        event = Event(
+            what="outcome", service="updater", time=time, task=task, device=huge, version=huge,
+            staleness=huge, outcome="applied",
+        )  # fmt: skip
+        ((_, told),) = recent.tell([Entry(f"{2 + n}-0", event.encode())])
+        assert 0 <= told.time <= 253_402_300_799
+    most = np.iinfo(np.int64).max
+    for name in ("device", "version", "staleness"):
+        assert recent.ended.newest()[name].tolist() == [most, most]
+    assert recent.made.newest()[["version", "time"]].tolist() == [(most, 0.0)]

@@ -1,0 +1,127 @@
+"""Panels as HTML: plain, escaped, and quick."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from time import thread_time
+
+import pytest
+
+from fedstream.broker.records import Failing
+from fedstream.history.live.panels import (
+    PANELS,
+    LivePanel,
+    curves_of,
+    device_html,
+    devices_html,
+    headline_facts,
+    headline_html,
+    staleness_html,
+)
+from fedstream.history.live.scene import Scene, SeenMetrics, SeenPushes
+from tests.fedstream.history.conftest import Page
+from tests.fedstream.history.live.scenes import NOW, busy, crowd, scene
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=[panel.name for panel in PANELS])
+def test_a_panel_needs_no_script_and_no_style(panel: LivePanel) -> None:
+    for moment in (busy(), scene()):
+        text = panel.html(moment)
+        assert Page(text).inline == []
+        assert re.search(r">[^<]*\w[^<]*<", text)  # it says something, even if there is nothing
+
+
+def test_the_headline_has_progress_and_numbers() -> None:
+    text = headline_html(busy())
+    assert "version <strong>559</strong> of 1,000, 55.9 %" in text
+    assert "5.8 versions/s, 1:16 left" in text
+    assert "standstill" not in text
+    assert "Stalled for 0:10 because no trainer is alive" in headline_html(
+        replace(scene(head_time=scene().now - 10, trainers=0), made=busy().made)
+    )
+
+
+def test_the_headline_names_failing_devices() -> None:
+    assert "failing and resting" not in headline_html(scene())
+    text = headline_html(scene(failing={3: Failing(6, 1.0, "raised OSError")}))
+    assert "device 3 failed 6 tasks in a row (raised OSError)" in text
+
+
+def test_foreign_text_is_escaped() -> None:
+    script = "<script>alert(1)</script>"
+    evil = scene(
+        measured=(SeenMetrics(1, NOW, {f"\u202e{script}": 1.0}),),
+        failing={3: Failing(2, 1.0, script)},
+    )
+    text = headline_html(evil) + "".join(panel.html(evil) for panel in PANELS)
+    assert "<script>alert" not in text
+    assert "\u202e" not in text
+
+
+def test_the_best_of_a_metric_is_on_the_side_of_its_goal() -> None:
+    values = ((0, 3.0), (5, 1.0), (9, 2.0))
+    seen = tuple(
+        SeenMetrics(version, NOW, {"rmse": value, "bits": value}) for version, value in values
+    )
+    facts = dict(headline_facts(scene(measured=seen)))
+    assert facts["best rmse"] == "1.0000 at 5"
+    assert "best bits" not in facts
+    declared = dict(headline_facts(scene(measured=seen, run_goal={"bits": "max"})))
+    assert declared["best bits"] == "3.0000 at 0"
+
+
+def test_metrics_are_drawn_over_versions_and_over_time() -> None:
+    found = curves_of(busy())[:4]
+    assert [one.title for one in found] == [
+        "Test accuracy", "Test accuracy over time", "Test loss", "Test loss over time",
+    ]  # fmt: skip
+    assert all(one.x == sorted(one.x) for one in found)
+    assert found[1].x[-1] == pytest.approx(560 / 6)
+
+
+def test_staleness_lies_over_the_weights_that_were_given() -> None:
+    ended = busy().ended.copy()
+    ended["staleness"][0] = 1 << 40  # however late, there are few bars
+    text = staleness_html(replace(busy(), ended=ended))
+    assert "Staleness of updates, and the weight they were given" in text
+    assert len(text) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("pushes", "said"),
+    [
+        (SeenPushes(), ""),
+        (SeenPushes(problem="it is gone"), "No norms, distances and cosines: it is gone."),
+        (busy().pushes, "600 updates that were read in the journal, up to version 540."),
+        (replace(busy().pushes, problem="it is gone"), "version 540, and not on: it is gone."),
+    ],
+    ids=["nothing yet", "no journal", "read", "no longer read"],
+)
+def test_the_table_says_what_was_read_in_the_journal(pushes: SeenPushes, said: str) -> None:
+    text = devices_html(replace(busy(), pushes=pushes))
+    assert said in text
+    assert ('data-key="cosine"' in text) == bool(len(pushes.rows))
+
+
+def test_a_device_has_a_page() -> None:
+    text = device_html(busy(), 3)
+    assert "It stands out in" in text
+    assert text.count("<figure") == 3
+    assert "It ended none of the newest" in device_html(busy(), 77)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: busy(devices=400, trainers=200), crowd], ids=["busy", "crowd"]
+)
+def test_all_panels_together_are_drawn_quickly(make: Callable[[], Scene]) -> None:
+    """They are drawn every second, for as long as somebody looks: 50 ms would be 5% of a core."""
+    moment = make()
+    [panel.html(moment) for panel in PANELS]  # templates are compiled once
+    took = []
+    for _ in range(5):
+        began = thread_time()
+        [panel.html(moment) for panel in PANELS]
+        took.append(thread_time() - began)
+    assert min(took) < 0.25

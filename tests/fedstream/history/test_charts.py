@@ -1,0 +1,81 @@
+"""Charts of the page and the picture of a run: the same numbers."""
+
+from __future__ import annotations
+
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstream.history import pictures
+from fedstream.history.charts import Window, of_both, of_pushes, of_run
+from fedstream.history.measurements import recall
+from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.timeline import History
+
+
+def test_the_picture_has_the_numbers_of_the_charts(recorded: Path) -> None:
+    history = History()
+    recall(history, recorded / "journal", recorded / "metrics.csv")
+    figure = pictures.picture("a run", history, created=1.0, devices=10)
+    charts = {one.name: one for one in of_run(RecordedRun(recorded))}
+    drawn: Any = figure.axes  # matplotlib's types say little of what lines have
+    accuracy, _, late, loss, *_ = drawn
+    for axes, name in ((accuracy, "metric-0"), (loss, "loss")):
+        line = axes.lines[0]
+        wanted = charts[name]
+        assert list(map(float, line.get_xdata())) == wanted.x
+        assert list(map(float, line.get_ydata())) == wanted.series[0].values
+    heights = [bar.get_height() for bar in late.patches]
+    assert heights == charts["lateness"].series[0].values
+
+
+def test_two_runs_over_time_begin_together(recorded: Path, other: Path) -> None:
+    """Each over its own seconds; a point leads to what the first run had by then."""
+    ours, theirs = RecordedRun(recorded), RecordedRun(other)
+    over_versions = {one.name: one for one in of_both(ours, theirs)}
+    over_time = {one.name: one for one in of_both(ours, theirs, Window(over_time=True))}
+    assert over_time.keys() == over_versions.keys() == {"metric-accuracy", "metric-loss", "loss"}
+    for name, chart in over_time.items():
+        before = over_versions[name]
+        assert chart.unit == "seconds since the beginning"
+        assert chart.header == [chart.unit, "version of A", "A", "B"]
+        for n, run in enumerate((ours, theirs)):
+            points = {
+                seconds: value
+                for seconds, value in zip(chart.x, chart.series[n].values, strict=True)
+                if value is not None
+            }
+            wanted = [
+                (version, value)
+                for version, value in zip(before.x, before.series[n].values, strict=True)
+                if value is not None
+            ]
+            times = run.times([int(version) for version, _ in wanted])
+            assert points == dict(zip(times, (value for _, value in wanted), strict=True))
+            if run is ours:
+                lead = dict(zip(chart.x, chart.leads, strict=True))
+                assert [lead[at] for at in times] == [version for version, _ in wanted]
+
+
+def test_the_newest_version_at_a_time(recorded: Path) -> None:
+    run = RecordedRun(recorded)
+    (third,) = run.times([3])
+    assert run.newest_at([0.0, third - 0.001, third, 1e9]) == [0, 2, 3, run.newest]
+
+
+def test_newest_updates_as_vectors(recorded: Path) -> None:
+    """A cosine is known ten versions after its update."""
+    kinds = [("version", "i8"), ("norm", "f8"), ("distance", "f8"), ("cosine", "f8")]
+    rows = np.array([(3, 4.0, 2.0, 0.5), (13, 5.0, 2.5, -0.25), (50, 6.0, 3.0, nan)], kinds)
+    run = RecordedRun(recorded)
+    found = {one.name: one for one in of_pushes(run, rows)}
+    assert found["newest-norm"].x == [3.0, 13.0, 50.0]
+    assert found["newest-distance"].series[0].values == [2.0, 2.5, 3.0]
+    cosine = found["newest-cosine"]
+    assert (cosine.x, cosine.series[0].values) == ([3.0, 13.0], [0.5, -0.25])
+    (norm, *_) = of_pushes(run, rows, Window(first=10, last=20, over_time=True))
+    assert (norm.leads, norm.x) == ([13], run.times([13]))
+    assert of_pushes(run, rows[:0]) == []
+    run.close()

@@ -1,0 +1,211 @@
+"""The process that answers a question: what it may not hold up, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+import pytest
+
+from fedstream.history.bisect import Limit, Search
+from fedstream.history.model_stats import MeasuredShares
+from fedstream.history.ui import jobs
+from fedstream.history.ui.jobs import Occupied, PageJob, PageJobs, Workplace
+from fedstream.history.ui.questions import Bisection, Distances
+from fedstream.history.ui.work import TaskAccess, WorkBounds, WorkResult
+from tests.integration.command import TEST_GUARD_S
+from tests.support import wait_until
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
+QUESTION = Bisection("accuracy", Limit(0.9))
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process lives: one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(params=[True, False], ids=["forked", "spawned"])
+def place(request: pytest.FixtureRequest, poisoned: Path, tmp_path: Path) -> Workplace:
+    """Where a question is worked on by ``task.py`` in the folder."""
+    access = TaskAccess(task=f"{tmp_path}/task.py:task")
+    return Workplace(poisoned, access, preloads=request.param)
+
+
+def begun(place: Workplace, folder: Path, source: str) -> PageJob:
+    """A question whose task begins a process that would go on, and writes its number to a file."""
+    (folder / "task.py").write_text(f"""
+import os
+import time
+from pathlib import Path
+
+if not (pid := os.fork()):  # it has our end of the channel, too
+    time.sleep(600)
+    os._exit(0)
+Path({str(folder / "new")!r}).write_text(str(pid))
+Path({str(folder / "new")!r}).rename({str(folder / "pid")!r})
+{source}
+""")
+    job = PageJob(QUESTION, "/bisect")
+    job.begin(place)
+    return job
+
+
+async def test_cancelling_ends_what_the_task_has_started(place: Workplace, tmp_path: Path) -> None:
+    job = begun(place, tmp_path, "time.sleep(600)")
+    await wait_until((tmp_path / "pid").exists, TEST_GUARD_S, "the task")
+    pid = int((tmp_path / "pid").read_text())
+    assert is_there(pid)
+    job.cancel()
+    assert job.problem == "cancelled"
+    await wait_until(lambda: not is_there(pid), TEST_GUARD_S, "the end of its process")
+
+
+async def test_death_is_told_though_what_the_task_started_lives(
+    place: Workplace, tmp_path: Path
+) -> None:
+    job = begun(place, tmp_path, "os._exit(7)")
+    await wait_until(lambda: not job.is_going_on, TEST_GUARD_S, "a problem")
+    assert "ended with exit code 7" in job.problem
+    pid = int((tmp_path / "pid").read_text())
+    await wait_until(lambda: not is_there(pid), TEST_GUARD_S, "the end of its process")
+
+
+HALF = """
+import gc
+from multiprocessing.connection import Connection
+
+for one in gc.get_objects():
+    if isinstance(one, Connection) and one.writable and not one.readable:
+        os.write(one.fileno(), bytes([0, 0, 1, 0]) + b"half")  # of 256 bytes
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds", "problem"),
+    [("os._exit(7)", None, "exit code 7"), ("time.sleep(600)", 8, "longer than 8 s")],
+    ids=["dies", "hangs"],
+)
+async def test_half_an_answer_is_not_waited_for(
+    place: Workplace, tmp_path: Path, end: str, seconds: float | None, problem: str
+) -> None:
+    """What the task started holds the channel, so that reading alone would never end."""
+    job = begun(replace(place, bounds=WorkBounds(seconds)), tmp_path, f"{HALF}\n{end}")
+    await wait_until(lambda: not job.is_going_on, TEST_GUARD_S / 2, "a problem")
+    assert problem in job.problem
+
+
+async def test_an_answer_that_cannot_be_taken_in_is_told(
+    poisoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(PageJob, "_take", too_large)
+    job = PageJob(Distances(), "/distances")
+    job.begin(Workplace(poisoned, TaskAccess()))
+    await wait_until(lambda: not job.is_going_on, TEST_GUARD_S, "a problem")
+    assert job.problem == "its answer can't be read: MemoryError: no room"
+
+
+def test_answers_are_kept_up_to_so_many_bytes(
+    poisoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distances take some 50 bytes an update, other answers next to nothing."""
+    monkeypatch.setattr(PageJob, "begin", lambda *_: None)
+    monkeypatch.setattr(jobs, "KEPT_BYTES", 1000)
+    asked = PageJobs(Workplace(poisoned, TaskAccess()))
+
+    def answered(address: str, answer: WorkResult, size: int) -> None:
+        asked.begin(QUESTION, address)
+        asked._jobs[address]._take(answer, size)
+
+    for version in range(4):
+        answered(f"/distances?until={version}", MeasuredShares({}, version), 600)
+        answered(f"/bisect?until={version}", Search(version), 10)
+    assert [*asked._jobs] == ["/bisect?until=2", "/distances?until=3", "/bisect?until=3"]
+    assert asked.shares == MeasuredShares({}, 3)
+    answered("/huge", MeasuredShares({}, 4), 5000)
+    assert asked.at("/huge")
+    answered("/bisect?until=9", Search(9), 10)
+    assert [*asked._jobs] == ["/huge", "/bisect?until=9"]
+    assert asked.has_forgotten("/distances?until=1")
+    asked.begin(Distances(1), "/distances?until=1")
+    assert not asked.has_forgotten("/distances?until=1")
+
+
+def test_addresses_of_forgotten_answers_are_bounded(
+    poisoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PageJob, "begin", lambda job, _where: job.cancel())
+    monkeypatch.setattr(jobs, "KEPT", 1)
+    monkeypatch.setattr(jobs, "_REMEMBERED", 2)
+    asked = PageJobs(Workplace(poisoned, TaskAccess()))
+    for n in range(5):
+        asked.begin(QUESTION, f"/{n}")
+    assert [asked.has_forgotten(f"/{n}") for n in range(5)] == [False, False, True, True, False]
+    asked.begin(QUESTION, f"/{'x' * 100_000}")
+    asked.begin(QUESTION, "/")
+    assert asked.has_forgotten(f"/{'x' * 100_000}")
+    assert max(map(len, asked._forgotten)) == 32
+
+
+def test_no_question_begins_after_the_end(poisoned: Path) -> None:
+    asked = PageJobs(Workplace(poisoned, TaskAccess()))
+    asked.end()
+    with pytest.raises(Occupied, match="the server is stopping"):
+        asked.begin(QUESTION, "/bisect")
+
+
+def test_while_torch_is_imported_pages_answer_and_ctrl_c_ends_at_once(
+    poisoned: Path, tmp_path: Path
+) -> None:
+    """A terminal sends Ctrl-C to all its processes, also to the one that imports."""
+    (tmp_path / "torch.py").write_text(f"""
+from pathlib import Path
+from time import sleep
+
+Path({str(tmp_path / "begun")!r}).touch()
+while not Path({str(tmp_path / "go")!r}).exists():
+    sleep(0.02)
+raise ImportError("this was enough")
+""")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    server = subprocess.Popen(
+        [sys.executable, "-m", "fedstream", "ui", poisoned], text=True, process_group=0,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    try:
+        assert server.stdout
+        link = re.match(r"(http://127\.0\.0\.1:\d+)/ ", server.stdout.readline())
+        assert link
+
+        def read(address: str, data: bytes | None = None) -> str:
+            asked = Request(link[1] + address, data)  # noqa: S310  (ours)
+            with urlopen(asked, timeout=TEST_GUARD_S / 4) as answer:  # noqa: S310
+                return str(answer.read().decode())
+
+        token = re.search(r'name="token" value="(.+?)"', read("/bisect"))
+        assert token
+        fields = {"metric": "accuracy", "bound": "0.9", "token": token[1], "do": "begin"}
+        assert "data-going" in read("/bisect", data=urlencode(fields).encode())
+        while not (tmp_path / "begun").exists():
+            assert "<h1>Version 3</h1>" in read("/versions/3")
+        assert "<h1>Devices</h1>" in read("/devices")
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.wait(TEST_GUARD_S / 4) == 0
+    finally:
+        (tmp_path / "go").touch()
+        if server.returncode is None:
+            server.kill()
+    assert server.communicate() == ("", "")
