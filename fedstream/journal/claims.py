@@ -76,8 +76,7 @@ class Claim:
         self._known = False  # what was listed since is all that changed up to then
         try:
             made_folder(folder)
-            about = folder.stat()
-            self._place = about.st_dev, about.st_ino
+            self._place = _place(folder.stat())
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
             file = os.open(self._path, flags, FILE_MODE)
         except FileExistsError as error:
@@ -112,7 +111,7 @@ class Claim:
             about = self._folder.stat()
         except OSError as error:
             raise JournalError(f"{self._folder}: cannot be read: {error.strerror}") from error
-        if (about.st_dev, about.st_ino) != self._place:
+        if _place(about) != self._place:
             raise JournalError(f"{self._folder}: was replaced while being written: start again")
         changed = about.st_mtime_ns
         if changed != self._changed:
@@ -138,6 +137,10 @@ class Claim:
     def withdraw(self) -> None:
         """Delete the claim: no segment was started under it, and none will be."""
         _delete(self._path)
+
+
+def _place(about: os.stat_result) -> tuple[int, int]:
+    return about.st_dev, about.st_ino
 
 
 def _delete(path: Path) -> None:
