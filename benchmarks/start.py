@@ -51,7 +51,7 @@ def measured(versions: int, folder: Path) -> Timing:
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     ended, cpu = time.time(), _cpu_s() - cpu
-    times = [row.time for row in open_run(folder).reading().versions]
+    times = open_run(folder).columns()[0].made["time"].tolist()
     first, last = times[1], times[-1]
     return Timing(first - began, last - first, ended - last, ended - began, cpu)
 

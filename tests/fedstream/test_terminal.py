@@ -88,7 +88,7 @@ def test_escapes_look_like_pythons() -> None:
 
 def test_markup_is_shown_as_text() -> None:
     assert drawn(terminal.cell(MARKUP)).strip() == MARKUP
-    assert drawn(display.two_columns([("a", MARKUP)])).split(maxsplit=1)[1].strip() == MARKUP
+    assert drawn(terminal.two_columns([("a", MARKUP)])).split(maxsplit=1)[1].strip() == MARKUP
 
 
 hostile_events = st.builds(
@@ -220,7 +220,7 @@ def test_hostile_text_is_escaped_in_findings_and_errors(capsys: pytest.CaptureFi
 
 def test_piped_table_is_neither_cut_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [("a", "short"), ("b", f"{'long ' * 50}"), ("c", "")]
-    terminal.console().print(display.two_columns(rows))
+    terminal.console().print(terminal.two_columns(rows))
     shown = capsys.readouterr().out
     assert shown == f"a  short\nb  {'long ' * 49}long\nc\n"  # and none is cut
 

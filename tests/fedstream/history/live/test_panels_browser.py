@@ -202,7 +202,7 @@ def test_a_phone_scrolls_down_and_not_sideways(browser: Any, name: str) -> None:
     with showing(MOMENTS[name]) as moments:
         tab = Tab(browser, moments.address, viewport={"width": 360, "height": 740}, has_touch=True)
         page = tab.go("/")
-        page.locator("canvas").first.wait_for(state="attached")
+        page.locator("#connection", has_text="Live").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         tab.context.close()
 
@@ -214,7 +214,7 @@ def test_axe_finds_nothing(browser: Any, name: str, scheme: str) -> None:
     with showing(MOMENTS[name]) as moments:
         tab = Tab(browser, moments.address, color_scheme=scheme)
         page = tab.go("/")
-        page.locator("canvas").first.wait_for(state="attached")
+        page.locator("#connection", has_text="Live").wait_for()
         assert flaws(page) == []
         assert tab.wrong == []
         tab.context.close()
