@@ -252,6 +252,7 @@ class Stage:
     @cached_property
     def certificate(self) -> dict[str, str]:
         """Redis's, as the docs make it, and for a Redis elsewhere too: the Secret's files."""
+        self.docs.given(f"cd {self.docs.clone}")  # another page's commands may have left it
         self.docs.type(KUBERNETES, "cat > names")
         self.docs.given(f"sed -i '1s/$/,DNS:redis.{self.cluster.namespace}-redis/' names")
         self.docs.type(KUBERNETES, "openssl req -x509", "openssl req -newkey", "openssl x509")
