@@ -222,12 +222,8 @@ class ServiceLoop(uvloop.Loop):
     """
 
     async def create_connection(
-        self,
-        protocol_factory: Callable[[], asyncio.BaseProtocol],
-        host: str | None = None,
-        port: int | None = None,
-        **options: Any,
-    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any
+    ) -> Any:
         connect = partial(super().create_connection, protocol_factory)
         if host is None:
             return await connect(**options)

@@ -96,6 +96,9 @@ async def test_device_that_names_another_layout_each_time_does_not_fill_the_log(
     async with serving(hand, redis, device_rate=1000) as gateway:
         with capture_logs() as lines:
             for device in (*[3] * 20, 4, 3):
-                said = {"layout": secrets.token_hex(32), "devices": 11 + secrets.randbelow(1000)}
+                said: dict[str, Any] = {
+                    "layout": secrets.token_hex(32),
+                    "devices": 11 + secrets.randbelow(1000),
+                }
                 assert (await gateway.check_in(device, **said)).status == 409
     assert [one["device"] for one in lines if one["event"] == SAID] == [3, 4]

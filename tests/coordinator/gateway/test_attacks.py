@@ -11,6 +11,7 @@ import gc
 import tracemalloc
 from functools import partial
 from itertools import product
+from typing import Any
 
 from yarl import URL
 
@@ -161,7 +162,7 @@ async def test_slow_connections_are_cut_off_when_a_requests_time_is_over(
     redis: RedisSettings, hand: Hand
 ) -> None:
     await hand.create()
-    limits: tuple[tuple[list[bytes], dict[str, float], list[str]], ...] = (
+    limits: tuple[tuple[list[bytes], dict[str, Any], list[str]], ...] = (
         (BEGUN, {"idle_s": 0.3}, []), (BODIES, {"body_s": 0.3}, ["too slow"])
     )  # fmt: skip
     for begun, limit, reasons in limits:

@@ -295,7 +295,7 @@ async def test_coordinator_and_its_page_have_the_same_tokens(
     settings = load(Settings, path=None, environ={}, sets=sets)
     settings = settings.model_copy(update={"redis": redis})
     coordinator, _ = _coordinator(settings, keys, "c-0", live_page(settings))
-    app = application(coordinator.routes(), lambda: False)  # type: ignore[attr-defined]
+    app = application(coordinator.routes(), lambda: False)
     file.write_text(OPERATOR)
     async with TestClient(TestServer(app)) as http:
         with capture_logs() as lines:
