@@ -82,14 +82,14 @@ def test_an_axis_of_whole_numbers_has_no_ticks_between_them(tab: Tab) -> None:
 
 def test_the_column_that_sorts_the_devices_is_marked(tab: Tab) -> None:
     page = tab.go("/devices")
-    link = page.get_by_role("link", name="cosine", exact=True)
+    link = page.get_by_role("link", name="loss", exact=True)
     mark = "(one) => getComputedStyle(one, '::after').content"
     assert link.evaluate(mark) == "none"
     for sign in ("↓", "↑"):
         link.click()
         page.locator("th[aria-sort]").wait_for()
         assert sign in link.evaluate(mark)
-        assert page.get_by_role("link", name="cosine", exact=True).count() == 1  # read out as ever
+        assert page.get_by_role("link", name="loss", exact=True).count() == 1  # read out as ever
 
 
 def test_updates_of_a_version_fit_on_a_screen(browser: Any, address: str) -> None:
