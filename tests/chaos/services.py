@@ -6,14 +6,16 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from fedstream.local import lives
 from fedstream.runtime.parent import death_with_parent
 from tests.chaos.seams import RELEASE, RELEASES
 from tests.support import wait_until
@@ -29,55 +31,28 @@ class Zygote:
     """The process that forks the services: `tests/chaos/zygote.py`."""
 
     def __init__(self) -> None:
-        self._process: Process | None = None
-        self._begun: dict[int, asyncio.Future[int]] = {}
-        self._codes: dict[int, asyncio.Future[int]] = {}
-        self._asked = 0
-        self._ready = asyncio.Event()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.zygote", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                pass_fds=(theirs.fileno(),), preexec_fn=death_with_parent(),  # noqa: PLW1509
+            )  # fmt: skip
+        self._channel, self._server = ours, lives._Server(ours, process)
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.chaos.zygote", stdin=PIPE, stdout=PIPE, cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=death_with_parent(),
-        )  # fmt: skip
-        self._listening = asyncio.create_task(self._listen(self._process), name="zygote")
-        await wait_until(
-            lambda: self._ready.is_set() or self._listening.done(), timeout=_ALIVE_S,
-            what="the process that forks services is ready",
-        )  # fmt: skip
-        if self._listening.done():
-            raise RuntimeError("the process that forks services ended")
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        self._listening.cancel()
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            await self._process.wait()
-
-    async def _listen(self, process: Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            said = json.loads(line)
-            if "ready" in said:
-                self._ready.set()
-            elif "begun" in said:
-                # Before anything else is read: it may have ended already.
-                self._codes[said["begun"]] = asyncio.get_running_loop().create_future()
-                self._begun.pop(said["id"]).set_result(said["begun"])
-            else:
-                self._codes[said["ended"]].set_result(said["code"])
+        if not self._server.ended:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._server.close()
 
     async def fork(self, argv: list[str], env: Mapping[str, str], log: Path) -> Child:
         """A service in a process of its own."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._asked += 1
-        begun = self._begun[self._asked] = asyncio.get_running_loop().create_future()
-        what = {"id": self._asked, "argv": argv, "env": dict(env), "log": str(log)}
-        self._process.stdin.write(json.dumps(what).encode() + b"\n")
-        pid = await begun
-        return Child(argv[-1], pid, self._codes[pid], log)
+        request = {"start": argv, "environment": dict(env), "log": str(log)}
+        life = await self._server.start(request)
+        return Child(argv[-1], life.pid, life.code, log)
 
 
 @dataclass(eq=False)

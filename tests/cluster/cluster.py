@@ -19,8 +19,7 @@ from typing import Any
 import yaml
 
 from fedstream.local.ports import is_answering
-from tests.k8s.cluster.manifests import Manifest, Manifests, kubectl, rendered
-from tests.k8s.policy.targets import K8S
+from tests.k8s.manifests import K8S, Manifest, Manifests, kubectl, rendered
 from tests.support import free_port
 
 WORKLOADS = ("Deployment", "StatefulSet")

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 
 from tests.cluster.checks import Outcome, Run
 from tests.cluster.cluster import Cluster, Failed, until
-from tests.cluster.policies import OUTSIDE, documented, expected
+from tests.cluster.policies import OUTSIDE, Place, documented, expected
 from tests.cluster.stage import Row, Stage, scenario
 from tests.docs.pages import ROOT
-from tests.k8s.cluster.manifests import Manifest
-from tests.k8s.policy.networks import Place
+from tests.k8s.manifests import Manifest
 
 RESULTS = ROOT / "benchmarks" / "results" / "cluster-faults.csv"
 COLUMNS = (

@@ -14,23 +14,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from ipaddress import ip_network
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from itertools import permutations
 from pathlib import Path
 from typing import TypeAlias
 
-from tests.k8s.cluster.manifests import Manifest, Unsupported
-from tests.k8s.policy.networks import Place, passes
+from tests.k8s.manifests import Manifest
+from tests.k8s.workloads import selected
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md"
-_OURS = Place("").namespace
 TABLE = "ip fedstream-policies"
 _FLOW = "ipv4_addr . ipv4_addr . inet_proto . inet_service"
 _COALESCE_S = 0.2  # changes of the cluster that come together are one
 _AGAIN_S = 1.0  # after the API server was not reached
 
 Flow: TypeAlias = tuple[str, str, str, int]  # sender, receiver, protocol, port
+
+
+_OURS = {"kubernetes.io/metadata.name": "fedstream"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A pod, by its labels and its namespace's; or an address outside the cluster."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+    namespace: dict[str, str] = field(default_factory=lambda: _OURS)
+    address: str | None = None
+
 
 # Those that the documented table names, and some that it must not let in.
 OUTSIDE = [
@@ -58,7 +71,7 @@ OUTSIDE = [
 def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
     """The connections between places, by their keys, that policies of the namespace let through.
 
-    Raises Unsupported for a rule without ports, or with ports that have names or ranges.
+    Raises ValueError for a rule without ports, or with ports that have names or ranges.
     """
     ports = set()
     for policy in policies:
@@ -66,7 +79,7 @@ def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
             numbers = [one.get("port") for one in rule.get("ports", ()) if "endPort" not in one]
             if not numbers or not all(isinstance(number, int) for number in numbers):
                 name = policy["metadata"]["name"]
-                raise Unsupported(f"NetworkPolicy {name}: a rule without ports by number")
+                raise ValueError(f"NetworkPolicy {name}: a rule without ports by number")
             ports |= {(one["protocol"], one["port"]) for one in rule["ports"]}
     return {
         (sender, receiver, protocol, port)
@@ -75,6 +88,52 @@ def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
         for protocol, port in ports
         if passes(policies, places[sender], places[receiver], port, protocol)
     }
+
+
+def passes(
+    policies: list[Manifest], sender: Place, receiver: Place, port: int, protocol: str
+) -> bool:
+    """Whether a connection is let out and let in."""
+    out = _lets(policies, sender, receiver, "egress", port, protocol)
+    return out and _lets(policies, receiver, sender, "ingress", port, protocol)
+
+
+def _lets(
+    policies: list[Manifest], at: Place, peer: Place, direction: str, port: int, protocol: str
+) -> bool:
+    if at.namespace != _OURS:
+        return True  # not ours to say
+    mine = [
+        policy["spec"]
+        for policy in policies
+        if selected(policy["spec"]["podSelector"], at.labels)
+        and direction.title() in policy["spec"]["policyTypes"]
+    ]
+    return not mine or any(
+        _opens(rule, peer, "from" if direction == "ingress" else "to", port, protocol)
+        for spec in mine
+        for rule in spec.get(direction, ())
+    )
+
+
+def _opens(rule: Manifest, peer: Place, key: str, port: int, protocol: str) -> bool:
+    ports = rule.get("ports")
+    if ports is not None and {"protocol": protocol, "port": port} not in ports:
+        return False
+    return key not in rule or any(_is(one, peer) for one in rule[key])
+
+
+def _is(selector: Manifest, peer: Place) -> bool:
+    if "ipBlock" in selector:
+        block = selector["ipBlock"]
+        return peer.address is not None and ip_address(peer.address) in ip_network(block["cidr"])
+    if peer.address is not None:
+        return False
+    if "namespaceSelector" in selector:
+        there = selected(selector["namespaceSelector"], peer.namespace)
+    else:
+        there = peer.namespace == _OURS
+    return there and selected(selector.get("podSelector", {}), peer.labels)
 
 
 def places(objects: Iterable[Manifest], dns: Sequence[str], namespace: str) -> dict[str, Place]:

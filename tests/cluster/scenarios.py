@@ -32,9 +32,8 @@ from tests.cluster.stage import (
     scenario,
     secret,
 )
-from tests.k8s.cluster.manifests import Manifest
-from tests.k8s.policy.targets import K8S, combinations, differences, largest, overlays
-from tests.k8s.policy.targets import together as components_together
+from tests.k8s.manifests import K8S, Manifest, combinations, differences, largest, overlays
+from tests.k8s.manifests import together as components_together
 from tests.support import free_port
 
 INSPECT = "docs/how-to/inspect.md"

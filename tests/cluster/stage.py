@@ -22,8 +22,7 @@ from tests.cluster.checks import Outcome, Run
 from tests.cluster.cluster import IMAGE, Cluster, Failed, until
 from tests.docs.pages import COMMANDS, ROOT, Block, blocks
 from tests.docs.shell import Beside, Shell
-from tests.k8s.cluster.manifests import Manifest, kubectl
-from tests.k8s.policy.targets import K8S
+from tests.k8s.manifests import K8S, Manifest, kubectl
 from tests.support import free_port
 
 ROLES = (

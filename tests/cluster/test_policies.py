@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.policies import OUTSIDE, documented, expected, flows, of_group, places, rules
-from tests.k8s.cluster.manifests import Manifest, Unsupported, kubectl
+from tests.cluster.policies import (
+    OUTSIDE,
+    Place,
+    documented,
+    expected,
+    flows,
+    of_group,
+    places,
+    rules,
+)
 from tests.k8s.conftest import missing
-from tests.k8s.policy.networks import Place
-from tests.k8s.policy.targets import largest, on_base
-from tests.k8s.policy.workloads import workloads
+from tests.k8s.manifests import Manifest, kubectl, largest, on_base
+from tests.k8s.workloads import workloads
 
 
 @pytest.mark.process
@@ -99,5 +106,5 @@ def test_policies_of_another_namespace_close_nothing_of_ours() -> None:
 )
 def test_ports_that_sets_cannot_hold_are_refused(ports: dict[str, Any]) -> None:
     rule = policy("open", policyTypes=["Ingress"], ingress=[{"from": [], **ports}])
-    with pytest.raises(Unsupported, match="NetworkPolicy open: a rule without ports by number"):
+    with pytest.raises(ValueError, match="NetworkPolicy open: a rule without ports by number"):
         flows([rule], places([*NAMESPACES, pod("10.0.0.1", "a")], ["10.96.0.10"], "fedstream"))

@@ -17,7 +17,7 @@ from tests.docs.elsewhere import stand_ins
 from tests.docs.pages import ROOT
 from tests.docs.reader import Reader
 from tests.docs.shell import Shell
-from tests.k8s.cluster.manifests import kubectl
+from tests.k8s.manifests import kubectl
 from tests.trainer.test_builtin_tasks import idx
 
 NOTHING: Mapping[str, str] = {}

@@ -1,22 +1,14 @@
-"""What stands in the way of running the manifests here: told, or in CI a failure."""
+"""Addresses for what a test starts, and the programs that a test needs."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
-from typing import NoReturn, Protocol
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
 
 import pytest
-import yaml
 
-from tests.k8s.cluster import image
-from tests.k8s.cluster.forks import Zygote
-from tests.k8s.cluster.image import Image
-from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
-from tests.k8s.policy.targets import K8S
+Net: TypeAlias = Callable[[str], str]
 
 
 def missing(what: str) -> NoReturn:
@@ -26,50 +18,14 @@ def missing(what: str) -> NoReturn:
     pytest.skip(what)
 
 
-@pytest.fixture(scope="session")
-def images() -> Iterator[dict[str, Image]]:
-    """The manifests' images, as what is installed here."""
-    if sys.platform != "linux":
-        pytest.skip("pods have addresses in 127.0.0.0/8, which only Linux gives away")
-    redis = image.redis()
-    if redis is None:
-        missing("the users' rights need a redis-server of 7.0 or later with its redis-cli")
-    with closing(Zygote()) as zygote:
-        yield {"fedstream": image.fedstream(zygote), "redis": redis}
-
-
-class Kustomized(Protocol):
-    """Renders an overlay with components, settings and a task of the test's own on top of it."""
-
-    def __call__(self, overlay: str, *components: str, task: str, **settings: str) -> Manifests:
-        """``task`` is the module's text, ``settings`` are configuration keys."""
-
-
 @pytest.fixture
-def kustomized(tmp_path: Path) -> Kustomized:
-    """Needs kubectl."""
-    if kubectl() is None:
-        missing("kubectl is not on PATH: it renders the manifests")
-    up = os.path.relpath(K8S, (tmp_path / "layers" / "one").resolve())  # no others are taken
+def net() -> Net:
+    """Gives each name an address in 127.0.0.0/8, which no other process of the tests uses."""
+    addresses: dict[str, str] = {}
 
-    def render(overlay: str, *components: str, task: str, **settings: str) -> Manifests:
-        chosen = {
-            "kind": "Kustomization", "resources": [f"{up}/overlays/{overlay}"],
-            "components": [f"{up}/components/{name}" for name in components],
-        }  # fmt: skip
-        literals = [f"FEDSTREAM_{name}={value}" for name, value in settings.items()]
-        added = {
-            "kind": "Kustomization", "namespace": "fedstream", "resources": ["../chosen"],
-            "configMapGenerator": [
-                {"name": "fedstream-settings", "behavior": "merge", "literals": literals},
-                {"name": "fedstream-task", "behavior": "replace", "files": ["task.py"]},
-            ],
-        }  # fmt: skip
-        for name, content in (("chosen", chosen), ("added", added)):
-            folder = tmp_path / "layers" / name
-            folder.mkdir(parents=True)
-            (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
-        (folder / "task.py").write_text(task)
-        return rendered(folder)
+    def address(name: str) -> str:
+        number = len(addresses) + 1
+        prefix = f"127.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}"
+        return addresses.setdefault(name, f"{prefix}.{number}")
 
-    return render
+    return address

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.command import BLOBS, TEST_GUARD_S, Command, held, wait_until
-from tests.k8s.policy.targets import K8S, ROOT
+from tests.k8s.manifests import K8S, ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 

@@ -18,7 +18,7 @@ from fedstream.doctor.gateway import RESTART_S
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.settings.services import ROLES
-from tests.k8s.policy.targets import K8S, ROOT
+from tests.k8s.manifests import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 WATCHING = {

@@ -16,7 +16,7 @@ from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.settings.services import ROLES
 from requirements.lock import read
-from tests.k8s.policy.targets import K8S, ROOT
+from tests.k8s.manifests import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 STARTED = [role for role in ROLES if role != "sinks"]  # which needs a tracker's package

@@ -19,7 +19,7 @@ from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.servers import Redis, redis, redis_7, said, until
-from tests.k8s.policy.targets import K8S
+from tests.k8s.manifests import K8S
 from tests.support import EveryRole, Hand, context, running, wait_until
 
 pytestmark = [

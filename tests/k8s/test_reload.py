@@ -22,7 +22,8 @@ from fedstream.runtime.parent import death_with_parent
 from tests.broker.certificates import authority, signed
 from tests.broker.guarded import PASSWORDS, RUN
 from tests.broker.servers import Redis, redis, redis_7, said, until
-from tests.k8s.policy.targets import K8S
+from tests.k8s.conftest import Net
+from tests.k8s.manifests import K8S
 from tests.k8s.test_backup import with_program
 
 pytestmark = [
@@ -311,9 +312,10 @@ class Sentinel:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="addresses in 127.0.0.0/8 are Linux's alone")
-def test_sentinels_take_up_passwords_at_once_and_certificates_in_turn(tmp_path: Path) -> None:
-    net = f"127.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}"
-    redis_host, *hosts = (f"{net}.{n}" for n in (1, 2, 3))
+def test_sentinels_take_up_passwords_at_once_and_certificates_in_turn(
+    tmp_path: Path, net: Net
+) -> None:
+    redis_host, *hosts = map(net, ("redis", "first", "second"))
     pod = Pod(tmp_path, redis_host, *hosts)
     (pod.passwords / "replication").mkdir()
     for user in ("sentinel", "watch"):

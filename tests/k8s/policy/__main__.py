@@ -13,18 +13,30 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from fedstream.broker.errors import ConfigError
+from fedstream.broker.settings import address
 from fedstream.coordinator.gateway.certificate import certificate_in
-from tests.k8s.cluster.manifests import kubectl, rendered
-from tests.k8s.policy.certificate import missing
-from tests.k8s.policy.checkov import PROGRAM, checkov, exceptions
-from tests.k8s.policy.checks import CHECKS, findings
-from tests.k8s.policy.pods import durable
-from tests.k8s.policy.schemas import VERSIONS
-from tests.k8s.policy.sources import sources
-from tests.k8s.policy.targets import ADDITIONS, K8S, combinations, components, overlays, renderings
+from fedstream.doctor.certificates import in_words, is_idle_star
+from fedstream.settings.services import ROLES
+from tests.k8s.manifests import (
+    ADDITIONS,
+    K8S,
+    Manifests,
+    combinations,
+    components,
+    kubectl,
+    overlays,
+    rendered,
+    renderings,
+)
+from tests.k8s.policy.checks import CHECKS, durable, findings
+from tests.k8s.policy.linters import PROGRAM, VERSIONS, checkov, exceptions
+from tests.k8s.policy.settings import read
+from tests.k8s.workloads import workloads
 
 
 def main() -> int:
@@ -45,7 +57,7 @@ def main() -> int:
             f"k8s-check: {PROGRAM} is not installed: run make .venv-checkov/installed\n"
         )
         return 2
-    wrong = [f"sources: {line}" for line in sources()]
+    wrong: list[str] = []
     try:
         found = {name: render() for name, render in renderings().items()}
     except AssertionError as error:
@@ -76,13 +88,50 @@ def main() -> int:
 def _certificate(file: Path, overlay: Path) -> int:
     """Says which names the certificate lacks. The exit code."""
     try:
-        lacks = list(missing(rendered(overlay), certificate_in(file.read_bytes()).names))
+        lacks = list(lacking(rendered(overlay), certificate_in(file.read_bytes()).names))
     except OSError as error:
         lacks = [f"cannot be read: {error.strerror}"]
     except (AssertionError, ConfigError) as error:
         lacks = [f"cannot be compared with the names in {overlay}: {error}"]
     sys.stderr.writelines(f"{file}: {line}\n" for line in lacks)
     return 1 if lacks else 0
+
+
+def redis_hosts(manifests: Manifests) -> list[str]:
+    """The hosts at which services reach Redis and the Sentinels over TLS. Raises ConfigError."""
+    found: dict[str, None] = {}
+    for workload in workloads(manifests):
+        for container in workload.containers:
+            if container.get("args", [""])[0] not in ROLES:
+                continue
+            redis = read(manifests, workload, container).redis
+            url = urlsplit(redis.url)
+            hosts = [url.hostname or ""]
+            if redis.sentinel is not None:
+                servers = manifests.get("StatefulSet", "redis")["spec"]
+                pods = [f"redis-{n}.{servers['serviceName']}" for n in range(servers["replicas"])]
+                hosts = [*(address(node)[0] for node in redis.sentinel.nodes), *pods]
+            if url.scheme == "rediss":
+                found |= dict.fromkeys(hosts)
+    return list(found)
+
+
+def lacking(manifests: Manifests, names: Sequence[str]) -> Iterator[str]:
+    """What a certificate with these names lacks. Raises ConfigError."""
+    for host in redis_hosts(manifests):
+        if not any(covers(name, host) for name in names):
+            yield (
+                f"is not for {host}, to which services connect (it {in_words(names)}): issue it "
+                f"again with {host} too, and make the Secret fedstream-redis-tls anew"
+            )
+
+
+def covers(name: str, host: str) -> bool:
+    """Whether a certificate's name is for ``host``, as OpenSSL compares: a star is one label."""
+    name, host = name.lower(), host.lower()
+    if name.startswith("*.") and not is_idle_star(name):
+        return name[1:] == host[host.find(".") :]
+    return name == host
 
 
 if __name__ == "__main__":

@@ -1,20 +1,91 @@
-"""What is rendered: every overlay as it is, and every component on the base."""
+"""The manifests in k8s/, rendered by kubectl: overlays, and components on the base."""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from tests.k8s.cluster.manifests import Manifest, Manifests, rendered
+import yaml
 
-ROOT = Path(__file__).parents[3]
+Manifest: TypeAlias = dict[str, Any]  # one object, as YAML has it
+
+ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
+
+_RENDERED_WITHIN_S = 100.0
+
+
+def kubectl() -> Path | None:
+    """Where kubectl is; None without it."""
+    found = shutil.which("kubectl")
+    return Path(found) if found else None
+
+
+def rendered(folder: Path) -> Manifests:
+    """Objects that ``kubectl apply -k`` would send. Raises AssertionError with kubectl's error."""
+    done = subprocess.run(
+        [str(kubectl()), "kustomize", str(folder)],
+        capture_output=True, text=True, timeout=_RENDERED_WITHIN_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise AssertionError(f"kubectl kustomize {folder}: {done.stderr.strip()}")
+    return Manifests(one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one)
+
+
+class Manifests:
+    """Objects by kind and name. One namespace is enough here."""
+
+    def __init__(self, objects: Iterable[Manifest]) -> None:
+        self._by: dict[tuple[str, str], Manifest] = {}
+        for one in objects:
+            key = (one["kind"], one["metadata"]["name"])
+            if key in self._by:
+                raise ValueError(f"two objects are {key[0]} {key[1]!r}")
+            self._by[key] = one
+
+    def __iter__(self) -> Iterator[Manifest]:
+        return iter(self._by.values())
+
+    def of(self, *kinds: str) -> list[Manifest]:
+        """All objects of these kinds."""
+        return [one for one in self if one["kind"] in kinds]
+
+    def find(self, kind: str, name: str) -> Manifest | None:
+        """One object; None if there is none."""
+        return self._by.get((kind, name))
+
+    def get(self, kind: str, name: str) -> Manifest:
+        """One object that must be there. Raises KeyError."""
+        return self._by[kind, name]
+
+    def put(self, one: Manifest) -> None:
+        """Adds an object, or replaces the one of the same name."""
+        self._by[one["kind"], one["metadata"]["name"]] = one
+
+    def drop(self, kind: str, name: str) -> None:
+        """Takes an object out. Raises KeyError if it is not there."""
+        del self._by[kind, name]
+
+
+def texts(one: Manifest) -> dict[str, str]:
+    """What a ConfigMap or Secret holds, decoded."""
+    if one["kind"] == "Secret":
+        coded = {
+            key: base64.b64decode(text, validate=True).decode()
+            for key, text in (one.get("data") or {}).items()
+        }
+        return coded | (one.get("stringData") or {})
+    return dict(one.get("data") or {})
+
 
 # Components that others refuse to be without.
 NEEDS: Mapping[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.k8s.cluster.manifests import Manifest, Manifests, texts
+from tests.k8s.manifests import Manifest, Manifests, texts
 
 KINDS = ("Deployment", "StatefulSet")
 
@@ -173,29 +173,31 @@ def held(manifests: Manifests, kind: str, name: str) -> frozenset[str] | None:
     return frozenset(texts(one)) if one is not None else BY_THE_OPERATOR.get((kind, name))
 
 
-def environment(manifests: Manifests, container: Manifest) -> dict[str, str]:
-    """What the process would see; what only a cluster knows has a value of its form."""
+# Values that a pod's fields may have, by their paths.
+POD: Mapping[str, str] = {
+    "metadata.name": "pod-0", "metadata.labels['apps.kubernetes.io/pod-index']": "0",
+    "status.podIP": "10.1.2.3",
+}  # fmt: skip
+
+
+def environment(
+    manifests: Manifests, container: Manifest, fields: Mapping[str, str] = POD
+) -> dict[str, str]:
+    """Environment of a container's process. ``fields``: the pod's, by their paths."""
     env: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         if (one := manifests.find("ConfigMap", source["configMapRef"]["name"])) is not None:
             env |= texts(one)
     for entry in container.get("env", ()):
-        env[entry["name"]] = _value(manifests, entry, env)
+        match entry:
+            case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
+                env[entry["name"]] = fields[path]
+            case {"value": text}:
+                filled = re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), text)
+                env[entry["name"]] = filled
+            case _:
+                raise ValueError(f"{entry['name']}: {entry} is of no kind that is read here")
     return env
-
-
-def _value(manifests: Manifests, entry: Manifest, before: Mapping[str, str]) -> str:
-    match entry:
-        case {"valueFrom": {"fieldRef": {"fieldPath": str(path)}}}:
-            return "0" if "pod-index" in path else "10.1.2.3" if "podIP" in path else "pod-0"
-        case {"valueFrom": {"secretKeyRef": {"key": str(key)}}}:
-            return f"password-of-{key}"
-        case {"valueFrom": {"configMapKeyRef": {"name": name, "key": key}}}:
-            one = manifests.find("ConfigMap", name)
-            return texts(one).get(key, "") if one is not None else ""
-        case _:
-            text = str(entry.get("value", ""))
-            return re.sub(r"\$\((\w+)\)", lambda found: before.get(found[1], found[0]), text)
 
 
 def file_at(manifests: Manifests, workload: Workload, container: Manifest, path: str) -> str | None:

@@ -1,7 +1,9 @@
-"""checkov's policies over rendered manifests, less the exceptions of k8s/checkov.yaml.
+"""Linters of others over rendered manifests: kubernetes-validate, and checkov less its exceptions.
 
-checkov lives in an environment of its own (``make .venv-checkov/installed``): what it depends on
-fights with what we do. It fetches nothing and tells nobody.
+Schemas are those of the oldest and the newest Kubernetes that the manifests are for. Those of KEDA,
+the Prometheus operator and the Gateway API are in ``tests/k8s/schemas``, for just the parts that we
+use. checkov lives in an environment of its own (``make .venv-checkov/installed``), since its
+dependencies exclude ours; its exceptions are in ``k8s/checkov.yaml``. It fetches nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +12,60 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import yaml
+from jsonschema import Draft202012Validator
 
-from tests.k8s.cluster.manifests import Manifests
-from tests.k8s.policy.targets import K8S, ROOT
+from tests.k8s.manifests import K8S, ROOT, Manifest, Manifests
 
+VERSIONS = ("1.30", "1.37")  # lifecycle.preStop.sleep came with the first
 PROGRAM = ROOT / ".venv-checkov" / "bin" / "checkov"
 EXCEPTIONS = K8S / "checkov.yaml"
-_WITHIN_S = 150.0
+_OWN = Path(__file__).parents[1] / "schemas"
+_CHECKOV_WITHIN_S = 150.0
+_checked: dict[str, tuple[str, ...]] = {}  # an object is the same in most renderings
+
+
+def schemas(manifests: Manifests) -> Iterator[str]:
+    """What the API server would not take; unknown fields, which it would drop, among it."""
+    for one in manifests:
+        text = json.dumps(one, sort_keys=True)
+        if text not in _checked:
+            _checked[text] = tuple(_wrong(one))
+        yield from _checked[text]
+
+
+def _wrong(one: Manifest) -> Iterator[str]:
+    name = f"{one['kind']} {one['metadata']['name']}"
+    own = _own(one["kind"].lower(), one["apiVersion"])
+    if own is not None:
+        for error in own.iter_errors(one):
+            yield f"{name}: {error.json_path}: {error.message}"
+        return
+    for version in VERSIONS:
+        try:
+            kubernetes_validate.validate(one, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            path = ".".join(str(part) for part in error.path)
+            yield f"{name}: Kubernetes {version}: {path}: {error.message}"
+        except kubernetes_validate.SchemaNotFoundError as error:
+            yield f"{name}: {error.message}"
+
+
+@cache
+def _own(kind: str, api: str) -> Draft202012Validator | None:
+    path = _OWN / f"{kind}-{api.partition('/')[0].split('.')[0]}.json"
+    if not path.is_file():
+        return None
+    schema = json.loads(path.read_text())
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
 
 
 @dataclass(frozen=True)
@@ -76,7 +119,7 @@ def _run(folder: Path) -> dict[str, Any]:
         "--skip-download", "--compact", "--soft-fail", "--output", "json",
     ]  # fmt: skip
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_WITHIN_S, check=False,
+        command, capture_output=True, text=True, timeout=_CHECKOV_WITHIN_S, check=False,
         env={**os.environ, **quiet}, cwd=folder,
     )  # fmt: skip
     if done.returncode:
