@@ -8,6 +8,7 @@ FD is the number of its Unix socket: see :mod:`fedstream.local.fork_server`.
 from __future__ import annotations
 
 import importlib
+from runpy import run_module
 from typing import Any
 
 from fedstream.local import fork_server
@@ -23,13 +24,12 @@ def main() -> None:
     """Until the other side of the socket is gone."""
     for name in _PRELOADED:
         importlib.import_module(name)
-    run_module = fork_server.run_module
 
     def with_seams(*arguments: Any, **options: Any) -> Any:
         seams.install()
         return run_module(*arguments, **options)
 
-    fork_server.run_module = with_seams
+    fork_server.run_module = with_seams  # type: ignore[attr-defined]
     fork_server.main()
 
 
