@@ -32,8 +32,8 @@ import redis
 
 from benchmarks import bare
 from benchmarks.results import conditions, keep
+from experiments import machine
 from fedstream.broker.messages import Version
-from fedstream.experiments import machine
 from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
 

@@ -36,8 +36,8 @@ import psutil
 import redis
 
 from benchmarks.results import add_out, conditions, keep
+from experiments import machine
 from fedstream.broker.messages import Version
-from fedstream.experiments import machine
 from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
 

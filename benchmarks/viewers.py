@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.end_to_end import ROLES, Pipeline, processor_s
 from benchmarks.results import conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
 
