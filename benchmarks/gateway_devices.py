@@ -45,7 +45,7 @@ from fedstream.trainer.vector import layout_of
 if TYPE_CHECKING:
     from fedstream.broker.layout import Floats, Layout
     from fedstream.device.training import Halt
-    from fedstream.trainer.start import Start
+    from fedstream.trainer.workspace import Start
 
 Tell: TypeAlias = Callable[[str, float], None]  # gets an event's name and its milliseconds
 

@@ -32,7 +32,7 @@ from experiments.reproduction import (
     mean_of,
     within,
 )
-from fedstream.trainer.cifar import cifar10_fedasync
+from fedstream.trainer.images import cifar10_fedasync
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.task import TaskSettings
 

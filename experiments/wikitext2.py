@@ -29,7 +29,7 @@ from experiments.reproduction import (
     within,
 )
 from fedstream.trainer.task import TaskSettings
-from fedstream.trainer.wikitext import Words, wikitext2
+from fedstream.trainer.texts import Words, wikitext2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

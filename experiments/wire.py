@@ -24,9 +24,9 @@ from experiments.reproduction import (
     Results,
 )
 from experiments.showing import mean_and_deviation
-from fedstream.trainer.cifar import cifar10_afl
+from fedstream.trainer.images import cifar10_afl
 from fedstream.trainer.in_memory import InMemory
-from fedstream.trainer.splitting import Classes
+from fedstream.trainer.partitions import Classes
 from fedstream.trainer.task import TaskSettings
 
 if TYPE_CHECKING:

@@ -6,26 +6,72 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, field_validator
 
 from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Model
+from fedstream.broker.messages import Goal
 from fedstream.runtime.config import Section
-from fedstream.trainer.data import gather, samples_of
 from fedstream.trainer.goals import Goals
-from fedstream.trainer.splitting import PartitionSettings
+from fedstream.trainer.partitions import PartitionSettings
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
     from fedstream.broker.layout import Layout
     from fedstream.broker.records import Run
     from fedstream.trainer.solvers import SolverSettings, Trained, Work
+
+
+def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
+    """Collate these rows into a batch, as torch does by default; index tensors where possible.
+
+    Raises DataError if the items cannot be collated.
+    """
+    from torch.utils.data import TensorDataset, default_collate
+
+    if type(data) is TensorDataset:  # a subclass may override __getitem__
+        # several times as fast as tensor[rows]
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in data.tensors]
+    items = [data[row] for row in rows.tolist()]
+    try:
+        return default_collate(items)
+    except (TypeError, RuntimeError) as error:
+        raise DataError(f"cannot form a batch from items of the data set: {error}") from error
+
+
+def size_of(data: Dataset[Any], device: int) -> int:
+    """The number of samples. Raises DataError if there are none, or the data has no length."""
+    size = length_of(data, f"device {device}: device_data()", "a map-style data set")
+    if size == 0:
+        raise DataError(f"device {device} has no data: its data set is empty")
+    return size
+
+
+def samples_of(test_data: Dataset[Any]) -> int:
+    """The number of test samples. Raises DataError if there are none, or no length."""
+    samples = length_of(test_data, "test_data()", "a map-style data set, or None")
+    if samples == 0:
+        raise DataError("there is nothing to evaluate: the data set is empty")
+    return samples
+
+
+def length_of(data: Dataset[Any], source: str, wanted: str) -> int:
+    """The length of what ``source`` returned. Raises DataError, naming both, if it has none."""
+    try:
+        return len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    except TypeError:
+        raise DataError(
+            f"{source} returned {type(data).__name__}, which has no length: it must return {wanted}"
+        ) from None
+
 
 _EVALUATION_BATCH = 512
 IGNORED = -100  # torch's mark of a label that doesn't count: cross_entropy's ignore_index
@@ -167,8 +213,8 @@ class TaskSettings(Section):
     """Which task to learn, and where built-in tasks find their data and how they split it."""
 
     name: str = "digits"
-    """A built-in task (:mod:`fedstream.trainer.tasks`), ``path/to/file.py:attribute`` or
-    ``package.module:attribute``."""
+    """A built-in task (``BUILT_IN`` in :mod:`fedstream.trainer.loading`),
+    ``path/to/file.py:attribute`` or ``package.module:attribute``."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """None: the task's default."""
     partition: PartitionSettings | None = None
@@ -293,3 +339,16 @@ def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str)
             f"task.devices: the data of this {role}'s task is split over {devices} devices, but "
             f"run {name!r} was made with {run.devices}: give every service the same number"
         )
+
+
+def declared_goals(task: Task) -> dict[str, Goal]:
+    """A task's own goals. Raises ConfigError if they are not ``min`` or ``max`` by name."""
+    goal: object = task.goal
+    if isinstance(goal, Mapping) and all(
+        isinstance(name, str) and end in get_args(Goal) for name, end in goal.items()
+    ):
+        return dict(goal)
+    raise ConfigError(
+        f"Task.goal = {goal!r}: must be a dict from names of metrics to 'min' or 'max', such as "
+        '{"rmse": "min"}'
+    )

@@ -96,7 +96,7 @@ def device(
         from fedstream.device.life import DeviceOptions
         from fedstream.local.parent import end_with_parent
         from fedstream.settings.services import loaded
-        from fedstream.trainer.choices import Solvers
+        from fedstream.trainer.solvers import Solvers
 
     end_with_parent()
     settings = settings_of(config, sets, task=task, data_root=data_root)

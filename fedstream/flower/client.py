@@ -14,8 +14,7 @@ from fedstream.broker.errors import ConfigError, DataError
 from fedstream.flower import apps, models, records
 from fedstream.protocol.flower import RATES, loss_of, samples_of
 from fedstream.runtime.plugins import import_attribute
-from fedstream.trainer import torchvision_ops
-from fedstream.trainer.placement import seeded
+from fedstream.trainer.settings import seeded
 from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
 from fedstream.trainer.task import Task
 
@@ -203,7 +202,9 @@ def task(
     apps.look_in({"app_dir": str(Path(app_dir).absolute())})
     module = None
     if isinstance(app, str):
-        torchvision_ops.declare_missing()  # a user's program may import torchvision
+        from fedstream.trainer.in_memory import declare_missing
+
+        declare_missing()  # a user's program may import torchvision
         found, _ = import_attribute(app, what="Flower app")
         module = models.module_of(app)
     else:

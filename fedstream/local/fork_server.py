@@ -41,7 +41,7 @@ MOST = 1 << 20  # bytes of a message
 # What takes long to import: no module of a user's, for those may start threads.
 _MODULES = (
     "torch", "fedstream.cli.app", "fedstream.cli.services", "fedstream.settings.services",
-    "fedstream.trainer.learner", "fedstream.trainer.tasks",
+    "fedstream.trainer.images", "fedstream.trainer.learner", "fedstream.trainer.texts",
 )  # fmt: skip
 _CANNOT = 71  # exit code of a fork that could not become a service
 

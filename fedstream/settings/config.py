@@ -38,11 +38,10 @@ from fedstream.settings.simulation import (
 from fedstream.settings.start import StartingPoint
 from fedstream.sinks.choice import SomeSink
 from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
-from fedstream.trainer.choices import SolverGroups, Solvers
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
 from fedstream.trainer.settings import TrainerSettings
-from fedstream.trainer.solvers import Sgd, SolverSettings
+from fedstream.trainer.solvers import Sgd, SolverGroups, Solvers, SolverSettings
 from fedstream.trainer.task import TaskSettings
 from fedstream.updater.service import UpdaterSettings
 

@@ -50,7 +50,8 @@ from fedstream.sinks.choice import flat, named, parameters
 from fedstream.sinks.direct import DirectSinks
 from fedstream.sinks.sink import TrackedRun
 from fedstream.terminal import console, line
-from fedstream.trainer.goals import declared_goals, is_over_devices
+from fedstream.trainer.goals import is_over_devices
+from fedstream.trainer.task import declared_goals
 
 if TYPE_CHECKING:
     from fedstream.trainer.task import Task

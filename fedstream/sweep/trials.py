@@ -19,7 +19,8 @@ from fedstream.runtime.nearest import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys
-from fedstream.trainer.goals import declared_goals, goal_of, is_over_devices, unknown_goal
+from fedstream.trainer.goals import goal_of, is_over_devices, unknown_goal
+from fedstream.trainer.task import declared_goals
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade

@@ -21,7 +21,7 @@ from fedstream.settings.config import read
 from fedstream.simulation import arrivals
 from fedstream.testing.fault import Fault
 from fedstream.testing.subject import made
-from fedstream.trainer.splitting import PARTITIONS, Partition, split
+from fedstream.trainer.partitions import PARTITIONS, Partition, split
 
 _LABELS = np.repeat(np.arange(10), 40)
 _FREE = HoldBack(max_queue=1 << 30, target_staleness=None, memory_budget=None)

@@ -25,8 +25,8 @@ from fedstream.settings.services import devices_of
 from fedstream.simulation import arrivals, simulate
 from fedstream.simulation.arrivals import Arrival, RoundOver
 from fedstream.trainer.devices import behaviour
-from fedstream.trainer.digits import digits
-from fedstream.trainer.splitting import Iid
+from fedstream.trainer.images import digits
+from fedstream.trainer.partitions import Iid
 from fedstream.trainer.task import TaskSettings
 
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
