@@ -36,7 +36,7 @@ from fedstream.device.training import LocalTraining
 from fedstream.device.worker import DeviceWorker
 from fedstream.protocol.messages import CheckIn, Enrolment, Offer
 from fedstream.protocol.signatures import pem_of
-from fedstream.runtime.files import allow_files
+from fedstream.runtime.process import allow_files
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.learner import Learned
 from fedstream.trainer.solvers import Trained

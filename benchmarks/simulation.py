@@ -30,8 +30,9 @@ from benchmarks.results import conditions, keep
 from experiments import machine
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import SimulationResult, simulate
+from fedstream.trainer.data import gather
 from fedstream.trainer.loading import load_task
-from fedstream.trainer.task import Task, gather
+from fedstream.trainer.task import Task
 
 LR = (
     "task.name=mnist", "task.devices=100", "task.partition.kind=iid", "solver.batch_size=64",

@@ -12,8 +12,7 @@ from pydantic import SecretStr
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.settings import in_lines
-from fedstream.runtime.http import LEAST_TOKEN, HttpSettings
-from fedstream.runtime.problems import problem
+from fedstream.runtime.http import LEAST_TOKEN, HttpSettings, problem
 from fedstream.runtime.tls import stamp
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

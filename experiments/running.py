@@ -29,7 +29,7 @@ from experiments import machine
 from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream.broker.errors import ConfigError
 from fedstream.observe.display import duration
-from fedstream.runtime.nearest import nearest
+from fedstream.runtime.text import nearest
 from fedstream.sweep.parallel import each, share
 
 if TYPE_CHECKING:

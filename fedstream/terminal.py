@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.spinner import Spinner
 from rich.text import Text
 
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 
 Advance: TypeAlias = Callable[[int], None]
 

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from fedstream.broker.layout import Floats, Layout, Model, Payload
     from fedstream.broker.ledger.trainer import TakenTask, TrainerLedger
     from fedstream.broker.records import Head, Run
-    from fedstream.runtime.service import Context
-    from fedstream.runtime.worker import Worker
+    from fedstream.runtime.service import Context, Worker
     from fedstream.trainer.failures import Failures
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.metrics import TrainerMetrics

@@ -14,6 +14,7 @@ import torch
 
 from fedstream.broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Floats, Model
+from fedstream.trainer.data import gather, size_of
 from fedstream.trainer.solvers import (
     SOLVERS,
     Cancelled,
@@ -23,7 +24,6 @@ from fedstream.trainer.solvers import (
     Trained,
     Work,
 )
-from fedstream.trainer.task import gather, size_of
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
 

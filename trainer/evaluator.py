@@ -27,8 +27,8 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
+from fedstream.trainer.data import Processor, Threads, check, placed
 from fedstream.trainer.goals import Goals, Swings, ends_run, goal_of
-from fedstream.trainer.settings import Processor, Threads, check, placed
 from fedstream.trainer.task import NoLabels, Task, check_run, measured, untrained
 from fedstream.wire.newest import read_newest
 

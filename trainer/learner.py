@@ -13,9 +13,9 @@ import torch
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Payload
 from fedstream.trainer import vector
-from fedstream.trainer.settings import Processor, check, placed
+from fedstream.trainer.data import Processor, check, placed, size_of
 from fedstream.trainer.solvers import Compression, Trained, compress
-from fedstream.trainer.task import size_of, untrained
+from fedstream.trainer.task import untrained
 from fedstream.wire import F32, fed_back
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 import cloudpickle
 
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.runtime.misspelt import check_spelling
-from fedstream.runtime.nearest import did_you_mean
-from fedstream.runtime.parameters import arguments
+from fedstream.runtime.config import arguments
 from fedstream.runtime.plugins import import_attribute, words
+from fedstream.runtime.text import check_spelling, did_you_mean
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:

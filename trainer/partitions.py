@@ -21,10 +21,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from fedstream.broker.errors import DataError, FedstreamError
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.chosen import Chosen
-from fedstream.runtime.parameters import table_of
-from fedstream.runtime.plugins import Door, words
+from fedstream.runtime.config import Chosen, table_of
+from fedstream.runtime.plugins import Door, OneOf, words
 
 Rows = npt.NDArray[np.int64]
 

@@ -29,10 +29,8 @@ from fedstream.broker.messages import Assignment, GiveUp, Trigger, Upload, task_
 from fedstream.broker.records import Run
 from fedstream.broker.streams import Group
 from fedstream.runtime.backoff import Backoff, pause
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.service import Context, repeat
-from fedstream.runtime.tasks import LeaseSettings
-from fedstream.runtime.worker import Worker
+from fedstream.runtime.service import Context, Worker, repeat
+from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup
 from fedstream.trainer.attempt import Attempt, Newest, Workshop
 from fedstream.trainer.devices import DeviceSettings, eligible
 from fedstream.trainer.failures import Failures, Patience

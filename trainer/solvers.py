@@ -28,10 +28,8 @@ from pydantic_core import CoreSchema
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Floats
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.chosen import Chosen
-from fedstream.runtime.config import Section, check
-from fedstream.runtime.plugins import Door
+from fedstream.runtime.config import Chosen, Section, check
+from fedstream.runtime.plugins import Door, OneOf
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
+from fedstream.trainer.data import gather
 from fedstream.trainer.in_memory import InMemory, data_root, deal, read_text
 from fedstream.trainer.partitions import Classes, Dirichlet, Natural, split
-from fedstream.trainer.task import IGNORED, examples, gather
+from fedstream.trainer.task import IGNORED, examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from fedstream.api import parts
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.config import Option
-from fedstream.runtime.nearest import did_you_mean
+from fedstream.runtime.text import did_you_mean
 from fedstream.strategies import Strategy
 from fedstream.trainer.solvers import Solver
 

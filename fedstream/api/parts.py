@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from fedstream.api.references import importable
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.config import Chosen
 from fedstream.settings.parts import DOORS
 
 Part: TypeAlias = type[Any] | Callable[..., Any]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import console, line
 
 _LINE_EVERY_S = 3.0

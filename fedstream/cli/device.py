@@ -13,7 +13,7 @@ import typer
 from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import Config, DataRoot, Sets, TaskName, settings_of
 from fedstream.runtime import process
-from fedstream.runtime.signals import INTERRUPTED, Stop
+from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.terminal import doing, line
 
 if TYPE_CHECKING:

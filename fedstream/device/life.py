@@ -28,8 +28,8 @@ from fedstream.trainer.devices import DeviceSettings
 if TYPE_CHECKING:
     from fedstream.protocol.messages import Attestation
     from fedstream.protocol.signatures import PrivateKey
+    from fedstream.trainer.data import Processor
     from fedstream.trainer.learner import Learner
-    from fedstream.trainer.settings import Processor
     from fedstream.trainer.solvers import Solvers
     from fedstream.trainer.task import Task
 

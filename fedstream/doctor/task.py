@@ -12,7 +12,7 @@ from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.layout import Layout
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, size, warning
 from fedstream.settings.dry_step import test_data_of, try_measuring, try_model, try_training
-from fedstream.trainer.task import length_of
+from fedstream.trainer.data import length_of
 
 if TYPE_CHECKING:
     from fedstream.settings.config import Settings
@@ -123,7 +123,7 @@ def computing(settings: Settings, role: str | None) -> Iterator[Finding]:
     """Compare configured threads with available cores, and check for CUDA if configured."""
     import torch
 
-    from fedstream.trainer.settings import check
+    from fedstream.trainer.data import check
 
     about, cores = "torch", _cores()
     for part, table in (("trainer", settings.trainer), ("evaluator", settings.evaluator)):

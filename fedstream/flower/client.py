@@ -14,7 +14,7 @@ from fedstream.broker.errors import ConfigError, DataError
 from fedstream.flower import apps, models, records
 from fedstream.protocol.flower import RATES, loss_of, samples_of
 from fedstream.runtime.plugins import import_attribute
-from fedstream.trainer.settings import seeded
+from fedstream.trainer.data import seeded
 from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
 from fedstream.trainer.task import Task
 

@@ -35,7 +35,7 @@ from setproctitle import setproctitle
 
 from fedstream.local import parent
 from fedstream.runtime import plugins, process
-from fedstream.runtime.signals import BOTH
+from fedstream.runtime.process import BOTH
 
 MOST = 1 << 20  # bytes of a message
 # What takes long to import: no module of a user's, for those may start threads.

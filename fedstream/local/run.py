@@ -45,7 +45,7 @@ from fedstream.observe.occupied import occupied
 from fedstream.observe.recall import recall
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import words
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.process import Stop
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedstream.local.lives import Launcher, Life
 from fedstream.runtime.backoff import pause
-from fedstream.runtime.files import open_regular
+from fedstream.runtime.process import open_regular
 
 # Producers of work stop before its consumers, so that nothing is left half done.
 STOP_ORDER = (

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstream.observe.history import History
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import number
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.journal import opened
 from fedstream.journal.inspection import recorded_versions
 from fedstream.observe.history import History, SeenUpdate, SeenVersion
-from fedstream.runtime.files import open_regular
+from fedstream.runtime.process import open_regular
 
 _TEST = "test_"
 

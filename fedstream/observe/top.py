@@ -28,7 +28,7 @@ from fedstream.observe.history import BINS, History
 from fedstream.observe.observer import Observer, out_of_space
 from fedstream.observe.report import tasks_of
 from fedstream.runtime.backoff import pause
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import cell, clock, console, cut, measure, number, pressed, room, spaced
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

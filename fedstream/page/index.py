@@ -34,7 +34,7 @@ from fedstream.page.columns import (
     joined,
 )
 from fedstream.page.rows import rows_of
-from fedstream.runtime.files import read_regular
+from fedstream.runtime.process import read_regular
 
 _BEGIN = b"fedstream journal index 1\n"
 _LENGTH = 8  # bytes

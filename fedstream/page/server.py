@@ -23,9 +23,9 @@ from fedstream.page.pages import NotThere, Selection
 from fedstream.page.past import Unwanted
 from fedstream.page.run import RecordedRun
 from fedstream.page.work import TaskAccess
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, listening
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.limits import Crowd
+from fedstream.runtime.process import Stop
 
 T = TypeVar("T")
 _DIGITS = 18  # more than any version has

@@ -17,7 +17,7 @@ from fedstream.observe.display import short
 from fedstream.observe.recall import Measurement
 from fedstream.runs import pictures, tables
 from fedstream.runs.record import RunRecord
-from fedstream.runtime.nearest import did_you_mean
+from fedstream.runtime.text import did_you_mean
 from fedstream.terminal import measure, number
 from fedstream.trainer.goals import best_of, goal_of, main_metric, reaches, unknown_goal
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstream.observe import curves
 from fedstream.observe.display import short
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import number
 
 if TYPE_CHECKING:

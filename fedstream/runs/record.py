@@ -16,9 +16,9 @@ from fedstream.observe.recall import Measurement, device_metrics, measurements
 from fedstream.runs import models, pictures, summary, tables
 from fedstream.runs.reading import At, Reading, read
 from fedstream.runs.state import stands
-from fedstream.runtime.files import read_regular
 from fedstream.runtime.plugins import allowing
-from fedstream.runtime.visible import visible
+from fedstream.runtime.process import read_regular
+from fedstream.runtime.text import visible
 from fedstream.settings.recording import CONFIG
 from fedstream.trainer.goals import goal_of, main_metric
 

@@ -15,7 +15,7 @@ from fedstream.observe import report
 from fedstream.observe.display import failing_rows, fairness, main_row, never_finite, short
 from fedstream.observe.history import History, SeenUpdate, SeenVersion
 from fedstream.observe.recall import Measurement, measurements
-from fedstream.runtime.files import read_regular
+from fedstream.runtime.process import read_regular
 from fedstream.trainer.goals import Goals, best_of, goal_of, is_over_devices
 
 if TYPE_CHECKING:

@@ -23,11 +23,9 @@ from fedstream.coordinator.scheduler import SchedulerSettings
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
-from fedstream.runtime.formats import WireSettings
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup, WireSettings
 from fedstream.runtime.tracing import TracingSettings
 from fedstream.settings.simulation import (
     NoStaleness,

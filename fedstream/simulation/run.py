@@ -40,7 +40,7 @@ from fedstream.observe.display import (
 from fedstream.observe.history import History
 from fedstream.observe.occupied import occupied
 from fedstream.runtime.config import dump
-from fedstream.runtime.signals import INTERRUPTED, Stop
+from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG

@@ -14,12 +14,12 @@ from fedstream.broker.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.simulation import together
 from fedstream.trainer import vector
+from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import ends_run
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.settings import check, placed
 from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, chosen
-from fedstream.trainer.task import Task, measured, size_of, untrained
+from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

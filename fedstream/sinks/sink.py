@@ -16,8 +16,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field
 
-from fedstream.runtime.chosen import Chosen
-from fedstream.runtime.config import Positive
+from fedstream.runtime.config import Chosen, Positive
 
 PointKind: TypeAlias = Literal["version", "evaluation"]
 TrackedValue: TypeAlias = str | int | float | bool

@@ -15,7 +15,7 @@ import numpy as np
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.messages import Goal
 from fedstream.runtime.config import Option, load
-from fedstream.runtime.nearest import did_you_mean
+from fedstream.runtime.text import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys

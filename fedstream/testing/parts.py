@@ -15,8 +15,7 @@ from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.messages import Trigger, task_id
 from fedstream.coordinator.policies import POLICIES, Policy
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
-from fedstream.runtime.participation import Participation
-from fedstream.runtime.steps import FixedSteps
+from fedstream.runtime.tasks import FixedSteps, Participation
 from fedstream.settings.config import read
 from fedstream.simulation import arrivals
 from fedstream.testing.fault import Fault

@@ -36,7 +36,7 @@ from fedstream.observe.observer import Observer
 from fedstream.operate import dead
 from fedstream.recordings import pages
 from fedstream.recordings.bisect import Cause
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from tests.fedstream.views import CREATED, event, version, view
 from tests.journals import Scribe
 from tests.support import Hand

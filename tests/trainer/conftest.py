@@ -8,8 +8,7 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.runtime.backoff import Backoff
-from fedstream.runtime.participation import ParticipationGroup
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.tasks import LeaseSettings, ParticipationGroup
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings

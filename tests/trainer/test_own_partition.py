@@ -9,9 +9,9 @@ import pytest
 
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.settings.config import read
+from fedstream.trainer.data import size_of
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.partitions import Dirichlet, Iid, Partition, split
-from fedstream.trainer.task import size_of
 
 PROGRAM = """
 import numpy as np

@@ -20,11 +20,12 @@ from fedstream.broker.messages import Upload
 from fedstream.runtime.service import Service
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.settings import config
+from fedstream.trainer.data import placed
 from fedstream.trainer.descent import solve
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.service import Trainer
-from fedstream.trainer.settings import TrainerSettings, placed
+from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, Work
 from fedstream.trainer.vector import layout_of, load, read
 from tests.support import Hand, context, model_of, running, wait_until

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Model
+from fedstream.trainer.data import gather
 from fedstream.trainer.descent import Minibatches, solve
 from fedstream.trainer.solvers import (
     Cancelled,
@@ -28,7 +29,7 @@ from fedstream.trainer.solvers import (
     Trained,
     Work,
 )
-from fedstream.trainer.task import Task, gather, initial
+from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import layout_of, load, read
 
 DATA = Path(__file__).parents[1] / "data"

@@ -17,7 +17,7 @@ from fedstream.page.live.panels.drawn import device_html, devices_html
 from fedstream.page.live.recent import Told
 from fedstream.page.live.scene import Note, Scene, SeenMetrics, TaskEnd
 from fedstream.page.templating import rendered
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import measure, number, spaced
 
 HEADLINE = "headline"

@@ -29,9 +29,8 @@ from fedstream.page.live.collector import Collector, Glance
 from fedstream.page.live.past import Pasts
 from fedstream.page.live.scene import Scene, SeenPushes
 from fedstream.page.live.sessions import LASTS_S, Sessions, Who
-from fedstream.runtime.buckets import Buckets
-from fedstream.runtime.crowd import network_of
 from fedstream.runtime.http import NOWHERE
+from fedstream.runtime.limits import Buckets, network_of
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 

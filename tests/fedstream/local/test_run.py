@@ -27,7 +27,7 @@ from fedstream.observe import observer, report
 from fedstream.observe.display import Quiet, doing
 from fedstream.observe.history import SeenVersion
 from fedstream.runtime.config import Option
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.process import Stop
 from fedstream.settings.config import RunSettings, Settings, read
 from fedstream.sinks.choice import added
 from fedstream.trainer.task import Task

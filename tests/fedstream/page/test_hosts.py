@@ -19,10 +19,10 @@ from fedstream.page.live.service import LiveService
 from fedstream.page.run import RecordedRun
 from fedstream.page.server import PageServer
 from fedstream.runtime.config import load
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.health import Health
 from fedstream.runtime.health import routes as health_routes
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.settings.config import Settings
 from fedstream.settings.services import http_of
 from tests.support import context

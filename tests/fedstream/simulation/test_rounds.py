@@ -19,7 +19,7 @@ from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.journal import RoundClosed
 from fedstream.journal.replay import Replayer
 from fedstream.runs.reading import read as read_journal
-from fedstream.runtime.participation import Participation
+from fedstream.runtime.tasks import Participation
 from fedstream.settings.config import Settings, read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import arrivals, simulate

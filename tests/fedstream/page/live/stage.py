@@ -17,8 +17,8 @@ from fedstream.broker.messages import Assignment, Event, GiveUp
 from fedstream.page.live import broadcast
 from fedstream.page.live.service import LiveService
 from fedstream.runtime.config import load
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.settings.config import Settings
 from tests.support import EveryRole, Hand, context
 
