@@ -47,7 +47,7 @@ from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.sinks.choice import flat, named, parameters
-from fedstream.sinks.direct import DirectSinks
+from fedstream.sinks.service import DirectSinks
 from fedstream.sinks.sink import TrackedRun
 from fedstream.terminal import console, line
 from fedstream.trainer.goals import is_over_devices

@@ -23,7 +23,7 @@ PRELOADED = (
     "fedstream.journal.replay", "fedstream.observe.curves", "fedstream.operate",
     "fedstream.page.live.service", "fedstream.recordings.measuring", "fedstream.recordings.replay",
     "fedstream.settings.config", "fedstream.settings.services", "fedstream.simulation.run",
-    "fedstream.sinks.direct", "fedstream.trainer.descent", "fedstream.trainer.images",
+    "fedstream.sinks.service", "fedstream.trainer.descent", "fedstream.trainer.images",
     "fedstream.trainer.learner", "fedstream.trainer.loading", "fedstream.trainer.texts",
     "fedstream.trainer.vector",
     "matplotlib.backends.backend_agg", "matplotlib.figure", "safetensors.torch",
