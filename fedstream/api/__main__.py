@@ -42,7 +42,7 @@ def main() -> NoReturn:
 def _run(channel: IO[bytes]) -> int:
     with process.importing():
         from fedstream.api.messages import Teller
-        from fedstream.api.request import request_of
+        from fedstream.api.parameters import request_of
         from fedstream.broker.errors import FedstreamError
         from fedstream.local.lives import new_launcher
         from fedstream.local.parent import end_with_parent

@@ -18,8 +18,8 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.journal import JournalError, entries, segments
-from fedstream.local.ports import HeldPort
 from fedstream.local.request import RunRequest
+from fedstream.local.supervisor import HeldPort
 from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.observer import Observer

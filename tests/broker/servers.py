@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from fedstream.local.parent import death_with_parent
-from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import find_servers
+from fedstream.local.supervisor import HeldPort
 
 
 @lru_cache

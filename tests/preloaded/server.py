@@ -17,7 +17,7 @@ from pathlib import Path
 
 PRELOADED = (
     "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin",
-    "encodings.idna", "fedstream.api.request", "fedstream.cli.app",
+    "encodings.idna", "fedstream.api.parameters", "fedstream.cli.app",
     "fedstream.cli.looking", "fedstream.cli.services", "fedstream.cli.training",
     "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run", "fedstream.observe",
     "fedstream.journal.replay", "fedstream.observe.curves", "fedstream.operate",

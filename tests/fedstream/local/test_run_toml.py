@@ -10,8 +10,8 @@ import pytest
 import tomli_w
 
 from fedstream.local import run_toml
-from fedstream.local.programs import environment
 from fedstream.local.request import RunRequest
+from fedstream.local.supervisor import environment
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings, read
 from fedstream.settings.recording import CONFIG
