@@ -28,7 +28,6 @@ COPY pyproject.toml ./
 COPY README.md LICENSE ./
 COPY broker broker
 COPY coordinator coordinator
-COPY experiments experiments
 COPY fedstream fedstream
 COPY trainer trainer
 COPY updater updater

@@ -95,7 +95,7 @@ bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.viewers
 
 reproduce: .venv/installed  ## AFL's tables 2 and 3 and figures 1, 2, 5 on MNIST anew (FEDSTREAM_DATA; about half an hour)
-	$(BIN)/python -m fedstream reproduce --again afl-mnist-table2 afl-mnist-table3 afl-mnist-scaffold afl-mnist-arrivals
+	$(BIN)/python -m experiments --again afl-mnist-table2 afl-mnist-table3 afl-mnist-scaffold afl-mnist-arrivals
 
 # $(1) with what requirements/ lists of $(2), and torch: PyTorch's CPU build where pip finds one, else the index's.
 define locked

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import keep
-from fedstream.experiments import machine
+from experiments import machine
 
 
 def _run(*options: str) -> tuple[dict[str, Any], list[dict[str, str]]]:

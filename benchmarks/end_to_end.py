@@ -32,10 +32,10 @@ import redis
 
 from benchmarks import bare
 from benchmarks.results import conditions, keep
+from experiments import machine
 from fedstream.broker.messages import Version
-from fedstream.experiments import machine
-from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
+from fedstream.local.supervisor import HeldPort
 
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
 IN_FLIGHT = 4

@@ -27,7 +27,7 @@ import redis
 
 from benchmarks.end_to_end import processor_s
 from benchmarks.results import add_out, conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.local.redis_server import RedisServer
 
 SERVICES = ("coordinator", "scheduler", "updater")

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.end_to_end import Pipeline
 from benchmarks.results import conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.local.redis_server import RedisServer
 from fedstream.settings.services import loaded
 from fedstream.trainer.solvers import Sgd, Work

@@ -36,7 +36,7 @@ import trustme
 from benchmarks.end_to_end import processor_s
 from benchmarks.gateway_devices import ADMITTED, LATE
 from benchmarks.results import add_out, conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.local.redis_server import RedisServer
 
 ROOT = Path(__file__).parent.parent

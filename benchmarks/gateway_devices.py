@@ -36,7 +36,7 @@ from fedstream.device.training import LocalTraining
 from fedstream.device.worker import DeviceWorker
 from fedstream.protocol.messages import CheckIn, Enrolment, Offer
 from fedstream.protocol.signatures import pem_of
-from fedstream.runtime.files import allow_files
+from fedstream.runtime.process import allow_files
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.learner import Learned
 from fedstream.trainer.solvers import Trained
@@ -45,7 +45,7 @@ from fedstream.trainer.vector import layout_of
 if TYPE_CHECKING:
     from fedstream.broker.layout import Floats, Layout
     from fedstream.device.training import Halt
-    from fedstream.trainer.start import Start
+    from fedstream.trainer.workspace import Start
 
 Tell: TypeAlias = Callable[[str, float], None]  # gets an event's name and its milliseconds
 

@@ -21,7 +21,7 @@ import redis
 from benchmarks.end_to_end import Pipeline
 from benchmarks.replay import write
 from benchmarks.results import conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.journal import segments
 from fedstream.journal.rebuild import recovered
 from fedstream.local.redis_server import RedisServer

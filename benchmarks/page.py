@@ -32,7 +32,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from benchmarks.long_run import write
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.history.index import columns_of, index_of
 from fedstream.history.recorded_run import RecordedRun
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import bare
 from benchmarks.end_to_end import IN_FLIGHT, Pipeline
 from benchmarks.results import add_out, conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.local.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[1]

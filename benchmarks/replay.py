@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import keep
+from experiments import machine
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.messages import Upload
-from fedstream.experiments import machine
 from fedstream.journal import SegmentHead, Taken, Writer, segments
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.rebuild import standing_of

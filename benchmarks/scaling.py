@@ -36,10 +36,10 @@ import psutil
 import redis
 
 from benchmarks.results import add_out, conditions, keep
+from experiments import machine
 from fedstream.broker.messages import Version
-from fedstream.experiments import machine
-from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import RedisServer
+from fedstream.local.supervisor import HeldPort
 
 LATENCY_S = 1.0
 MEASURED = ("coordinator", "scheduler")

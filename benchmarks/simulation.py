@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.results import conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import SimulationResult, simulate
 from fedstream.trainer.data import gather

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.results import add_out, conditions, keep
-from fedstream.experiments import machine
+from experiments import machine
 from fedstream.history.record import open_run
 
 BOUNDS = {"first": 3.0, "after": 1.0}

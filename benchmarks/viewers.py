@@ -24,9 +24,9 @@ from typing import Any
 
 from benchmarks.end_to_end import ROLES, Pipeline, processor_s
 from benchmarks.results import conditions, keep
-from fedstream.experiments import machine
-from fedstream.local.ports import HeldPort
+from experiments import machine
 from fedstream.local.redis_server import RedisServer
+from fedstream.local.supervisor import HeldPort
 
 PARAMETERS = 61_706
 VERSIONS = 10_000_000  # it never gets there

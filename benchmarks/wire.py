@@ -26,8 +26,8 @@ from torch.utils.data import Dataset
 from benchmarks import echo
 from benchmarks.end_to_end import Pipeline
 from benchmarks.results import add_out, conditions, keep
+from experiments import machine
 from fedstream.broker.layout import Layout, Model, Tensor
-from fedstream.experiments import machine
 from fedstream.local.redis_server import RedisServer
 from fedstream.trainer.solvers import Trained, Work
 from fedstream.wire import format_of

@@ -11,8 +11,7 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.http import HttpSettings, tokens_in
-from fedstream.runtime.problems import problem
+from fedstream.runtime.http import HttpSettings, problem, tokens_in
 from fedstream.runtime.tls import stamp
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -18,7 +18,7 @@ from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.records import Tally
 from fedstream.coordinator.access import Handler, Tokens, guarded
 from fedstream.coordinator.downloads import Downloads, send
-from fedstream.runtime.problems import problem
+from fedstream.runtime.http import problem
 
 _DIGITS = 18  # more than any version has
 _PAGE = 100  # trainers of the register in one response

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from itertools import compress
 from typing import Self, overload
 
-from fedstream.runtime.participation import Rated
+from fedstream.runtime.tasks import Rated
 
 
 class DeviceSet(Rated):

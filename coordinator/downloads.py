@@ -16,7 +16,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
-from fedstream.runtime.connections import SLICE
+from fedstream.runtime.http import SLICE
 from fedstream.wire.newest import read_model
 
 _MODELS = 2  # distinct, in memory at a time: the next version may come while one is being read

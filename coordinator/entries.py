@@ -31,7 +31,7 @@ from fedstream.broker.messages import (
 )
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.sites import Site
-from fedstream.runtime.event_counts import EventCounts
+from fedstream.runtime.health import EventCounts
 from fedstream.wire import F32, Undecodable, format_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from fedstream.broker.records import NO_QUARANTINES, Bookmark, Changes, Failing,
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
 from fedstream.coordinator.rests import LONGEST_REST_S
-from fedstream.runtime.participation import Participation
+from fedstream.runtime.tasks import Participation
 
 
 class Mirror:

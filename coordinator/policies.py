@@ -24,11 +24,9 @@ from pydantic import Field
 
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.coordinator.rounds import Rounds
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.chosen import Chosen
-from fedstream.runtime.config import Positive
-from fedstream.runtime.participation import Participation
-from fedstream.runtime.plugins import Door, words
+from fedstream.runtime.config import Chosen, Positive
+from fedstream.runtime.plugins import Door, OneOf, words
+from fedstream.runtime.tasks import Participation
 
 
 @dataclass(frozen=True, slots=True)

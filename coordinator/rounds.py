@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.config import Chosen
 
 
 class Rounds(Chosen):

@@ -39,10 +39,8 @@ from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, Steering, plan
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
-from fedstream.runtime.leading import lead
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.service import Context, repeat
-from fedstream.runtime.steps import FixedSteps, Steps
+from fedstream.runtime.service import Context, lead, repeat
+from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup, Steps
 
 BUDGET_SHARE = 0.8  # of Redis's own limit, if no budget is given
 _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the request seems lost

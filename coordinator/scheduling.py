@@ -18,7 +18,7 @@ from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import AtWork, OpenTasks
 from fedstream.coordinator.policies import Policy, Traffic, next_due, place_of_next, tasks_wanted
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
-from fedstream.runtime.participation import Participation
+from fedstream.runtime.tasks import Participation
 
 _CATCH_UP_S = 1.0  # a policy that catches up makes up for at most this much missed time
 _SEEN_AFTER = 20  # updates in which the mean staleness forgets nearly all that it was before

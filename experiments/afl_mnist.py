@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedstream.experiments.afl import ASYNC, SYNC, constant, dynamic
-from fedstream.experiments.reproduction import (
+from experiments.afl import ASYNC, SYNC, constant, dynamic
+from experiments.reproduction import (
     Cell,
     Experiment,
     JudgedClaim,
@@ -23,7 +23,7 @@ from fedstream.experiments.reproduction import (
     mean_of,
     within,
 )
-from fedstream.experiments.showing import mean_and_deviation
+from experiments.showing import mean_and_deviation
 
 Line: TypeAlias = tuple[int, int, int, int]  # of a table: p, m, M, c
 Value: TypeAlias = Callable[[str], float]  # of a cell

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from fedstream.experiments.reproduction import (
+from experiments.reproduction import (
     Cell,
     Experiment,
     JudgedClaim,
@@ -27,7 +27,7 @@ from fedstream.experiments.reproduction import (
     above,
     mean_of,
 )
-from fedstream.experiments.showing import mean_and_deviation
+from experiments.showing import mean_and_deviation
 
 DEVICES = 100
 UPDATES = 2_000

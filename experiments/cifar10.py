@@ -1,6 +1,6 @@
 """CIFAR-10: FedAsync's figures 2 to 8 (2019), and AFL's row of table 2 for p = 1 and 10.
 
-On a CPU both are feasible only scaled down: ``fedstream reproduce fedasync-cifar10 --scale 20``
+On a CPU both are feasible only scaled down: ``python -m experiments fedasync-cifar10 --scale 20``
 takes two core-hours (300 s or more per cell), ``afl-cifar10 --scale 500`` one. FedAsync's models
 are evaluated on every fifth test image, since all of them take 20 to 30 s.
 """
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
-from fedstream.experiments.afl import COLUMNS, column
-from fedstream.experiments.fedasync import ALPHA, T, fedasync, fedavg, over_run, rules, sgd
-from fedstream.experiments.reproduction import (
+from experiments.afl import COLUMNS, column
+from experiments.fedasync import ALPHA, T, fedasync, fedavg, over_run, rules, sgd
+from experiments.reproduction import (
     Cell,
     Experiment,
     JudgedClaim,
@@ -32,7 +32,7 @@ from fedstream.experiments.reproduction import (
     mean_of,
     within,
 )
-from fedstream.trainer.cifar import cifar10_fedasync
+from fedstream.trainer.images import cifar10_fedasync
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.task import TaskSettings
 
@@ -60,7 +60,7 @@ def _with_fewer_tested(devices: int) -> InMemory:
 
 
 _BASE: KeyValues = {
-    "task.name": "fedstream.experiments.cifar10:images",
+    "task.name": "experiments.cifar10:images",
     "run.versions": T,
     "simulation.evaluate_every": T // 10,
     "simulation.threads": 1,
@@ -73,7 +73,7 @@ _RHO = 0.005
 _A, _B = 10.0, 4  # of hinge
 _RULES = rules(_A, _B)
 _SGD: KeyValues = {
-    **sgd("fedstream.experiments.cifar10:all_images"),
+    **sgd("experiments.cifar10:all_images"),
     "scheduler.steps.kind": "fixed",
     "scheduler.steps.n": 10,
 }

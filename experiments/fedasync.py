@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedstream.experiments.reproduction import KeyValues, Results, mean
+from experiments.reproduction import KeyValues, Results, mean
 
 T = 2000  # FedAsync's versions
 K = 10  # FedAvg's devices per round: T / K rounds take as many gradients

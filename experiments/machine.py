@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from fedstream.experiments.program import commit
+from experiments.program import commit
 
 
 def described(program: str | None = None) -> dict[str, str | int]:

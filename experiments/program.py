@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_CHECKOUT = Path(__file__).resolve().parents[1]  # resolved: fedstream/experiments is a link
+_CHECKOUT = Path(__file__).parents[1]
 _CODE = ("*.py", "*.lua", "*.toml", "*.txt")  # files that affect results, not the results
 
 

@@ -1,9 +1,9 @@
 """The declaration of a paper's experiment: cells, the paper's numbers, pictures and claims.
 
 An experiment is declared in a module beside this one, as a member of its ``EXPERIMENTS``, and run
-by name: ``fedstream reproduce NAME``. A declaration holds only configuration and claims; all
-experiments share running (:mod:`fedstream.experiments.running`), tables and pictures
-(:mod:`fedstream.experiments.showing`).
+by name: ``python -m experiments NAME``. A declaration holds only configuration and claims; all
+experiments share running (:mod:`experiments.running`), tables and pictures
+(:mod:`experiments.showing`).
 
     BASE = {"task.name": "mnist", "strategy.name": "afa-cd", "run.versions": 150}
 
@@ -53,7 +53,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstream import experiments
+import experiments
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings

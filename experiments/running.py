@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments import machine
+from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream.broker.errors import ConfigError
-from fedstream.experiments import machine
-from fedstream.experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream.history.display import duration
-from fedstream.runtime.nearest import nearest
+from fedstream.runtime.text import nearest
 from fedstream.sweep.parallel import each, share
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ A round is 3,600 local steps, a core-minute or more: ``--scale 60`` takes about 
 
 from __future__ import annotations
 
-from fedstream.experiments.afl import COLUMNS, column
-from fedstream.experiments.reproduction import (
+from experiments.afl import COLUMNS, column
+from experiments.reproduction import (
     Cell,
     Experiment,
     JudgedClaim,

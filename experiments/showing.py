@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fedstream.experiments.reproduction import (
+from experiments.reproduction import (
     Cell,
     Experiment,
     Of,

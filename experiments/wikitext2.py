@@ -1,6 +1,6 @@
 """WikiText-2, word by word: FedAsync's figure 3 (workshop).
 
-On a CPU it is feasible only scaled down: ``fedstream reproduce fedasync-wikitext2 --scale 20``
+On a CPU it is feasible only scaled down: ``python -m experiments fedasync-wikitext2 --scale 20``
 takes most of a core-hour. Models are evaluated on every fortieth window of the test text, since all
 of it takes minutes.
 """
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
-from fedstream.experiments.fedasync import T, fedasync, fedavg, over_run, rules, sgd
-from fedstream.experiments.reproduction import (
+from experiments.fedasync import T, fedasync, fedavg, over_run, rules, sgd
+from experiments.reproduction import (
     Cell,
     Experiment,
     JudgedClaim,
@@ -29,7 +29,7 @@ from fedstream.experiments.reproduction import (
     within,
 )
 from fedstream.trainer.task import TaskSettings
-from fedstream.trainer.wikitext import Words, wikitext2
+from fedstream.trainer.texts import Words, wikitext2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,7 +55,7 @@ def _with_less_tested(devices: int) -> Words:
 
 _H = 2  # local steps; the paper's epoch is 30
 _BASE: KeyValues = {
-    "task.name": "fedstream.experiments.wikitext2:text",
+    "task.name": "experiments.wikitext2:text",
     "run.versions": T,
     "simulation.evaluate_every": T // 4,
     "simulation.threads": 1,
@@ -67,7 +67,7 @@ _BASE: KeyValues = {
 }
 _RHO = 0.0001
 _RULES = rules(10.0, 2)
-_SGD: KeyValues = sgd("fedstream.experiments.wikitext2:all_text")
+_SGD: KeyValues = sgd("experiments.wikitext2:all_text")
 _FEDAVG = fedavg(measured=4)
 _MOST = (4, 16)
 

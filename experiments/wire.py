@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
-from fedstream.experiments.afl import ASYNC, constant
-from fedstream.experiments.reproduction import (
+from experiments.afl import ASYNC, constant
+from experiments.reproduction import (
     Cell,
     Experiment,
     JudgedClaim,
@@ -23,10 +23,10 @@ from fedstream.experiments.reproduction import (
     Picture,
     Results,
 )
-from fedstream.experiments.showing import mean_and_deviation
-from fedstream.trainer.cifar import cifar10_afl
+from experiments.showing import mean_and_deviation
+from fedstream.trainer.images import cifar10_afl
 from fedstream.trainer.in_memory import InMemory
-from fedstream.trainer.splitting import Classes
+from fedstream.trainer.partitions import Classes
 from fedstream.trainer.task import TaskSettings
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ _CIFAR10: KeyValues = {
     **constant(10),
     "simulation.staleness.kind": "recent",
     "simulation.staleness.of": 2,
-    "task.name": "fedstream.experiments.wire:images",
+    "task.name": "experiments.wire:images",
     "solver.lr": 0.03,
     "solver.batch_size": 20,
     "simulation.threads": 1,

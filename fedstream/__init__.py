@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from fedstream.history.comparison import Comparison, compare
     from fedstream.history.record import RunRecord
     from fedstream.history.record import open_run as open  # noqa: A004  (only as fedstream.open)
-    from fedstream.trainer.partitions import by_classes, by_dirichlet, contiguous, iid
+    from fedstream.trainer.partitions import Partition, by_classes, by_dirichlet, contiguous, iid
     from fedstream.trainer.solvers import Solver
-    from fedstream.trainer.splitting import Partition
     from fedstream.trainer.task import Task
 else:  # hidden from type checkers: with __getattr__, they would accept any name
     _FROM = {  # module, and the name there
@@ -48,7 +47,7 @@ else:  # hidden from type checkers: with __getattr__, they would accept any name
         "DataError": ("fedstream.broker.errors", "DataError"),
         "FedstreamError": ("fedstream.broker.errors", "FedstreamError"),
         "Interrupted": ("fedstream.api.endings", "Interrupted"),
-        "Partition": ("fedstream.trainer.splitting", "Partition"),
+        "Partition": ("fedstream.trainer.partitions", "Partition"),
         "Policy": ("fedstream.coordinator.policies", "Policy"),
         "RunFailed": ("fedstream.api.endings", "RunFailed"),
         "RunRecord": ("fedstream.history.record", "RunRecord"),

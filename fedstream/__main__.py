@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from fedstream.runtime import process, signals
+from fedstream.runtime import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,16 +23,16 @@ def main() -> None:
     """
     process.take()
     is_service = sys.argv[1:2] in [[name] for name in SERVICES]
-    signals.leave_at_once(0 if is_service else signals.INTERRUPTED)
+    process.leave_at_once(0 if is_service else process.INTERRUPTED)
     with process.importing():
         from fedstream.cli.app import main as command
 
-    code = signals.INTERRUPTED
+    code = process.INTERRUPTED
     try:
         if not is_service:
-            signals.interrupt()
+            process.interrupt()
         code = _code(command)
-        signals.end_at_once()  # inside the block, so that no interruption escapes it
+        process.end_at_once()  # inside the block, so that no interruption escapes it
     except KeyboardInterrupt:  # raised where nothing of the command catches it
         pass
     _leave(code)

@@ -30,7 +30,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 
 Advance: TypeAlias = Callable[[int], None]
 

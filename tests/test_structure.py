@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[1]
-LINKED = ("broker", "coordinator", "experiments", "trainer", "updater")
+LINKED = ("broker", "coordinator", "trainer", "updater")
 
 
 def test_services_without_training_do_not_import_torch() -> None:

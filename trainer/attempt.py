@@ -1,4 +1,4 @@
-"""One attempt at a task, from where training starts to the answer.
+"""One attempt at a task: where training starts, training itself, and the answer.
 
 What belongs to an attempt lives in :class:`Attempt` and dies with it; what attempts share is in
 :class:`Workshop`.
@@ -13,33 +13,100 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fedstream.broker import blobs, reasons
-from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
+from fedstream.broker.errors import (
+    BadMessage,
+    BlobDamaged,
+    BlobMissing,
+    ConfigError,
+    LayoutMismatch,
+    Unavailable,
+)
+from fedstream.broker.layout import Floats, Layout, Model, vector_of
 from fedstream.broker.messages import Assignment, GiveUp, Upload
 from fedstream.runtime.backoff import pause
-from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.devices import DeviceSettings, behaviour
-from fedstream.trainer.hanging import Guard
-from fedstream.trainer.newest import Newest
+from fedstream.trainer.failures import Guard
 from fedstream.trainer.saved_work import SavedWork
-from fedstream.trainer.solvers import Cancelled, Work
-from fedstream.trainer.start import Start
+from fedstream.trainer.solvers import Cancelled, Solvers, Work, chosen
+from fedstream.trainer.workspace import Start
+from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Floats, Model, Payload
-    from fedstream.broker.ledger.trainer import TakenTask
-    from fedstream.broker.records import Run
-    from fedstream.runtime.service import Context
-    from fedstream.runtime.worker import Worker
+    from collections.abc import Callable
+
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.layout import Floats, Layout, Model, Payload
+    from fedstream.broker.ledger.trainer import TakenTask, TrainerLedger
+    from fedstream.broker.records import Head, Run
+    from fedstream.runtime.service import Context, Worker
     from fedstream.trainer.failures import Failures
-    from fedstream.trainer.feedback import Feedback
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.metrics import TrainerMetrics
+    from fedstream.trainer.saved_work import Feedback
     from fedstream.trainer.settings import TrainerSettings
     from fedstream.wire import Format
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # workspace of other work or another torch
+
+
+class Newest:
+    """The newest version, kept for all tasks that start from it."""
+
+    def __init__(
+        self, client: Client, ledger: TrainerLedger, keys: Keys, site: str, layout: Layout,
+        metrics: TrainerMetrics,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._ledger = ledger
+        self._keys = keys
+        self._site = site
+        self._layout = layout
+        self._metrics = metrics
+        self._version: tuple[Head, Model] | None = None  # None: not read, or only in part
+
+    async def start(self, device: int, newest: Head | None) -> Start:
+        """A start from the newest version, with what the strategy remembers of the device.
+
+        ``newest``: which one that is; None: not known.
+        """
+        head, model = await self._read(newest)
+        control: Floats | None = None
+        if self._layout.controls:
+            control = np.zeros(self._layout.parameters, np.float32)  # zero the first time
+            key = self._keys.control(self._site, device)
+            try:
+                await blobs.recall(self._client, key, vector_of(control))
+            except (BlobDamaged, BlobMissing) as error:
+                raise Unavailable(f"device {device}'s control is being written") from error
+        return Start(head.version, head.given, model, control)
+
+    async def _read(self, head: Head | None) -> tuple[Head, Model]:
+        """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
+        with self._metrics.timed("download"):
+            while True:
+                if head is None and (head := await self._ledger.head()) is None:
+                    raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
+                if self._version is not None and self._version[0].given == head.given:
+                    # A new version may have the same bits.
+                    self._version = (head, self._version[1])
+                    return self._version
+                model = self._version[1] if self._version is not None else Model(self._layout)
+                self._version = None
+                try:
+                    await read_newest(self._client, self._keys, head, model)
+                except BlobMissing as error:
+                    now = await self._ledger.head()
+                    if now is not None and now.version == head.version:
+                        raise Unavailable(f"version {head.version} is gone: {error}") from error
+                    head = now
+                    continue
+                self._version = (head, model)
+                return self._version
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,53 @@
-"""Tasks that a trainer gives up: what it reports of those that raised, and its rest after each."""
+"""Failures: tasks that raise or hang, and a Redis that is away."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from fedstream.broker import reasons
-from fedstream.broker.errors import FedstreamError, innermost
+from fedstream.broker.errors import FedstreamError, OutOfMemory, innermost
 from fedstream.broker.messages import Assignment, Event
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import place_of, users_traceback, words
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from fedstream.broker.ledger.trainer import Outbox
     from fedstream.runtime.backoff import Backoff
     from fedstream.runtime.service import Context
+
+
+class Patience:
+    """Gives up ``most_s`` seconds after Redis last served a request; None: never.
+
+    A Redis that answers but can't serve (loading, failing over, read-only) counts as unavailable.
+    """
+
+    def __init__(self, most_s: float | None) -> None:
+        self._most_s = most_s
+        self.heard = time.monotonic()  # when Redis last served
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Wrap a regular request to Redis. Raises FedstreamError if Redis is away for too long."""
+        try:
+            yield
+        except FedstreamError as error:
+            now, most_s = time.monotonic(), self._most_s
+            if not error.retriable or isinstance(error, OutOfMemory):  # Redis serves
+                self.heard = now
+            elif most_s is not None and now - self.heard > most_s:
+                raise FedstreamError(
+                    f"Redis has not served this trainer for {most_s:g} s (trainer.redis_away_s), "
+                    f"last: {error}: restart it when Redis is back, unless the run is over"
+                ) from error
+            raise
+        self.heard = time.monotonic()
+
 
 _DEVICES = 3  # that fail one after the other
 _TASKS = 20  # the same, of a trainer that has trained before
@@ -104,3 +137,43 @@ class Failures:
                 device=task.device, version=version, reason=where, text=text[-8000:],
             )
         )  # fmt: skip
+
+
+_HANGING_S = 1.0  # between checks whether training hangs
+
+
+class Guard(AbstractContextManager[None]):
+    """Detects training that hangs inside the block: a thread can't be stopped from outside.
+
+    Calls ``hangs`` once if it is still running ``patience_s`` after ``cancelled()``.
+    """
+
+    def __init__(
+        self, cancelled: Callable[[], bool], hangs: Callable[[], None], *, patience_s: float
+    ) -> None:
+        self._cancelled = cancelled
+        self._hangs = hangs
+        self._patience_s = patience_s
+        self._told_at: float | None = None
+
+    def __enter__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._look_later()
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def _look_later(self) -> None:
+        # A timer, since most training has ended before the first look.
+        self._timer = self._loop.call_later(min(_HANGING_S, self._patience_s), self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if not self._cancelled():
+            self._told_at = None
+        elif self._told_at is None:
+            self._told_at = now
+        elif now - self._told_at >= self._patience_s:
+            self._hangs()
+            return
+        self._look_later()

@@ -10,15 +10,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf, isfinite, nan
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import Goal
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    from fedstream.trainer.task import Task
 
 Goals: TypeAlias = Mapping[str, Goal]
 """What a task declares, by the names of its metrics."""
@@ -38,7 +35,7 @@ _CONTEXT = "dev eval macro mean micro test top1 top3 top5 train val valid valida
 _KNOWN: dict[str, Goal] = {
     **dict.fromkeys(_LOW.split(), "min"), **dict.fromkeys(_HIGH.split(), "max")
 }  # fmt: skip
-# What trainer/fairness.py derives from the devices' metrics.
+# What trainer/evaluator.py derives from the devices' metrics.
 _OVER_DEVICES = re.compile(r"device_(mean|worst_tenth|deviation)_")
 _DEVIATION = "device_deviation_"
 MOST_RELAPSES = 1  # in the newest measurements; more of them are worth a warning
@@ -93,19 +90,6 @@ def main_metric(names: Iterable[str], declared: Goals) -> str | None:
         return name != "accuracy", name == "loss", goal_of(name, declared) is None, name
 
     return min((name for name in names if not is_over_devices(name)), key=place, default=None)
-
-
-def declared_goals(task: Task) -> dict[str, Goal]:
-    """A task's own goals. Raises ConfigError if they are not ``min`` or ``max`` by name."""
-    goal: object = task.goal
-    if isinstance(goal, Mapping) and all(
-        isinstance(name, str) and end in get_args(Goal) for name, end in goal.items()
-    ):
-        return dict(goal)
-    raise ConfigError(
-        f"Task.goal = {goal!r}: must be a dict from names of metrics to 'min' or 'max', such as "
-        '{"rmse": "min"}'
-    )
 
 
 def best_of(values: Iterable[tuple[float, T]], goal: Goal | None) -> tuple[float, T] | None:

@@ -1,9 +1,12 @@
-"""What the built-in tasks share: finding their data and splitting it over devices."""
+"""Data sets that built-in tasks hold in memory: finding them, and splitting them over devices."""
 
 from __future__ import annotations
 
 import os
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
-from fedstream.trainer import torchvision_ops
-from fedstream.trainer.splitting import Natural, Partition, split
+from fedstream.trainer.partitions import Natural, Partition, split
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -23,6 +25,37 @@ if TYPE_CHECKING:
 
     from fedstream.trainer.partitions import Rows
     from fedstream.trainer.task import TaskSettings
+
+_OPERATORS = ("torchvision::nms", "torchvision::qnms")
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_DECLARING = Lock()  # declaring twice is an error, and services may load tasks in threads
+
+
+def declare_missing() -> None:
+    """Make ``import torchvision`` work where its compiled operators can't be loaded; idempotent.
+
+    A torchvision wheel built for CUDA is often installed beside a CPU build of torch. Its library
+    then fails to load, and the import fails because it registers shapes for two operators that are
+    not declared. Data sets and transforms need neither. This tries to load the library first, as
+    torchvision itself does, so nothing changes where that works.
+    """
+    import torch
+
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return  # not installed: the import will say so
+    folder = Path(spec.origin).parent
+    for library in (folder / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES):
+        if library.exists():
+            try:
+                torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+            except OSError:
+                break
+    with _DECLARING:
+        for operator in _OPERATORS:
+            if not hasattr(torch.ops.torchvision, operator.partition("::")[2]):
+                torch.library.define(operator, _SCHEMA)
+
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -108,7 +141,7 @@ def read_text(path: Path) -> str:
 
 def download(dataset: str, root: Path) -> None:
     """Have torchvision fetch one of its data sets into ``root``. Raises DataError if that fails."""
-    torchvision_ops.declare_missing()
+    declare_missing()
     from torchvision import datasets
 
     try:

@@ -1,18 +1,20 @@
-"""The user's task at work: the module, the devices' data, and training from a start."""
+"""The user's task at work: the module, the devices' data, training from a start, and its update."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Payload
 from fedstream.trainer import vector
-from fedstream.trainer.answer import as_sent
-from fedstream.trainer.data import size_of
-from fedstream.trainer.placement import Processor, check, placed
+from fedstream.trainer.data import Processor, check, placed, size_of
+from fedstream.trainer.solvers import Compression, Trained, compress
 from fedstream.trainer.task import untrained
 from fedstream.wire import F32, fed_back
 
@@ -24,9 +26,55 @@ if TYPE_CHECKING:
     from fedstream.broker.layout import Floats, Model
     from fedstream.broker.messages import Sends
     from fedstream.trainer.solvers import Trained, Work
-    from fedstream.trainer.start import Start
     from fedstream.trainer.task import Task
+    from fedstream.trainer.workspace import Start
     from fedstream.wire import Format
+
+
+def as_sent(
+    trained: object,
+    into: Model,
+    base: Model,
+    device_control: Floats | None,
+    sends: Sends,
+    compression: Compression,
+) -> Trained:
+    """Convert ``into``, which holds x_new, to what is sent; return the result as plain numbers.
+
+    ``trained`` is what train() returned, ``base`` is x_tau, ``device_control`` is c_i (None: zero).
+    Only the parameters of a delta are compressed.
+
+    Raises TypeError or ValueError if train() returned anything invalid; ConfigError if compression
+    is configured but models, not deltas, are sent.
+    """
+    from fedstream.trainer import vector
+
+    if not isinstance(trained, Trained):
+        raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")
+    lr = None if trained.lr is None else float(trained.lr)
+    loss = None if trained.loss is None else float(trained.loss)
+    took = Trained(int(trained.steps), int(trained.samples), loss, lr=lr)
+    if min(took.steps, took.samples) < 0:
+        raise ValueError("train() must return Trained(...) with no negative numbers")
+    if lr is not None and not 0.0 < lr < math.inf:
+        raise ValueError(
+            f"train() must return Trained(..., lr=...) with a finite lr above 0, not {lr}"
+        )
+    if sends == "delta":
+        vector.to_delta(into, base)
+        compress(into.parameters, compression)
+    elif compression.kind != "none":
+        raise ConfigError(
+            f"compression.kind = {compression.kind!r}: devices send their models in this run, and "
+            "only deltas can be compressed"
+        )
+    if into.layout.controls:
+        if trained.control is None:
+            raise TypeError("train() must return Trained(..., control=...): SCAFFOLD needs it")
+        known = 0.0 if device_control is None else device_control
+        np.subtract(trained.control, known, out=into.controls)
+    return took
+
 
 _PARTITIONS_KEPT = 64  # devices' data sets kept open
 

@@ -1,23 +1,81 @@
-"""Loading a task by its name: a built-in one, or one that a user's program defines."""
+"""Loading a task: a built-in one, one that a user's program defines, or a pickled one.
+
+A task that is defined in a notebook, or in the script that starts a run, has no module that another
+process could import. It is pickled by value into the run's own folder. Reading a pickle runs
+whatever it says, so only a file that nobody but this user can have written is read: it is never
+received from anywhere (docs/decisions/0032).
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
+import stat
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cloudpickle
+
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.runtime.misspelt import check_spelling
-from fedstream.runtime.nearest import did_you_mean
-from fedstream.runtime.parameters import arguments
+from fedstream.runtime.config import arguments
 from fedstream.runtime.plugins import import_attribute, words
-from fedstream.trainer import pickled
+from fedstream.runtime.text import check_spelling, did_you_mean
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from fedstream.trainer.task import TaskSettings
+
+BUILT_IN = {  # real data sets: their modules, which import torch, and the functions there
+    "digits": "images:digits",
+    "mnist": "images:mnist",
+    "cifar10-fedasync": "images:cifar10_fedasync",
+    "cifar10-afl": "images:cifar10_afl",
+    "wikitext2": "texts:wikitext2",
+    "shakespeare": "texts:shakespeare",
+}
+PICKLED = ".pickle"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def pickle_task(task: object, file: Path) -> None:
+    """Write a task, for this user alone. Raises ConfigError if it cannot be pickled; OSError."""
+    try:
+        # Modules are pickled by name, so whoever reads this has to find them where we do.
+        said = pickle.dumps([folder for folder in sys.path if folder]) + cloudpickle.dumps(task)
+    except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
+        raise ConfigError(
+            f"the task can't be sent to the services, which are processes of their own: {error}. "
+            "Let it open files, connections and the like in device_data(), or give its class or "
+            "its name, file.py:attribute"
+        ) from error
+    file.touch(mode=0o600)
+    file.write_bytes(said)
+
+
+def unpickled(file: Path) -> object:
+    """Read a task. Raises ConfigError if it cannot be read, or others could have written it."""
+    try:
+        with file.open("rb") as opened:
+            about = os.fstat(opened.fileno())
+            if about.st_uid not in (os.getuid(), 0) or about.st_mode & _OTHERS_WRITE:
+                raise ConfigError(
+                    f"{file}: other users could have written this task, and reading it would run "
+                    "their code: name the task in another way"
+                )
+            folders = pickle.load(opened)  # noqa: S301  (only this user can have written it)
+            sys.path += [folder for folder in folders if folder not in sys.path]
+            return pickle.load(opened)  # noqa: S301
+    except OSError as error:
+        raise ConfigError(f"{file}: the task cannot be read: {error.strerror}") from error
+    except FedstreamError:
+        raise
+    except (Exception, SystemExit) as error:  # unpickling imports the user's modules
+        raise ConfigError(f"{file}: reading the task raised {words(error)}") from error
+
 
 NOT_A_MODEL = (
     "it is a model alone (a torch.nn.Module): a task also has the devices' data; return the model "
@@ -39,8 +97,6 @@ def load_task(
     """
     program, _, _ = spec.rpartition(":")
     if not program:
-        from fedstream.trainer.tasks import BUILT_IN
-
         if spec not in BUILT_IN:
             raise ConfigError(
                 f"unknown task {spec!r}" + (did_you_mean(spec, BUILT_IN) or _choices(BUILT_IN))
@@ -50,12 +106,14 @@ def load_task(
                 f"task.args.{next(iter(settings.args))} has no effect on the built-in task "
                 f"{spec!r}: leave it out"
             )
-        return BUILT_IN[spec](settings)
-    from fedstream.trainer import torchvision_ops
+        module, _, function = BUILT_IN[spec].partition(":")
+        task: Task = getattr(import_module(f"fedstream.trainer.{module}"), function)(settings)
+        return task
+    from fedstream.trainer.in_memory import declare_missing
 
-    torchvision_ops.declare_missing()  # a user's program may import torchvision
-    if program.endswith(pickled.SUFFIX):
-        found = pickled.load(Path(program))
+    declare_missing()  # a user's program may import torchvision
+    if program.endswith(PICKLED):
+        found = unpickled(Path(program))
     else:
         found, _ = import_attribute(spec, what="task")
     return made(adapt(found), spec, settings)

@@ -13,7 +13,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from fedstream.runtime.event_counts import EventCounts
+from fedstream.runtime.health import EventCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,24 +1,36 @@
-"""What is saved of one interrupted task: when its workspace is kept, used and deleted.
+"""What a trainer keeps in Redis: workspaces of interrupted tasks, and error feedback.
 
-Saving is best effort. A task without a workspace starts over.
+Keeping it is best effort. A task without a workspace starts over, and lost feedback counts as zero.
+
+Error feedback: what a wire format lost of a device's update is added to its next one. A trainer
+that owns devices remembers it in its own memory. In the pool, any replica may train for a device
+next, so it is in Redis, among the pool's workspaces, and replaced by the script that gives the
+answer: both or neither, so that nothing is added twice.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fedstream.broker import workspaces
-from fedstream.broker.errors import BadMessage, FedstreamError
+from fedstream.broker.errors import BadMessage, FedstreamError, OutOfMemory
+from fedstream.broker.layout import Floats, Layout
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from fedstream.broker.client import Client
-    from fedstream.broker.layout import Layout
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.layout import Floats, Layout
     from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
+
 
 # Share of Redis's memory above which no workspace is kept. The scheduler lets models and updates
 # grow to 0.8, and they need that room.
@@ -107,3 +119,88 @@ class SavedWork:
 
     def _unusable(self, error: Exception) -> None:
         self._log.warning("discarding unusable workspace", reason=str(error))
+
+
+class Feedback:
+    """What is left unsent of each device's last answered update, for one trainer's devices."""
+
+    def __init__(
+        self, client: Client, ledger: TrainerLedger, keys: Keys, settings: TrainerSettings,
+        parameters: int, metrics: TrainerMetrics, log: FilteringBoundLogger,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._ledger = ledger
+        self._keys = keys
+        self._settings = settings
+        self._bytes = 4 * parameters
+        self._metrics = metrics
+        self._log = log
+        self._has_room = True  # in Redis, for what the last update left
+        self._own: OrderedDict[int, Floats] = OrderedDict()  # least recently answered first
+
+    async def of(self, device: int) -> Floats | None:
+        """What is left unsent of the device's last update; None, and counted, if it isn't known."""
+        found = self._own.get(device) if self._settings.owns else await self._read(device)
+        if found is None:
+            self._metrics.from_zero.inc()
+        return found
+
+    async def _read(self, device: int) -> Floats | None:
+        data = await workspaces.read(self._client, self._key(device), most=self._bytes)
+        unsent = np.frombuffer(data, "<f4") if len(data) == self._bytes else None
+        if unsent is None or not np.isfinite(unsent).all():  # any pool trainer may write there
+            if data:
+                self._metrics.lost_feedback("unusable")
+                self._log.warning("discarding unusable error feedback", bytes=len(data))
+            return None
+        return unsent
+
+    def _key(self, device: int) -> str:
+        # No task's workspace has this name: their ids have no dot.
+        return self._keys.workspace(self._settings.site, f"unsent.{device}")
+
+    async def stage(self, device: int, attempt: str, unsent: Floats) -> tuple[str, ...]:
+        """Write what an update left unsent; return the keys by which ``Outbox.answer`` keeps it.
+
+        Without room, nothing is written, and the device's next update begins from zero.
+        """
+        if self._settings.owns:
+            return ()
+        key, self._has_room = self._key(device), False
+        staged = f"{key}.{attempt}"
+        try:
+            used, most = await self._ledger.memory()
+            if self._bytes > self._settings.workspace_bytes or (most and used > SHARE * most):
+                self._log.warning("no room for error feedback", used=used, maxmemory=most)
+                return staged, key
+            await workspaces.write(
+                self._client, staged, unsent.view(np.uint8).data,
+                expire_s=self._settings.workspace_expiry_s,
+            )  # fmt: skip
+            self._has_room = True
+        except OutOfMemory as error:
+            self._log.warning("error feedback not kept", reason=str(error))
+        return staged, key
+
+    def answered(self, device: int, unsent: Floats, *, said: bool, dropped: bool = False) -> None:
+        """Remember what an update left unsent, if it was ``said``, and count what is lost.
+
+        Otherwise forget all about the device: a reply may have been lost, so it may have been said.
+        ``dropped``: what the one before left was too large to be added.
+        """
+        if said and dropped:
+            self._metrics.lost_feedback("outlier")
+        if not self._settings.owns:  # the script that sends it has seen to it
+            if said and not self._has_room:
+                self._metrics.lost_feedback("no room")
+            return
+        if not said:
+            if self._own.pop(device, None) is not None:
+                self._metrics.lost_feedback("in doubt")
+            return
+        self._own[device] = unsent
+        self._own.move_to_end(device)
+        most = max(1, self._settings.feedback_bytes // max(1, self._bytes))
+        while len(self._own) > most:
+            self._own.popitem(last=False)
+            self._metrics.lost_feedback("no room")

@@ -25,36 +25,89 @@ from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, NoR
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
-from fedstream.broker.messages import Assignment, GiveUp, Upload
+from fedstream.broker.messages import Assignment, GiveUp, Trigger, Upload, task_id
 from fedstream.broker.records import Run
 from fedstream.broker.streams import Group
 from fedstream.runtime.backoff import Backoff, pause
-from fedstream.runtime.participation import ParticipationGroup
-from fedstream.runtime.service import Context, repeat
-from fedstream.runtime.tasks import LeaseSettings
-from fedstream.runtime.worker import Worker
-from fedstream.trainer.attempt import Attempt, Workshop
-from fedstream.trainer.choices import SolverGroup, Solvers
-from fedstream.trainer.delivery import Delivery
+from fedstream.runtime.service import Context, Worker, repeat
+from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup
+from fedstream.trainer.attempt import Attempt, Newest, Workshop
 from fedstream.trainer.devices import DeviceSettings, eligible
-from fedstream.trainer.failures import Failures
-from fedstream.trainer.feedback import Feedback
-from fedstream.trainer.initiative import Initiative
-from fedstream.trainer.leases import Leases
+from fedstream.trainer.failures import Failures, Patience
+from fedstream.trainer.leases import Delivery, Leases
 from fedstream.trainer.metrics import TrainerMetrics
-from fedstream.trainer.newest import Newest
-from fedstream.trainer.patience import Patience
-from fedstream.trainer.saved_work import SavedWork
+from fedstream.trainer.saved_work import Feedback, SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
-from fedstream.trainer.solvers import Cancelled, SolverSettings
+from fedstream.trainer.solvers import Cancelled, SolverGroup, Solvers, SolverSettings
 from fedstream.trainer.task import check_run
 from fedstream.wire import F32
 
 if TYPE_CHECKING:
-    from fedstream.broker.ledger.trainer import TakenTask
+    from fedstream.broker.ledger.trainer import Outbox, TakenTask, TrainerLedger
+    from fedstream.runtime.service import Context
     from fedstream.trainer.learner import Learner
+    from fedstream.trainer.settings import InitiativeSettings
     from fedstream.trainer.task import Task
     from fedstream.wire import Format
+
+
+class Initiative:
+    """Decides for one trainer's devices, while it is idle."""
+
+    def __init__(
+        self,
+        settings: InitiativeSettings,
+        groups: Sequence[ParticipationGroup],
+        devices: Sequence[int],
+        *,
+        name: str,
+        outbox: Outbox,
+        ledger: TrainerLedger,
+        context: Context,
+        is_idle: Callable[[], bool],
+        is_eligible: Callable[[int], bool],
+    ) -> None:
+        """``name``: the trainer's; ``is_eligible``: whether a device may work now."""
+        self._parts = Participation(settings.steps, groups)
+        self._devices = devices
+        self._rate = settings.rate * self._parts.mean(devices)
+        self._name = name
+        self._outbox = outbox
+        self._ledger = ledger
+        self._context = context
+        self._is_idle = is_idle
+        self._is_eligible = is_eligible
+        self._rng = random.Random()
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to allow for one decision: 20 times the mean wait is practically impossible."""
+        return 30.0 + 20.0 / self._rate
+
+    async def decide(self) -> None:
+        """Trigger a task for one of the devices, if the trainer is idle by then."""
+        rng, stop = self._rng, self._context.stop
+        await pause(stop, rng.expovariate(self._rate))
+        if stop.is_set() or not self._is_idle():
+            return
+        try:
+            run = await self._ledger.run()
+        except NoRun:
+            return  # Redis was emptied; the updater will publish the run again
+        if run.state == "finished":
+            return
+        device = self._devices[self._parts.pick(rng, self._devices)]
+        if not self._is_eligible(device):
+            return  # an ineligible device does not act
+        length = self._parts.length(rng, device)
+        await self._outbox.say(
+            Trigger(
+                task=task_id(time.time_ns() // 1_000_000), device=device, seed=rng.getrandbits(63),
+                steps=length.steps, epochs=length.epochs, seconds=length.seconds,
+                why="own initiative", origin=self._name,
+            )
+        )  # fmt: skip
+
 
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _ASKS_S = 0.05  # between looks for the run; trainers may not read the stream that tells of it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
@@ -10,8 +10,11 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL, check_name
 from fedstream.broker.messages import OWNED
 from fedstream.runtime.config import Section
-from fedstream.runtime.steps import Epochs, Steps
-from fedstream.trainer.placement import Processor, Threads
+from fedstream.runtime.tasks import Epochs, Steps
+from fedstream.trainer.data import Processor, Threads
+
+if TYPE_CHECKING:
+    pass
 
 
 class InitiativeSettings(Section):

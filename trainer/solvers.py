@@ -1,6 +1,9 @@
 """Local training, as asked for: the solvers' settings, one piece of work, and its result.
 
-How the work is done is in :mod:`fedstream.trainer.descent`.
+How the work is done is in :mod:`fedstream.trainer.descent`. Anarchic Federated Learning, section 3:
+'each worker is able to completely take control of its own optimization process'. The configuration
+(``solvers``) gives groups of devices a solver of their own, and
+:meth:`fedstream.trainer.task.Task.solver_of` any single device.
 """
 
 # ruff: noqa: SLF001  (torch's list operations, torch._foreach_*, are private in name only)
@@ -8,17 +11,25 @@ How the work is done is in :mod:`fedstream.trainer.descent`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Floats
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.chosen import Chosen
-from fedstream.runtime.plugins import Door
-from fedstream.trainer.compression import Compression, NoCompression
+from fedstream.runtime.config import Chosen, Section, check
+from fedstream.runtime.plugins import Door, OneOf
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -31,6 +42,61 @@ if TYPE_CHECKING:
     from fedstream.trainer.task import Task
 
     Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+class NoCompression(Section):
+    """Send the delta unchanged."""
+
+    kind: Literal["none"] = "none"
+
+
+class Bf16(Section):
+    """Round every value to the nearest bfloat16, ties to even: a relative error of at most 2^-8."""
+
+    kind: Literal["bf16"] = "bf16"
+
+
+class TopK(Section):
+    """Keep the k values of largest magnitude and zero the others; on ties the first ones win.
+
+    top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2, without
+    the memory: what is left out is lost.
+    """
+
+    kind: Literal["topk"] = "topk"
+    share: Annotated[float, Field(gt=0, le=1)]
+    """k as a share of the parameters; k is rounded, and at least 1"""
+
+
+Compression = Annotated[NoCompression | Bf16 | TopK, Field(discriminator="kind")]
+
+
+def compress(delta: Floats, how: Compression) -> None:
+    """Overwrite ``delta``, a vector of any length, with what a receiver would decode.
+
+    Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
+    calls 'rescaling, compression for communication-efficiency, etc.'. This shows what the loss does
+    to training, device by device; bytes are saved by the wire format (:mod:`fedstream.wire`), which
+    encodes whatever is left. A delta that is not finite stays so, and the updater refuses it.
+    """
+    match how:
+        case Bf16():
+            import torch
+
+            vector = torch.from_numpy(delta)
+            vector.copy_(vector.to(torch.bfloat16))
+        case TopK(share=share):
+            _keep_largest(delta, max(1, round(share * delta.size)))
+
+
+def _keep_largest(delta: Floats, k: int) -> None:
+    sizes = np.abs(delta)
+    if k >= sizes.size or not np.isfinite(sizes).all():
+        return
+    least = np.partition(sizes, -k)[-k]
+    kept = sizes > least
+    kept[np.flatnonzero(sizes == least)[: k - np.count_nonzero(kept)]] = True
+    delta[~kept] = 0.0
 
 
 @dataclass(slots=True)
@@ -227,3 +293,83 @@ class Trained:
     """c_i+ of SCAFFOLD, to be kept for the device; not finite if the model isn't"""
     lr: float | None = None
     """gamma if it differs from the solver's lr; if it varied, its mean over the steps"""
+
+
+class SolverGroup(Section):
+    """The solver of some devices; keys left out are taken from ``solver``.
+
+    Which other keys there are depends on the solver, so they are checked by :meth:`of`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    kind: str | None = None
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str | None) -> str | None:
+        if kind is None:
+            return None
+        try:
+            return SOLVERS.find(kind).name
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    def of(self, usual: SolverSettings, at: str = "solvers") -> SolverSettings:
+        """The usual solver with these devices' changes. Raises ConfigError; ``at`` is our place."""
+        kind = self.kind or usual.kind
+        model = type(usual) if kind == usual.kind else SOLVERS.find(kind).value
+        given = self.model_dump(mode="json", exclude_none=True, exclude={"devices"})
+        known = model.model_fields
+        kept = {key: v for key, v in usual.model_dump(mode="json").items() if key in known}
+        return check(model, kept | given | {"kind": kind}, at)
+
+
+@dataclass(frozen=True)
+class _Group(OneOf):
+    """Annotation of a group, which only changes a solver: so that a recording's is not trusted."""
+
+    def __get_pydantic_core_schema__(
+        self, base: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return handler(base)
+
+    def models(self, *_tags: object, recorded: bool = False) -> list[type[BaseModel]]:
+        """The group itself: which keys it has is checked when the solver is known."""
+        return [SolverGroup]
+
+
+SolverGroups: TypeAlias = tuple[Annotated[SolverGroup, _Group(SOLVERS)], ...]
+
+
+class Solvers:
+    """Every device's solver."""
+
+    def __init__(self, usual: SolverSettings, groups: Sequence[SolverGroup] = ()) -> None:
+        """Raises ValueError if a group's solver is invalid, or a device is in two groups."""
+        self.usual = usual
+        self.others: dict[int, SolverSettings] = {}
+        for n, group in enumerate(groups):
+            try:
+                solver = group.of(usual, f"solvers[{n}]")
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+            for device in group.devices:
+                if device in self.others:
+                    raise ValueError(f"solvers[{n}].devices: device {device} is listed twice")
+                self.others[device] = solver
+
+    def __getitem__(self, device: int) -> SolverSettings:
+        return self.others.get(device, self.usual)
+
+
+def chosen(task: Task, device: int, solvers: Solvers) -> SolverSettings:
+    """The solver that a device trains with. Raises TypeError if the task returns anything else."""
+    solver = task.solver_of(device, solvers[device])
+    if not isinstance(solver, Solver):
+        raise TypeError(
+            f"solver_of() must return the settings of a solver, not {type(solver).__name__}; "
+            "for example solver.model_copy(update={'lr': 0.1})"
+        )
+    return solver

@@ -6,18 +6,20 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, field_validator
 
 from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Model
+from fedstream.broker.messages import Goal
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import gather, samples_of
 from fedstream.trainer.goals import Goals
-from fedstream.trainer.splitting import PartitionSettings
+from fedstream.trainer.partitions import PartitionSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from fedstream.broker.layout import Layout
     from fedstream.broker.records import Run
     from fedstream.trainer.solvers import SolverSettings, Trained, Work
+
 
 _EVALUATION_BATCH = 512
 IGNORED = -100  # torch's mark of a label that doesn't count: cross_entropy's ignore_index
@@ -172,8 +175,8 @@ class TaskSettings(Section):
     """Which task to learn, and where built-in tasks find their data and how they split it."""
 
     name: str = "digits"
-    """A built-in task (:mod:`fedstream.trainer.tasks`), ``path/to/file.py:attribute`` or
-    ``package.module:attribute``."""
+    """A built-in task (``BUILT_IN`` in :mod:`fedstream.trainer.loading`),
+    ``path/to/file.py:attribute`` or ``package.module:attribute``."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """None: the task's default."""
     partition: PartitionSettings | None = None
@@ -298,3 +301,16 @@ def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str)
             f"task.devices: the data of this {role}'s task is split over {devices} devices, but "
             f"run {name!r} was made with {run.devices}: give every service the same number"
         )
+
+
+def declared_goals(task: Task) -> dict[str, Goal]:
+    """A task's own goals. Raises ConfigError if they are not ``min`` or ``max`` by name."""
+    goal: object = task.goal
+    if isinstance(goal, Mapping) and all(
+        isinstance(name, str) and end in get_args(Goal) for name, end in goal.items()
+    ):
+        return dict(goal)
+    raise ConfigError(
+        f"Task.goal = {goal!r}: must be a dict from names of metrics to 'min' or 'max', such as "
+        '{"rmse": "min"}'
+    )

@@ -1,13 +1,14 @@
-"""A snapshot of interrupted local training, from which any replica can resume.
+"""A snapshot of interrupted local training, from which any replica can resume; and where it starts.
 
-It is encoded as a checksum and a msgpack map, in which vectors are raw little-endian bytes:
+A snapshot is encoded as a checksum and a msgpack map, in which vectors are raw little-endian bytes:
 
     xxh3_64(map) ++ {"v": schema, field: value, ...}
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import msgpack
 import numpy as np
@@ -18,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from fedstream.broker.errors import BadMessage, LayoutMismatch
 from fedstream.broker.layout import Floats, Layout, Model
 from fedstream.broker.messages import Count, first_wrong
+
+if TYPE_CHECKING:
+    from fedstream.broker.layout import Floats, Layout
 
 SCHEMA = 1
 
@@ -144,3 +148,20 @@ class Workspace(BaseModel):
 
 def _raw(vector: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(vector).data
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training starts or resumes."""
+
+    version: int  # tau
+    digest: str  # of x_tau, as it was given
+    model: Model  # x_tau
+    device_control: Floats | None = None  # c_i
+    saved: Workspace | None = None
+
+    @classmethod
+    def resumed(cls, saved: Workspace, layout: Layout) -> Start:
+        """Where an interrupted task stopped; ``layout`` is that of its models."""
+        _, x_tau = saved.models(layout)
+        return cls(saved.version, saved.base, x_tau, saved.device_control, saved)

@@ -29,9 +29,8 @@ from fedstream.journal import JournalSettings
 from fedstream.journal.ended import Ended
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.config import Section
-from fedstream.runtime.leading import lead
 from fedstream.runtime.plugins import allowing
-from fedstream.runtime.service import Context, repeat
+from fedstream.runtime.service import Context, lead, repeat
 from fedstream.strategies import StrategySettings
 from fedstream.updater.commit import Commits
 from fedstream.updater.decider import Decider

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fedstream.trainer.cifar import cifar10_fedasync
+from fedstream.trainer.images import cifar10_fedasync
 from fedstream.trainer.task import TaskSettings
 
 Transform = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]

@@ -35,7 +35,7 @@ from fedstream.protocol.messages import (
     Nothing,
     Surrender,
 )
-from fedstream.runtime.crowd import network_of
+from fedstream.runtime.limits import network_of
 
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler

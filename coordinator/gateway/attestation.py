@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.chosen import Chosen
-from fedstream.runtime.plugins import Door
+from fedstream.runtime.config import Chosen
+from fedstream.runtime.plugins import Door, OneOf
 
 if TYPE_CHECKING:
     from fedstream.protocol.messages import Attestation

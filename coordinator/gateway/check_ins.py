@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.runtime.flood import Flood
+from fedstream.runtime.limits import Flood
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

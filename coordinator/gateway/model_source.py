@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.errors import FedstreamError
-from fedstream.runtime.connections import SLICE
+from fedstream.runtime.http import SLICE
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.runtime.buckets import Buckets
+from fedstream.runtime.limits import Buckets
 
 _REMEMBERED = 100_000  # of each kind
 

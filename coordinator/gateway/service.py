@@ -36,8 +36,7 @@ from fedstream.coordinator.gateway.settings import OTHER_FILES
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.coordinator.gateway.uploads import Uploads
 from fedstream.runtime.backoff import pause
-from fedstream.runtime.files import allow_files
-from fedstream.runtime.garbage import short_pauses
+from fedstream.runtime.process import allow_files, short_pauses
 from fedstream.runtime.service import Context, repeat
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedstream.experiments.machine import described
-from fedstream.experiments.theory import afa, fedasync, fedbuff, readme, speedup
-from fedstream.experiments.theory.claims import Measured, TheoremClaim
+from experiments.machine import described
+from experiments.theory import afa, fedasync, fedbuff, readme, speedup
+from experiments.theory.claims import Measured, TheoremClaim
 
 HERE = Path(__file__).parent
 

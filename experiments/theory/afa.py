@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedstream.experiments.theory import pictures
-from fedstream.experiments.theory.arrivals import batches, inclusion
-from fedstream.experiments.theory.claims import (
+from experiments.theory import pictures
+from experiments.theory.arrivals import batches, inclusion
+from experiments.theory.claims import (
     Measured,
     TheoremClaim,
     exponent,
@@ -27,8 +27,8 @@ from fedstream.experiments.theory.claims import (
     judged,
     near,
 )
-from fedstream.experiments.theory.loop import closed_loop, points
-from fedstream.experiments.theory.quadratics import Quadratics, Wide, fan, stationary
+from experiments.theory.loop import closed_loop, points
+from experiments.theory.quadratics import Quadratics, Wide, fan, stationary
 from fedstream.strategies import AfaCdSettings, AfaCsSettings, State
 
 DEVICES, BATCH, OLDEST = 10, 5, 4

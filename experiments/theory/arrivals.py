@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedstream.experiments.theory.quadratics import Wide
+from experiments.theory.quadratics import Wide
 
 _BLOCK = 2048  # versions drawn at once
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.experiments.reproduction import Margin, Series, margin, verdict
+from experiments.reproduction import Margin, Series, margin, verdict
 
 Measured = dict[str, Any]  # the contents of a setting's JSON file
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fedstream.experiments.reproduction import Margin
-from fedstream.experiments.theory import pictures
-from fedstream.experiments.theory.arrivals import batches
-from fedstream.experiments.theory.claims import Measured, TheoremClaim, figure, judged
-from fedstream.experiments.theory.loop import closed_loop, points
-from fedstream.experiments.theory.quadratics import Quadratics, Wide, fan
+from experiments.reproduction import Margin
+from experiments.theory import pictures
+from experiments.theory.arrivals import batches
+from experiments.theory.claims import Measured, TheoremClaim, figure, judged
+from experiments.theory.loop import closed_loop, points
+from experiments.theory.quadratics import Quadratics, Wide, fan
 from fedstream.strategies import FedAsyncSettings
 from fedstream.strategies.staleness import Constant
 

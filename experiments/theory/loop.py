@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from experiments.theory.arrivals import DrawnArrival
+from experiments.theory.quadratics import Quadratics
 from fedstream.broker.layout import Floats, Layout, Model, Tensor
-from fedstream.experiments.theory.arrivals import DrawnArrival
-from fedstream.experiments.theory.quadratics import Quadratics
 from fedstream.strategies import State, Strategy, Update
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedstream.experiments.theory.claims import TheoremClaim
+from experiments.theory.claims import TheoremClaim
 
 UNTESTED = [
     TheoremClaim(

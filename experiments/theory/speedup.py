@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedstream.experiments.theory import pictures
-from fedstream.experiments.theory.arrivals import batches
-from fedstream.experiments.theory.claims import (
+from experiments.theory import pictures
+from experiments.theory.arrivals import batches
+from experiments.theory.claims import (
     Measured,
     TheoremClaim,
     exponent,
@@ -23,8 +23,8 @@ from fedstream.experiments.theory.claims import (
     judged,
     near,
 )
-from fedstream.experiments.theory.loop import closed_loop, points
-from fedstream.experiments.theory.quadratics import Quadratics, fan
+from experiments.theory.loop import closed_loop, points
+from experiments.theory.quadratics import Quadratics, fan
 from fedstream.strategies import AfaCdSettings, AfaCsSettings
 
 VERSIONS, OLDEST, SIDE_BY_SIDE = 8000, 4, 16

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from fedstream.runtime import process, signals
+from fedstream.runtime import process
 
 if TYPE_CHECKING:
     from typing import IO
@@ -23,16 +23,16 @@ _NOBODY_ELSE = 0o077  # the mode bits of group and others
 
 def main() -> NoReturn:
     """Read a request, and run it to its end."""
-    signals.leave_at_once(signals.INTERRUPTED)
+    process.leave_at_once(process.INTERRUPTED)
     process.take()
     os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a task prints is no message
-    code = signals.INTERRUPTED
+    code = process.INTERRUPTED
     try:
-        signals.interrupt()
+        process.interrupt()
         code = _run(channel)
-        signals.end_at_once()
+        process.end_at_once()
     except KeyboardInterrupt:
         pass
     sys.stderr.flush()
@@ -42,7 +42,7 @@ def main() -> NoReturn:
 def _run(channel: IO[bytes]) -> int:
     with process.importing():
         from fedstream.api.messages import Teller
-        from fedstream.api.request import request_of
+        from fedstream.api.parameters import request_of
         from fedstream.broker.errors import FedstreamError
         from fedstream.local.lives import new_launcher
         from fedstream.local.run import run

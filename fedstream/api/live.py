@@ -15,12 +15,17 @@ from typing import IO, Any, Unpack
 
 from fedstream.api import folders
 from fedstream.api.endings import Interrupted, RunFailed
-from fedstream.api.interrupts import on_interrupt
 from fedstream.api.messages import as_error
-from fedstream.api.parameters import ConfigTable, StrategyLike, Tables, check_names, options
-from fedstream.api.progress import Shown, showing
+from fedstream.api.parameters import (
+    ConfigTable,
+    PythonRequest,
+    StrategyLike,
+    Tables,
+    check_names,
+    options,
+)
+from fedstream.api.progress import Shown, on_interrupt, showing
 from fedstream.api.references import TaskLike, label, name_for_others, task_and_table
-from fedstream.api.request import PythonRequest
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord

@@ -1,19 +1,94 @@
-"""Keyword parameters of ``fedstream.run`` and ``fedstream.simulate``, as configuration keys."""
+"""Keyword parameters of ``fedstream.run`` and ``fedstream.simulate``, as configuration keys.
+
+A class or function that a program gives, such as a strategy or a solver, stands in the
+configuration by its name. The process that runs gets the parameters as JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import isfunction
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, TypeGuard
 
 import numpy as np
 from pydantic_core import PydanticSerializationError, to_json
 
-from fedstream.api import parts
+from fedstream.api.references import importable
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.config import Option
-from fedstream.runtime.nearest import did_you_mean
+from fedstream.local.request import RunRequest
+from fedstream.runtime.config import Chosen, Option
+from fedstream.runtime.text import did_you_mean
+from fedstream.settings.config import Settings, read
+from fedstream.settings.parts import DOORS
 from fedstream.strategies import Strategy
 from fedstream.trainer.solvers import Solver
+
+Part: TypeAlias = type[Any] | Callable[..., Any]
+
+_TAGS = ("kind", "name")
+
+
+def _is_named(value: object) -> TypeGuard[Part]:
+    """Whether a value stands in a configuration by its name: a class or a function."""
+    return isinstance(value, type) or isfunction(value)
+
+
+def _is_part(value: object) -> TypeGuard[Chosen]:
+    """Whether a value stands in a configuration by its keys: an object of such a class."""
+    return isinstance(value, Chosen)
+
+
+def _tagged(key: str, part: Part) -> str:
+    """The key that has a part's name: ``solver.kind`` for a solver at ``solver``."""
+    return key if key.rpartition(".")[2] in _TAGS else f"{key}.{_tag(part)}"
+
+
+def _name_of(key: str, part: Part) -> str:
+    """The name by which every process finds a class or function. Raises ConfigError."""
+    if isinstance(part, type) and issubclass(part, Chosen):
+        built_in = part.model_fields[part.naming_key].default
+        if isinstance(built_in, str) and built_in:
+            return built_in
+    module, own = sys.modules.get(part.__module__), part.__qualname__
+    what = f"{key}: the {'class' if isinstance(part, type) else 'function'} {own}"
+    advice = "put it into a file of its own, such as my_rules.py, and import it from there"
+    if part.__module__ == "__main__" or module is None:
+        raise ConfigError(
+            f"{what} is defined in the program or notebook that starts the run, where the run's "
+            f"processes and a replay can't find it: {advice}"
+        )
+    if vars(module).get(own) is not part:
+        raise ConfigError(f"{what} can't be found by this name in {module.__name__}: {advice}")
+    source = importable(module)
+    if source is None:
+        raise ConfigError(
+            f"{what} is in {module.__name__}, which other processes can't import: install its "
+            "package, or start in the folder that contains it"
+        )
+    found = f"{source}:{own}"
+    for door in DOORS.values():
+        door.renew(found, part)
+    return found
+
+
+def _table_of(key: str, part: Chosen) -> dict[str, object]:
+    """The table of an object, such as ``Mine(beta=0.9)``. Raises ConfigError."""
+    inner = {field: _table_of(f"{key}.{field}", value) for field, value in part if _is_part(value)}
+    return {
+        _tag(type(part)): _name_of(key, type(part)),
+        **part.model_dump(mode="json", exclude={_tag(type(part)), *inner}),
+        **inner,
+    }
+
+
+def _tag(part: Part) -> str:
+    cls = part if isinstance(part, type) and issubclass(part, Chosen) else Chosen
+    return cls.naming_key
+
 
 ConfigTable: TypeAlias = Mapping[str, object]
 StrategyLike: TypeAlias = str | ConfigTable | type[Strategy] | Strategy
@@ -79,13 +154,13 @@ def options(keys: Mapping[str, object] | None, parameters: Mapping[str, object])
 
 
 def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping) or parts.is_table(value)
+    return isinstance(value, Mapping) or _is_part(value)
 
 
 def _flat(source: str, key: str, value: object) -> Iterator[Option]:
     """A key for each value in a tree of tables, so that one layer can set neighbours of it."""
-    if parts.is_table(value):
-        value = parts.table(key, value)
+    if _is_part(value):
+        value = _table_of(key, value)
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
@@ -93,8 +168,8 @@ def _flat(source: str, key: str, value: object) -> Iterator[Option]:
             yield from _flat(source, f"{key}.{name}" if key else name, inner)
     elif not key:
         raise ConfigError(f"{source}: expected a dict, such as {{'strategy.alpha': 0.3}}")
-    elif parts.is_named(value):
-        yield Option(source, parts.tagged(key, value), parts.name(key, value))
+    elif _is_named(value):
+        yield Option(source, _tagged(key, value), _name_of(key, value))
     else:
         yield Option(source, key, _plain(source, key, value))
 
@@ -103,10 +178,10 @@ def _plain(source: str, key: str, value: object) -> Any:
     """A value as JSON knows it: numpy's numbers as Python's, tuples as lists, parts by name."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    if parts.is_named(value):
-        return parts.name(key, value)
-    if parts.is_table(value):
-        value = parts.table(key, value)
+    if _is_named(value):
+        return _name_of(key, value)
+    if _is_part(value):
+        value = _table_of(key, value)
     if isinstance(value, Mapping):
         return {name: _plain(source, f"{key}.{name}", inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -119,3 +194,43 @@ def _plain(source: str, key: str, value: object) -> Any:
             "configuration"
         ) from error
     return value
+
+
+@dataclass(frozen=True)
+class PythonRequest:
+    """The parameters of ``fedstream.run``.
+
+    The configuration is read again by the process that runs it: written out, it would lack its
+    secrets.
+    """
+
+    config: Path | None
+    options: Sequence[Option]
+    out: Path
+    trainers: int
+    port: int | None
+
+    def settings(self) -> Settings:
+        """The resolved configuration. Raises ConfigError."""
+        return read(self.config, (), self.options)
+
+    def as_json(self) -> str:
+        """The same as text; it may hold secrets."""
+        return json.dumps(
+            {
+                "config": None if self.config is None else str(self.config),
+                "options": self.options,
+                "out": str(self.out),
+                "trainers": self.trainers,
+                "port": self.port,
+            }
+        )
+
+
+def request_of(text: str) -> RunRequest:
+    """The request that was made as JSON. Raises ConfigError."""
+    said = json.loads(text)
+    config = None if said["config"] is None else Path(said["config"])
+    options = [Option(*option) for option in said["options"]]
+    asked = PythonRequest(config, options, Path(said["out"]), said["trainers"], said["port"])
+    return RunRequest(asked.settings(), asked.out, trainers=asked.trainers, port=asked.port)

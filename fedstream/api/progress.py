@@ -1,18 +1,42 @@
-"""Progress of a run or simulation: in a notebook, on a terminal, or as lines on stderr."""
+"""Progress of a run or simulation (in a notebook, on a terminal, or as lines on stderr), and
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import html
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import console, line
+
+
+@contextmanager
+def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
+    """Inside the block, SIGINT calls ``act`` instead of raising KeyboardInterrupt anywhere.
+
+    Only the main thread can handle signals. Anywhere else this does nothing: there, nothing is
+    interrupted either, because KeyboardInterrupt is raised in the main thread.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before in (signal.SIG_IGN, None):  # None: not set by Python, nor settable again
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: act())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 _LINE_EVERY_S = 3.0
 _REFRESH_S = 0.1

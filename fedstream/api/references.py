@@ -12,13 +12,12 @@ from typing import Any, TypeAlias
 
 from fedstream.broker.errors import ConfigError
 from fedstream.history.display import short
-from fedstream.trainer import pickled
-from fedstream.trainer.loading import NOT_A_MODEL, is_model
+from fedstream.trainer.loading import NOT_A_MODEL, PICKLED, is_model, pickle_task
 from fedstream.trainer.task import Task
 
 TaskLike: TypeAlias = str | Task | type[Task] | Callable[..., Task]
 
-_FILE = f"task{pickled.SUFFIX}"
+_FILE = f"task{PICKLED}"
 
 
 def task_and_table(
@@ -76,7 +75,7 @@ def name_for_others(task: Task | Callable[..., Task], folder: Path) -> str:
     if module is not None and by_name and (source := importable(module)):
         return f"{source}:{name}"
     file = folder.absolute() / _FILE
-    pickled.save(task, file)
+    pickle_task(task, file)
     return f"{file}:{name}"
 
 

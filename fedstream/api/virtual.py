@@ -9,9 +9,8 @@ from typing import Unpack
 
 from fedstream.api import folders
 from fedstream.api.endings import Interrupted, RunFailed
-from fedstream.api.interrupts import on_interrupt
 from fedstream.api.parameters import ConfigTable, StrategyLike, Tables, check_names, options
-from fedstream.api.progress import showing
+from fedstream.api.progress import on_interrupt, showing
 from fedstream.api.references import TaskLike, label, local_name, task_and_table
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord

@@ -27,7 +27,7 @@ _NOBODY_ELSE = 0o077  # the mode bits of group and others
 _COMMANDS = {
     None: {
         "run": "training:run", "simulate": "training:simulate", "sweep": "sweep:sweep",
-        "reproduce": "training:reproduce", "plugins": "plugins:plugins",
+        "plugins": "plugins:plugins",
     },
     "Inspect a run": {
         "status": "looking:status", "top": "looking:top", "replay": "looking:replay",

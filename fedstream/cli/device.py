@@ -13,7 +13,7 @@ import typer
 from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import Config, DataRoot, Sets, TaskName, settings_of
 from fedstream.runtime import process
-from fedstream.runtime.signals import INTERRUPTED, Stop
+from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.terminal import doing, line
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def device(
         from fedstream.device.life import DeviceOptions
         from fedstream.runtime.parent import end_with_parent
         from fedstream.settings.services import loaded
-        from fedstream.trainer.choices import Solvers
+        from fedstream.trainer.solvers import Solvers
 
     end_with_parent()
     settings = settings_of(config, sets, task=task, data_root=data_root)

@@ -30,7 +30,7 @@ from fedstream.cli.options import (
     recorded_programs,
     settings_of,
 )
-from fedstream.runtime.signals import INTERRUPTED
+from fedstream.runtime.process import INTERRUPTED
 from fedstream.terminal import confirm, line, verbatim
 
 

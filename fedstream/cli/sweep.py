@@ -20,7 +20,7 @@ from fedstream.cli.options import (
     TaskName,
     Versions,
 )
-from fedstream.runtime.signals import INTERRUPTED
+from fedstream.runtime.process import INTERRUPTED
 from fedstream.terminal import line, verbatim
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
-"""Commands that train: run, simulate, reproduce."""
+"""Commands that train: run, simulate."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +18,6 @@ from fedstream.cli.options import (
     Flower,
     FlowerModel,
     From,
-    Jobs,
     Out,
     Sets,
     StrategyName,
@@ -33,8 +31,7 @@ from fedstream.cli.options import (
     task_options,
 )
 from fedstream.runtime import process
-from fedstream.runtime.signals import INTERRUPTED
-from fedstream.terminal import confirm, line, verbatim
+from fedstream.terminal import confirm, verbatim
 
 
 def run(
@@ -172,62 +169,3 @@ def simulate(
     if as_json:
         verbatim(report.as_json(numbers) + "\n")
     raise typer.Exit(code)
-
-
-def reproduce(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="experiments to run; --list names them"),
-    ] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="R",
-            help="runs of every cell; default: as many as the experiment defines",
-        ),
-    ] = None,
-    cell: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LABEL", help="only this cell, or a pattern such as 'p = 1, *'; repeatable"
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="seed of the first repeat; the next has N + 1")
-    ] = 0,
-    scale: Annotated[
-        float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by S")
-    ] = 1.0,
-    data_root: DataRoot = None,
-    jobs: Jobs = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="folder for the results; default: experiments/results/NAME"
-        ),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="run again and replace existing results")
-    ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="list the experiments and exit")] = False,
-) -> None:
-    """Repeat a paper's experiment: raw results, table, pictures, and which of its claims held.
-
-    Existing results are not run again, so an interrupted command continues where it stopped.
-
-    Exit codes: 0 done, 130 interrupted, 1 failed, 2 wrong command line.
-    """
-    from fedstream.experiments import command as page
-
-    if listed:
-        line("\n".join(page.listed()))
-        return
-    try:
-        page.reproduce(
-            names or (), repeats=repeats, cells=cell or (), seed=seed, scale=scale,
-            data_root=data_root, processes=jobs, out=out, again=again,
-            command=shlex.join(["fedstream", *sys.argv[1:]]), say=line,
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None

@@ -29,7 +29,7 @@ import xxhash
 from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError
 from fedstream.broker.layout import Floats
 from fedstream.protocol.messages import BadBody, UpdateReport
-from fedstream.runtime.files import read_regular
+from fedstream.runtime.process import read_regular
 from fedstream.trainer.workspace import Workspace
 
 _IDENTITY, _WORK, _UPDATE, _UNSENT = "device.json", "work", "update", "unsent"

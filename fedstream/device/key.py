@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.files import open_regular
+from fedstream.runtime.process import open_regular
 
 if TYPE_CHECKING:
     from fedstream.protocol.signatures import PrivateKey

@@ -28,9 +28,9 @@ from fedstream.trainer.devices import DeviceSettings
 if TYPE_CHECKING:
     from fedstream.protocol.messages import Attestation
     from fedstream.protocol.signatures import PrivateKey
-    from fedstream.trainer.choices import Solvers
+    from fedstream.trainer.data import Processor
     from fedstream.trainer.learner import Learner
-    from fedstream.trainer.placement import Processor
+    from fedstream.trainer.solvers import Solvers
     from fedstream.trainer.task import Task
 
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from fedstream.broker.clock import uptime
 from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.broker.layout import Model
-from fedstream.trainer.choices import chosen
-from fedstream.trainer.solvers import Cancelled, Work
-from fedstream.trainer.start import Start
+from fedstream.trainer.solvers import Cancelled, Work, chosen
+from fedstream.trainer.workspace import Start
 from fedstream.wire import format_of
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from fedstream.broker.layout import Floats
     from fedstream.device.folder import DeviceFolder
     from fedstream.protocol.messages import Offer
-    from fedstream.trainer.choices import Solvers
     from fedstream.trainer.learner import Learned, Learner
+    from fedstream.trainer.solvers import Solvers
     from fedstream.trainer.workspace import Workspace
 
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work

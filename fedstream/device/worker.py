@@ -28,7 +28,7 @@ from fedstream.protocol.signatures import new_nonce
 from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.solvers import Cancelled
-from fedstream.trainer.start import Start
+from fedstream.trainer.workspace import Start
 from fedstream.wire import ENCODINGS, format_of
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ def computing(settings: Settings, role: str | None) -> Iterator[Finding]:
     """Compare configured threads with available cores, and check for CUDA if configured."""
     import torch
 
-    from fedstream.trainer.placement import check
+    from fedstream.trainer.data import check
 
     about, cores = "torch", _cores()
     for part, table in (("trainer", settings.trainer), ("evaluator", settings.evaluator)):

@@ -1,21 +1,25 @@
-"""The task that trains with a Flower ``ClientApp``, in process."""
+"""The task that trains with a Flower ``ClientApp``, in process; and the model it starts from."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from fedstream.broker.errors import ConfigError, DataError
-from fedstream.flower import apps, models, records
+from fedstream.flower import apps, records
 from fedstream.protocol.flower import RATES, loss_of, samples_of
 from fedstream.runtime.plugins import import_attribute
-from fedstream.trainer import torchvision_ops
-from fedstream.trainer.placement import seeded
+from fedstream.trainer.data import seeded
 from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
 from fedstream.trainer.task import Task
 
@@ -25,6 +29,85 @@ if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, RecordDict
     from flwr.clientapp import ClientApp
     from torch import nn
+
+GIVE = "name the app's model with --model package.module:Name (task.args.model)"
+
+
+class Arrays(nn.Module):
+    """The model of an app that isn't written in torch: numbered arrays, in the app's order."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        super().__init__()
+        for n, values in enumerate(arrays):
+            array = np.asarray(values)
+            if array.dtype.kind != "f":
+                raise ConfigError(
+                    f"array {n} of the model is of dtype {array.dtype}: only arrays of float "
+                    "without names can be mixed; for others, let the model be a torch module"
+                )
+            self.register_parameter(str(n), nn.Parameter(torch.from_numpy(array.copy())))
+
+
+def maker(
+    given: str | Callable[[], object] | None,
+    app_module: ModuleType | None,
+    initial: Callable[[], Sequence[Any]] | None,
+) -> Callable[[], nn.Module]:
+    """The function that makes version 0.
+
+    ``given``: a callable, or its name. Without one, the only module class in ``app_module``; or
+    else ``initial``, the arrays that a client starts from. Raises ConfigError.
+    """
+    if isinstance(given, str):
+        if ":" not in given:
+            raise ConfigError(f"model {given!r}: expected package.module:Name")
+        given, _ = import_attribute(given, what="model")
+    if given is not None:
+        if not callable(given) or isinstance(given, nn.Module):
+            raise ConfigError(
+                f"the Flower app's model is of type {type(given).__name__}: expected a callable "
+                "without arguments, such as the model's class"
+            )
+        return lambda: _module(given())
+    classes = _classes(app_module) if app_module is not None else []
+    if len(classes) == 1:
+        return lambda: _module(classes[0]())
+    if classes:
+        names = ", ".join(one.__name__ for one in classes)
+        raise ConfigError(f"which of {names} is the Flower app's model? {GIVE}")
+    if initial is None:
+        raise ConfigError(f"the Flower app's module has no torch model: {GIVE}")
+    return lambda: _module(initial())
+
+
+def _classes(module: ModuleType) -> list[type[nn.Module]]:
+    """The module classes that an app's module defines or imports, without torch's own."""
+    found = {
+        one: None
+        for one in vars(module).values()
+        if isinstance(one, type)
+        and issubclass(one, nn.Module)
+        and not one.__module__.startswith(("torch.", "torchvision."))
+    }
+    return list(found)
+
+
+def _module(made: object) -> nn.Module:
+    if isinstance(made, nn.Module):
+        return made
+    if isinstance(made, list | tuple) and made:  # a client may return an empty list
+        return Arrays(made)
+    raise ConfigError(
+        f"the Flower app's model is of type {type(made).__name__}: expected a torch.nn.Module or a "
+        f"list of numpy arrays; {GIVE}"
+    )
+
+
+def module_of(spec: str) -> ModuleType | None:
+    """The module that an app was loaded from by name."""
+    source = spec.rpartition(":")[0]
+    return sys.modules.get(Path(source).stem if source.endswith(".py") else source)
+
 
 Scalar = bool | int | float | str
 
@@ -203,9 +286,11 @@ def task(
     apps.look_in({"app_dir": str(Path(app_dir).absolute())})
     module = None
     if isinstance(app, str):
-        torchvision_ops.declare_missing()  # a user's program may import torchvision
+        from fedstream.trainer.in_memory import declare_missing
+
+        declare_missing()  # a user's program may import torchvision
         found, _ = import_attribute(app, what="Flower app")
-        module = models.module_of(app)
+        module = module_of(app)
     else:
         found = app
     if not apps.is_client_app(found):
@@ -226,7 +311,7 @@ def configured(app: ClientApp, spec: str, devices: int | None) -> Callable[..., 
         app_dir: str = ".",
     ) -> FlowerTask:
         config = apps.run_config(Path(app_dir), run_config or {})
-        return _made(app, models.module_of(spec), model, config, devices, evaluate_on, None)
+        return _made(app, module_of(spec), model, config, devices, evaluate_on, None)
 
     return made
 
@@ -242,7 +327,7 @@ def _made(
 ) -> FlowerTask:
     first = (lambda: _initial(app, devices or _DEVICES, config)) if _is_legacy(app) else None
     return FlowerTask(
-        app, model=models.maker(model, module, first), devices=devices,
+        app, model=maker(model, module, first), devices=devices,
         run_config=config, evaluate_on=evaluate_on, test_data=test_data,
     )  # fmt: skip
 
@@ -293,7 +378,7 @@ def _initial(app: ClientApp, devices: int, run_config: Mapping[str, Any]) -> lis
     try:
         content = _call(app, "get_parameters", asked, context, "")
     except DataError as error:
-        raise ConfigError(f"{error}: {models.GIVE}") from error
+        raise ConfigError(f"{error}: {GIVE}") from error
     arrays = content.array_records["getparametersres.parameters"]
     return [array.numpy() for name, array in arrays.items() if name != "_empty"]
 

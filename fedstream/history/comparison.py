@@ -16,7 +16,7 @@ from fedstream.history.display import short
 from fedstream.history.measurements import Measurement
 from fedstream.history.record import RunRecord
 from fedstream.journal import FOLDER
-from fedstream.runtime.nearest import did_you_mean
+from fedstream.runtime.text import did_you_mean
 from fedstream.terminal import measure, number
 from fedstream.trainer.goals import best_of, goal_of, main_metric, reaches, unknown_goal
 

@@ -23,7 +23,7 @@ _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
 _REASONED = 5  # devices, each with the reason
 _NAME = len("strategy")  # characters of the longest name in a header
-_MEAN = "device_mean_"  # of trainer/fairness.py
+_MEAN = "device_mean_"  # of trainer/evaluator.py
 
 
 class Display(Protocol):

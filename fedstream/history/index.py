@@ -40,7 +40,7 @@ from fedstream.history.table import (
 from fedstream.journal import SUFFIX, Cut, Segment, cuts, opened, stored_bytes
 from fedstream.journal.writer import FILE_MODE
 from fedstream.runtime import process
-from fedstream.runtime.files import read_regular
+from fedstream.runtime.process import read_regular
 from fedstream.terminal import adding, progress
 
 _BEGIN = b"fedstream journal index 2\n"

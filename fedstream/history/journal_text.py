@@ -34,7 +34,7 @@ from fedstream.journal import (
 from fedstream.journal.inspection import Move, Verdict, moves
 from fedstream.journal.records import is_used
 from fedstream.journal.shares import Share, Spread, direction
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.strategies.mixing import norm
 from fedstream.terminal import cell, clock, console, line, number, room, spaced
 

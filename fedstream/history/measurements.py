@@ -13,7 +13,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.history.index import columns_of
 from fedstream.history.table import NONE, Columns, texts
 from fedstream.history.timeline import History, SeenUpdate, SeenVersion
-from fedstream.runtime.files import open_regular
+from fedstream.runtime.process import open_regular
 
 _TEST = "test_"
 

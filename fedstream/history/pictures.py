@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fedstream.history.display import short
 from fedstream.history.timeline import History
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import number
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from fedstream.history.table import Columns, texts
 from fedstream.history.timeline import History
 from fedstream.journal import SegmentHead, journal_of, opened
 from fedstream.journal.replay import Replayer
-from fedstream.runtime.files import read_regular
 from fedstream.runtime.plugins import allowing
-from fedstream.runtime.visible import visible
+from fedstream.runtime.process import read_regular
+from fedstream.runtime.text import visible
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.trainer.goals import goal_of, main_metric
 

@@ -16,7 +16,7 @@ from fedstream.history import report
 from fedstream.history.display import failing_rows, fairness, main_row, never_finite, short
 from fedstream.history.measurements import Measurement, measurements
 from fedstream.history.timeline import History
-from fedstream.runtime.files import read_regular
+from fedstream.runtime.process import read_regular
 from fedstream.settings import run_toml
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.trainer.goals import Goals, best_of, goal_of, is_over_devices

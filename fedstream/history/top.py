@@ -28,7 +28,7 @@ from fedstream.history.observer import Observer, out_of_space
 from fedstream.history.report import tasks_of
 from fedstream.history.timeline import BINS, History
 from fedstream.runtime.backoff import pause
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import (
     cell,
     clock,

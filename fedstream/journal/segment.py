@@ -48,7 +48,7 @@ from fedstream.journal.records import (
     SegmentHead,
     Standing,
 )
-from fedstream.runtime.files import open_regular
+from fedstream.runtime.process import open_regular
 from fedstream.wire import most_bytes
 
 _CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record

@@ -22,7 +22,7 @@ from fedstream.broker.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, LONGEST, file_page, filled, packed
 from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of
-from fedstream.runtime.files import open_regular
+from fedstream.runtime.process import open_regular
 
 if TYPE_CHECKING:
     from fedstream.strategies.vectors import DeviceVectors

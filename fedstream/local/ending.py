@@ -16,7 +16,7 @@ from fedstream.broker.records import Tally
 from fedstream.coordinator.rests import no_device_works
 from fedstream.history.display import failing
 from fedstream.history.timeline import History
-from fedstream.runtime.signals import INTERRUPTED
+from fedstream.runtime.process import INTERRUPTED
 
 # Counted in the pool only: a site must not end the operator's run.
 _MOST_REFUSED = 100  # updates in a row: the model isn't changing any more

@@ -34,13 +34,13 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 from fedstream.runtime import parent, plugins, process
-from fedstream.runtime.signals import BOTH
+from fedstream.runtime.process import BOTH
 
 MOST = 1 << 20  # bytes of a message
 # What takes long to import: no module of a user's, for those may start threads.
 _MODULES = (
     "torch", "fedstream.cli.app", "fedstream.cli.services", "fedstream.settings.services",
-    "fedstream.trainer.learner", "fedstream.trainer.tasks",
+    "fedstream.trainer.images", "fedstream.trainer.learner", "fedstream.trainer.texts",
 )  # fmt: skip
 _CANNOT = 71  # exit code of a fork that could not become a service
 

@@ -21,8 +21,8 @@ from fedstream.history import report
 from fedstream.history.display import Display
 from fedstream.history.observer import Observer
 from fedstream.journal import JournalError, entries, segments
-from fedstream.local.ports import HeldPort
 from fedstream.local.request import RunRequest
+from fedstream.local.supervisor import HeldPort
 from fedstream.operate.presence import serving
 from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import try_task

@@ -111,7 +111,7 @@ def _per_device(subject: Subject, devices: int) -> dict[int, dict[str, float]]:
     The evaluator reports only their spread, whose size does not depend on the number of devices.
     Raises DataError for whatever the task raises.
     """
-    from fedstream.trainer.fairness import device_metrics
+    from fedstream.trainer.evaluator import device_metrics
 
     try:
         with redirect_stdout(sys.stderr):

@@ -33,19 +33,23 @@ from fedstream.journal import JournalError
 from fedstream.local import preflight, results
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.local.lives import Launcher, new_launcher
-from fedstream.local.over_http import FOLDER, GATEWAY, HOST, OverHttp
 from fedstream.local.picture import Drawn, Painter
-from fedstream.local.ports import HeldPort, is_answering
 from fedstream.local.preflight import Subject
-from fedstream.local.programs import environment, programs
 from fedstream.local.redis_server import RedisServer
-from fedstream.local.request import RunRequest
-from fedstream.local.supervisor import Program, Supervisor
+from fedstream.local.request import DEVICES, GATEWAY, HOST, OverHttp, RunRequest
+from fedstream.local.supervisor import (
+    HeldPort,
+    Program,
+    Supervisor,
+    end_waits,
+    environment,
+    is_answering,
+    programs,
+)
 from fedstream.local.trackers import Trackers
-from fedstream.local.waits import end_waits
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import words
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.process import Stop
 from fedstream.settings import run_toml
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
@@ -72,7 +76,7 @@ def run(
         over_http = None
         if request.devices_over_http:
             gateways = stack.enter_context(HeldPort((HOST, 0)))
-            over_http = OverHttp(request.devices_over_http, request.out / FOLDER, gateways.number)
+            over_http = OverHttp(request.devices_over_http, request.out / DEVICES, gateways.number)
         if not request.own_redis:
             asyncio.run(preflight.check_redis(request, display))
         if launcher is None:

@@ -1,4 +1,9 @@
-"""Supervisor of a run's processes: starts them, restarts those that die, stops them in order."""
+"""The processes of a run: their programs and ports, and their supervisor.
+
+The supervisor starts them, restarts those that die, and stops them in order. A service waits in
+Redis for up to a second at a time, and a wait must not be cancelled: Redis may have answered
+already. Ended by Redis itself (:func:`end_waits`), it comes to nothing, as if its second were over.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,94 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
+import tomli_w
+
+from fedstream.broker.client import Client
 from fedstream.local.lives import Launcher, Life
 from fedstream.runtime.backoff import pause
-from fedstream.runtime.files import open_regular
+from fedstream.runtime.process import open_regular
+from fedstream.settings.config import Settings
+from fedstream.sinks.service import DRAIN_S
+
+
+async def end_waits(client: Client, names: Collection[str]) -> None:
+    """End every wait of the clients of these names. Raises FedstreamError.
+
+    Needs the rights to CLIENT LIST and CLIENT UNBLOCK.
+    """
+    listing = await client.call("CLIENT", "LIST", "TYPE", "NORMAL")
+    if waiting := list(_waiting(listing.decode(errors="replace"), names)):
+        await client.pipeline([("CLIENT", "UNBLOCK", number) for number in waiting])
+
+
+def _waiting(listing: str, names: Collection[str]) -> Iterator[str]:
+    """Ids of the clients that are blocked, from the reply to CLIENT LIST."""
+    for line in listing.splitlines():
+        about = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if about.get("name") in names and "b" in about.get("flags", ""):
+            yield about["id"]
+
+
+_ANSWER_S = 0.1  # this machine takes or refuses a connection at once
+
+
+class HeldPort:
+    """Port reserved until closed; a context manager closes it.
+
+    A socket is bound to the port but never listens. A process that sets SO_REUSEADDR (asyncio and
+    Redis do) can still listen there, while the kernel assigns the port to no connection and no
+    socket that asks for any free one. This works on Linux only. Elsewhere the two sockets exclude
+    each other, so the port is released at once and another process may take it.
+    """
+
+    def __init__(
+        self,
+        address: Any = ("127.0.0.1", 0),
+        family: socket.AddressFamily = socket.AF_INET,
+    ) -> None:
+        """Reserve a port; 0 means any free one.
+
+        Raises OSError if another process listens there or this user may not.
+        """
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+        except OSError:
+            self._socket.close()
+            raise
+        self.number: int = self._socket.getsockname()[1]
+        if sys.platform != "linux":
+            self.close()
+
+    def close(self) -> None:
+        """Release the port."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def is_answering(host: str, port: int) -> bool:
+    """Whether a process takes connections there by now. ``host``: where it listens."""
+    try:
+        socket.create_connection((host, port), _ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
 
 # Producers of work stop before its consumers, so that nothing is left half done.
 STOP_ORDER = (
@@ -281,3 +365,63 @@ class Supervisor:
         """Kill all of them at once."""
         for child in self.children:
             child.kill()
+
+
+_OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
+
+
+def programs(
+    settings: Settings, trainers: int, config: Path, port: int, *, changed_rules: bool = False
+) -> list[Program]:
+    """Services of a run, in starting order. ``changed_rules``: the updater accepts these."""
+
+    def service(
+        role: str, drain_s: float, *options: str, name: str = "", vital: bool = True
+    ) -> Program:
+        # Free ports: all services share one machine.
+        file = ("--config", str(config), "--set", "http.port=0", "--set", "http.health_port=0")
+        name = name or role
+        return Program(name, role, ("--name", name, *file, *options), drain_s, vital)
+
+    rules = ("--changed-rules",) if changed_rules else ()
+    return [
+        # First those that load torch, which takes longest.
+        service("updater", settings.updater.drain_s, *rules),
+        *(
+            service("trainer", settings.trainer.drain_s, name=f"trainer-{n}")
+            for n in range(1, trainers + 1)
+        ),
+        service("evaluator", settings.evaluator.drain_s),
+        service("coordinator", settings.coordinator.drain_s, "--set", f"http.port={port}"),
+        service("scheduler", settings.scheduler.drain_s),
+        *(service("sinks", DRAIN_S, vital=False) for _ in settings.sinks[:1]),
+    ]
+
+
+def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) -> dict[str, str]:
+    """Environment of the services, without overrides: the resolved configuration contains those.
+
+    Redis URL, passwords, token and secret are passed here, because `ps` must not show them; only
+    the URL is also written to a file.
+    """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in _OURS and not (name.startswith("FEDSTREAM_") and "__" in name)
+    }
+    redis = settings.redis
+    secrets = {
+        "FEDSTREAM_REDIS__PASSWORD": redis.password,
+        "FEDSTREAM_HTTP__TOKEN": settings.http.token,
+        "FEDSTREAM_GATEWAY__SECRET": settings.gateway.secret,
+        "FEDSTREAM_PAGE__OPERATOR_TOKEN": settings.page.operator_token,
+        "FEDSTREAM_PAGE__OPERATOR_PASSWORD": settings.page.operator_password,
+    }
+    if redis.sentinel is not None:
+        secrets["FEDSTREAM_REDIS__SENTINEL__PASSWORD"] = redis.sentinel.password
+    known = {
+        name: tomli_w.dumps({"": secret.get_secret_value()}).removeprefix('"" = ').strip()
+        for name, secret in secrets.items()
+        if secret is not None
+    }
+    return kept | known | {"FEDSTREAM_REDIS__URL": redis_url}

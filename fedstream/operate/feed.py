@@ -38,10 +38,9 @@ from fedstream.journal.records import is_used
 from fedstream.journal.updates import received
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.health import Health
-from fedstream.runtime.leading import lead
 from fedstream.runtime.logging import configure
-from fedstream.runtime.service import Context, repeat
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.process import Stop
+from fedstream.runtime.service import Context, lead, repeat
 from fedstream.settings.config import Settings
 from fedstream.terminal import console, spaced
 

@@ -3,18 +3,28 @@
 ``load`` merges the three layers and validates the result once against a pydantic model. All errors
 are reported together, one line per key, each with the value, its source and what is allowed.
 ``dump`` writes resolved settings back as TOML.
+
+A user's program declares what can be configured where it uses it: the typed parameters of a
+function become keys, and values are checked as strictly as everything else.
+
+    def task(hidden: int = 64, activation: Literal["relu", "tanh"] = "relu") -> Task: ...
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 import tomllib
+import warnings
 from dataclasses import dataclass
+from inspect import get_annotations
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    ClassVar,
     Literal,
     NamedTuple,
     TypeAlias,
@@ -26,16 +36,24 @@ from typing import (
 )
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.nearest import did_you_mean
-from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
+from fedstream.runtime.plugins import NotTrusted, OneOf, allowed, runs_program
+from fedstream.runtime.text import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pydantic.fields import FieldInfo
@@ -524,3 +542,130 @@ def _labels(one: object) -> list[str]:
 
 def _is_model(one: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(one, type) and issubclass(one, BaseModel)
+
+
+class Chosen(Section):
+    """Settings with a name: the key ``kind``, or another one (``naming_key``).
+
+    A built-in class narrows the key to its name, as a literal. A class of somebody's own, also one
+    derived from a built-in class, is named by where it is defined.
+    """
+
+    naming_key: ClassVar[str] = "kind"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        tag = cls.naming_key
+        inherited = cls.model_fields.get(tag)
+        if tag not in get_annotations(cls) and inherited is not None and inherited.default != "":
+            cls.__annotations__[tag] = str  # not its base's literal
+            setattr(cls, tag, "")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, table: object) -> object:
+        """Name what a program makes, without the configuration, by where its class is defined."""
+        tag = cls.naming_key
+        if isinstance(table, dict) and tag not in table and cls.model_fields[tag].default == "":
+            return {tag: name_of(cls), **table}
+        return table
+
+
+def name_of(value: Any) -> str:
+    """The name by which every process finds what a program defines: package.module:Name, or
+    path/to/file.py:Name for a module that is in no package."""
+    module, name = value.__module__, value.__qualname__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    source = file if file is not None and "." not in module else module
+    return f"{source}:{name}"
+
+
+_Parameter = inspect.Parameter
+
+
+class _Arguments(Section):
+    """Base of all arguments. A function's parameters may be named and typed in any way."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+
+
+def arguments(
+    function: Callable[..., object], table: Mapping[str, object], at: str, *, of: str
+) -> dict[str, Any]:
+    """The keyword arguments of ``function`` that ``table`` sets, checked against its signature.
+
+    ``at`` is the table's place in the configuration, ``of`` is the function in words, for errors.
+
+    Raises ConfigError, naming the key, for an unknown, invalid or missing argument.
+    """
+    settable = (_Parameter.POSITIONAL_OR_KEYWORD, _Parameter.KEYWORD_ONLY)
+    try:  # without a table, no type is needed
+        known = [one for one in _parameters(function, typed=bool(table)) if one.kind in settable]
+        keys = [one for one in known if not one.name.startswith("_")]  # pydantic's are private
+        schema = _table(function, _Arguments, keys) if table else None
+    except ConfigError as error:
+        raise ConfigError(f"{of}: {error}") from error
+    if schema is None:
+        for one in known:
+            if one.default is _Parameter.empty:
+                raise ConfigError(f"{at}.{one.name}: required by {of}, but not given")
+        return {}
+    if not known:
+        raise ConfigError(f"{at}.{next(iter(table))}: {of} takes no arguments; leave it out")
+    settings = check(schema, table, at)
+    return {name: getattr(settings, name) for name in table}
+
+
+def table_of(function: Callable[..., Any], base: type[M], given: Iterable[str]) -> type[M]:
+    """A settings class made from a function, whose parameters become its keys.
+
+    ``given``: the parameters that are no keys because the caller passes them. Raises ConfigError
+    for a function that can't be used so.
+    """
+    name = _name(function)
+    parameters, passed = _parameters(function), tuple(given)
+    if len(parameters) < len(passed):
+        raise ConfigError(f"{name}() must take {', '.join(passed)}, then its own parameters")
+    keys = parameters[len(passed) :]
+    for one in keys:
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
+            raise ConfigError(f"{name}(): parameter {one} can't be a key: name each parameter")
+        if one.annotation is one.empty:
+            raise ConfigError(
+                f"{name}(): parameter {one.name} needs a type, as in `{one.name}: float`"
+            )
+        if one.name in base.model_fields:
+            raise ConfigError(f"{name}(): parameter {one.name} has a key's name: rename it")
+    return _table(function, base, keys)
+
+
+def _parameters(function: Callable[..., object], *, typed: bool = True) -> list[_Parameter]:
+    """A function's parameters, with their types evaluated if ``typed``."""
+    try:
+        return list(inspect.signature(function, eval_str=typed).parameters.values())
+    except Exception as error:  # evaluating a user's annotations may raise anything
+        raise ConfigError(f"its parameters can't be read: {error}") from error
+
+
+def _table(function: Callable[..., object], base: type[M], keys: Iterable[_Parameter]) -> type[M]:
+    fields: dict[str, Any] = {
+        one.name: (
+            Any if one.annotation is one.empty else one.annotation,
+            ... if one.default is one.empty else one.default,
+        )
+        for one in keys
+    }
+    try:
+        with warnings.catch_warnings():  # a parameter may have the name of a method of BaseModel
+            warnings.simplefilter("ignore", UserWarning)
+            return create_model(
+                _name(function), __base__=base, __doc__=inspect.getdoc(function),
+                __module__=function.__module__, **fields,
+            )  # fmt: skip
+    except (PydanticUserError, NameError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"its parameters can't be configured: {reason}") from error
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", "function")

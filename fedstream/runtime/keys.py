@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_json
 
-from fedstream.runtime.alternatives import OneOf
+from fedstream.runtime.plugins import OneOf
 
 _WORDS = {float: "number", int: "integer", str: "text", bool: "true or false", NoneType: "none"}
 _LIMITS: dict[type, tuple[str, str]] = {

@@ -3,7 +3,7 @@
 One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
 ``structlog.contextvars`` (task, device, version) appear on every line of the asyncio task.
 
-Warnings and errors are rate-limited by kind (:mod:`fedstream.runtime.flood`), so that whatever
+Warnings and errors are rate-limited by kind (:mod:`fedstream.runtime.limits`), so that whatever
 causes them can't fill the disk. The next of our own lines that passes says how many were left out.
 """
 
@@ -19,8 +19,8 @@ import structlog
 from pydantic import model_validator
 
 from fedstream.runtime.config import Section
-from fedstream.runtime.flood import Flood
-from fedstream.runtime.visible import visible
+from fedstream.runtime.limits import Flood
+from fedstream.runtime.text import visible
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger

@@ -1,4 +1,6 @@
-"""The life of a service process: start, loops that survive a broken Redis, signals, stop."""
+"""The life of a service process: start, loops that survive a broken Redis, leadership, signals,
+stop.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,29 @@ import os
 import random
 import socket
 import ssl
+import threading
 import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import structlog
 import uvloop
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError, Fenced
+from fedstream.broker.lease import Lease
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.health import Health, routes
 from fedstream.runtime.http import REFUSED, HttpSettings, serving
 from fedstream.runtime.logging import LogSettings, configure, stamp
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.process import Stop
 from fedstream.runtime.tls import CurrentTls
 from fedstream.runtime.tracing import Spans, TracingSettings
 
@@ -38,6 +45,75 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from fedstream.broker.client import Client
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Worker:
+    """One thread, for as long as a ``with`` block lasts, or until :meth:`close`.
+
+    An executor of one thread passes each result on through a second future with a lock of its own.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        threading.Thread(target=self._work, name=name).start()
+
+    def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Have the thread make a call after those before it; returns its result to come.
+
+        Cancelling the future doesn't stop the call.
+        """
+        asked = _Call(partial(call, *args, **kwargs), asyncio.get_running_loop())
+        self._calls.put(asked)
+        return asked.result
+
+    def close(self) -> None:
+        """Let the thread end after the calls that were asked for; doesn't wait for it."""
+        self._calls.put(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            asked.make()
+            del asked  # or what it was given would stay alive until the next one
+
+
+class _Call(Generic[T]):
+    """A call that a thread makes, and what it comes to."""
+
+    __slots__ = ("_call", "_loop", "result")
+
+    def __init__(self, call: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+        self._call = call
+        self._loop = loop
+        self.result: asyncio.Future[T] = loop.create_future()
+
+    def make(self) -> None:
+        """Make the call, and have the loop hear of it."""
+        try:
+            tell = partial(self._returned, self._call())
+        except BaseException as error:  # raised where the result is awaited
+            tell = partial(self._raised, error)
+        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            self._loop.call_soon_threadsafe(tell)
+
+    def _returned(self, value: T) -> None:
+        if not self.result.cancelled():
+            self.result.set_result(value)
+
+    def _raised(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):  # no future takes one
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        if not self.result.cancelled():
+            self.result.set_exception(error)
+
 
 _CANCELLED_S = 2.0  # for a cancelled service to end
 
@@ -363,3 +439,47 @@ async def _drained(service: Service, context: Context, drain_s: float) -> bool:
     if work.done() and not work.cancelled() and (error := work.exception()):
         context.log.error("failed while being cancelled", exc_info=error)
     return False
+
+
+_PAUSE_S = 10.0  # at most, between checks of a lease: a loop must beat within 30 s
+
+
+async def lead(
+    context: Context, lease: Lease, work: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Wait for the role, then work and renew the lease until stop.
+
+    Releases the lease at the end, so that a successor need not wait for it to expire. A waiting
+    process is ready: it could take over. Raises Fenced if the role is taken away.
+    """
+    pause_s = min(lease.seconds / 4, _PAUSE_S)
+    leading = Gauge(
+        "fedstream_leading", "1: this process holds the role.", ["role"], registry=context.registry
+    ).labels(lease.role)
+
+    async def take() -> bool:
+        if not await lease.acquire():
+            await pause(context.stop, pause_s)
+        return lease.number > 0
+
+    async def hold() -> None:
+        # If it is not held, Redis lost it: take it back, unless another process was quicker.
+        if not await lease.hold() and not await lease.acquire(at_least=lease.number):
+            raise Fenced(f"another {lease.role} took over while Redis was away")
+        await pause(context.stop, pause_s)
+
+    await repeat(context, "standby", take)
+    if not lease.number:
+        return  # stopped while waiting
+    context.log.info("leading", epoch=lease.number)
+    leading.set(1)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(repeat(context, "lease", hold))
+            group.create_task(work())
+    finally:
+        leading.set(0)
+        try:
+            await lease.release()
+        except FedstreamError as error:
+            context.log.warning("lease not released: it will expire", reason=str(error))

@@ -23,11 +23,9 @@ from fedstream.coordinator.scheduler import SchedulerSettings
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
-from fedstream.runtime.formats import WireSettings
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup, WireSettings
 from fedstream.runtime.tracing import TracingSettings
 from fedstream.settings.simulation import (
     NoStaleness,
@@ -38,11 +36,10 @@ from fedstream.settings.simulation import (
 from fedstream.settings.start import StartingPoint
 from fedstream.sinks.choice import SomeSink
 from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
-from fedstream.trainer.choices import SolverGroups, Solvers
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
 from fedstream.trainer.settings import TrainerSettings
-from fedstream.trainer.solvers import Sgd, SolverSettings
+from fedstream.trainer.solvers import Sgd, SolverGroups, Solvers, SolverSettings
 from fedstream.trainer.task import TaskSettings
 from fedstream.updater.service import UpdaterSettings
 

@@ -24,14 +24,12 @@ import numpy as np
 from fedstream.broker.errors import DataError, FedstreamError, TaskError
 from fedstream.broker.layout import Model
 from fedstream.runtime.plugins import about, words
-from fedstream.runtime.steps import Epochs, Length, Seconds
+from fedstream.runtime.tasks import Epochs, Length, Seconds
 from fedstream.terminal import line
-from fedstream.trainer.answer import as_sent
-from fedstream.trainer.choices import Solvers, chosen
-from fedstream.trainer.data import samples_of, size_of
-from fedstream.trainer.fairness import has_device_tests
-from fedstream.trainer.placement import Processor, check, placed, seeded
-from fedstream.trainer.solvers import Cancelled, Solver, Trained, Work
+from fedstream.trainer.data import Processor, check, placed, samples_of, seeded, size_of
+from fedstream.trainer.evaluator import has_device_tests
+from fedstream.trainer.learner import as_sent
+from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, chosen
 from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from fedstream.coordinator.gateway.attestation import VERIFIERS
 from fedstream.coordinator.policies import POLICIES
 from fedstream.sinks.choice import SINKS
 from fedstream.strategies import FUNCTIONS, RULES, StalenessFunction
+from fedstream.trainer.partitions import PARTITIONS
 from fedstream.trainer.solvers import SOLVERS
-from fedstream.trainer.splitting import PARTITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,8 @@ from fedstream.broker.errors import ConfigError
 from fedstream.journal import RuleChanged, journal_of, opened
 from fedstream.journal.rebuild import check_sources, rule_of
 from fedstream.runtime.config import load
-from fedstream.runtime.files import open_regular
 from fedstream.runtime.plugins import allowing, runs_program
+from fedstream.runtime.process import open_regular
 
 if TYPE_CHECKING:  # looking at a recording takes no service's settings
     from fedstream.settings.config import Settings

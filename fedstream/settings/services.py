@@ -27,13 +27,12 @@ from fedstream.settings.parts import part_sources
 from fedstream.settings.start import first_model
 from fedstream.sinks.choice import named, parameters
 from fedstream.sinks.service import DRAIN_S, Sinks
-from fedstream.trainer.choices import Solvers
 from fedstream.trainer.devices import AlwaysAvailable, eligible
-from fedstream.trainer.evaluator import Evaluator
-from fedstream.trainer.fairness import has_device_tests
-from fedstream.trainer.goals import declared_goals
+from fedstream.trainer.evaluator import Evaluator, has_device_tests
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.service import Trainer
+from fedstream.trainer.solvers import Solvers
+from fedstream.trainer.task import declared_goals
 from fedstream.updater.service import Updater
 
 if TYPE_CHECKING:

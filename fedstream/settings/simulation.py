@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, field_validator
 
 from fedstream.runtime.config import Section
-from fedstream.trainer.placement import Processor
+from fedstream.trainer.data import Processor
 
 
 class NoStaleness(Section):

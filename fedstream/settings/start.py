@@ -19,8 +19,8 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import OF_INTEGERS, Layout, Model, Tensor
 from fedstream.journal import JournalError, newest_version, opened
 from fedstream.journal.inspection import model_at
-from fedstream.runtime.files import open_regular
 from fedstream.runtime.plugins import NotTrusted
+from fedstream.runtime.process import open_regular
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -29,8 +29,7 @@ from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import draw
 from fedstream.journal.progress import mean_after
-from fedstream.runtime.participation import Participation
-from fedstream.runtime.steps import Seconds
+from fedstream.runtime.tasks import Participation, Seconds
 from fedstream.settings.simulation import (
     LatencyStaleness,
     NoStaleness,

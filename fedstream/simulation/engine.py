@@ -30,8 +30,9 @@ from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
-from fedstream.trainer.goals import best_of, declared_goals, ends_run, goal_of, unknown_goal
+from fedstream.trainer.goals import best_of, ends_run, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled
+from fedstream.trainer.task import declared_goals
 from fedstream.updater import refusals
 
 if TYPE_CHECKING:

@@ -39,17 +39,18 @@ from fedstream.history.report import occupied
 from fedstream.history.timeline import History
 from fedstream.journal import FOLDER
 from fedstream.runtime.config import dump
-from fedstream.runtime.signals import INTERRUPTED, Stop
+from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.sinks.choice import flat, named, parameters
-from fedstream.sinks.direct import DirectSinks
+from fedstream.sinks.service import DirectSinks
 from fedstream.sinks.sink import TrackedRun
 from fedstream.terminal import console, line, two_columns
-from fedstream.trainer.goals import declared_goals, is_over_devices
+from fedstream.trainer.goals import is_over_devices
+from fedstream.trainer.task import declared_goals
 
 if TYPE_CHECKING:
     from fedstream.trainer.task import Task

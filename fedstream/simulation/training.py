@@ -14,13 +14,11 @@ from fedstream.broker.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.simulation import together
 from fedstream.trainer import vector
-from fedstream.trainer.answer import as_sent
-from fedstream.trainer.choices import Solvers, chosen
-from fedstream.trainer.data import size_of
-from fedstream.trainer.fairness import device_metrics, spread
+from fedstream.trainer.data import check, placed, size_of
+from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import ends_run
-from fedstream.trainer.placement import check, placed
-from fedstream.trainer.solvers import Cancelled, Trained, Work
+from fedstream.trainer.learner import as_sent
+from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, chosen
 from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:

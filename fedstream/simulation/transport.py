@@ -16,7 +16,7 @@ from fedstream.wire.given import given
 if TYPE_CHECKING:
     from fedstream.broker.layout import Floats, Model
     from fedstream.broker.messages import Sends
-    from fedstream.runtime.formats import WireSettings
+    from fedstream.runtime.tasks import WireSettings
 
 
 class Transport:

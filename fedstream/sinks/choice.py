@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel
 
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.plugins import Door
+from fedstream.runtime.plugins import Door, OneOf
 from fedstream.sinks.mlflow import MLflowSettings
 from fedstream.sinks.service import Named
 from fedstream.sinks.sink import SinkSettings, TrackedValue

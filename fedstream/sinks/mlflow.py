@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
-from fedstream.sinks.extras import needs
-from fedstream.sinks.sink import Reached, Sink, SinkSettings, TrackedPoint, TrackedRun, TrackedValue
+from fedstream.sinks.sink import (
+    Reached,
+    Sink,
+    SinkSettings,
+    TrackedPoint,
+    TrackedRun,
+    TrackedValue,
+    needs,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -1,4 +1,4 @@
-"""The service that writes a run to its trackers.
+"""The service that writes a run to its trackers; and sinks without a service, for a simulation.
 
 Each sink reads the run's streams by itself, from their beginning, so a slow or failing tracker
 holds up nobody: it is tried again, and catches up as far back as the streams go. The tracker itself
@@ -28,8 +28,19 @@ from fedstream.broker.messages import Event, Message, Version
 from fedstream.broker.streams import Entry, Reader
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
-from fedstream.sinks.feed import Feed, counted, tasks_of
-from fedstream.sinks.sink import PointKind, Reached, Sink, SinkSettings, TrackedRun, TrackedValue
+from fedstream.sinks.sink import (
+    Feed,
+    PointKind,
+    Reached,
+    Sink,
+    SinkSettings,
+    TrackedPoint,
+    TrackedRun,
+    TrackedValue,
+    counted,
+    tasks_of,
+    told,
+)
 from fedstream.wire.newest import as_given, read_newest
 
 if TYPE_CHECKING:
@@ -321,3 +332,52 @@ def _file_of(model: Model | None, head: Head, run: str) -> Iterator[Path | None]
         about = {"version": str(head.version), "digest": head.digest, "run": run}
         safetensors.save_file(model.tensors(), file, about | as_given(head))
         yield file
+
+
+class DirectSinks:
+    """Writes a run's points to its trackers in batches; one that fails is said, and left out.
+
+    The run waits meanwhile, so a slow tracker makes a simulation slow.
+    """
+
+    def __init__(self, sinks: Sequence[Named], run: TrackedRun, say: Callable[[str], None]) -> None:
+        """Begin. Raises ConfigError if a tracker's package is missing."""
+        self._say = say
+        self._sinks: dict[str, Sink] = {named.name: named.make() for named in sinks}
+        self._models = {named.name for named in sinks if named.settings.save_model}
+        self._every_s = min((named.settings.every_s for named in sinks), default=0.0)
+        self._feed = Feed(Reached())
+        self._points: list[TrackedPoint] = []
+        self._wrote = time.monotonic()
+        self._each(lambda _, sink: sink.begin(run))
+
+    def publish(self, version: Version, measured: Event) -> None:
+        """Add a version and its measurement."""
+        if not self._sinks:
+            return
+        self._points += self._feed.points([version], [measured])
+        if time.monotonic() - self._wrote >= self._every_s:
+            self._write()
+
+    def end(self, summary: Mapping[str, object], model: Path, *, finished: bool) -> None:
+        """Write the rest, and complete the records if the run is ``finished``."""
+        self._write()
+        plain = told(summary)
+        if finished:
+            self._each(lambda name, sink: sink.end(plain, model if name in self._models else None))
+        self._each(lambda _, sink: sink.close())
+
+    def _write(self) -> None:
+        points, self._points = self._points, []
+        self._each(lambda _, sink: sink.write(points))
+        self._wrote = time.monotonic()
+
+    def _each(self, call: Callable[[str, Sink], object]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(name, sink)
+            except Exception as error:  # whatever a tracker raises: the run goes on
+                del self._sinks[name]
+                with suppress(Exception):  # already failing: that is said
+                    sink.close()
+                self._say(f"{name} failed, and is left out from here on: {error}")

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.files import open_regular
-from fedstream.sinks.extras import needs
-from fedstream.sinks.sink import Reached, Sink, SinkSettings, TrackedPoint, TrackedRun, TrackedValue
+from fedstream.runtime.process import open_regular
+from fedstream.sinks.sink import (
+    Reached,
+    Sink,
+    SinkSettings,
+    TrackedPoint,
+    TrackedRun,
+    TrackedValue,
+    needs,
+)
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter

@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from fedstream.broker.errors import ConfigError
-from fedstream.sinks.extras import needs
-from fedstream.sinks.sink import Reached, Sink, SinkSettings, TrackedPoint, TrackedRun, TrackedValue
+from fedstream.sinks.sink import (
+    Reached,
+    Sink,
+    SinkSettings,
+    TrackedPoint,
+    TrackedRun,
+    TrackedValue,
+    needs,
+)
 
 if TYPE_CHECKING:
     from wandb import Run

@@ -9,8 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
-from fedstream.runtime.alternatives import RECORDED, OneOf
-from fedstream.runtime.plugins import Door, Plugin
+from fedstream.runtime.plugins import RECORDED, Door, OneOf, Plugin
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing

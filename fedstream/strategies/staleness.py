@@ -19,11 +19,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.chosen import Chosen
-from fedstream.runtime.config import Positive, Section
-from fedstream.runtime.parameters import table_of
-from fedstream.runtime.plugins import Door
+from fedstream.runtime.config import Chosen, Positive, Section, table_of
+from fedstream.runtime.plugins import Door, OneOf
 
 
 class StalenessFunction(Chosen):

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends
-from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.config import Chosen
 from fedstream.strategies.vectors import DeviceVectors
 
 InRounds: TypeAlias = Literal["never", "possible", "always"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.history.pictures import COLOURS, STYLE, line_style
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.sweep.results import Ranked, Ranking
 from fedstream.sweep.trials import words
 

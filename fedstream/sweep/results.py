@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import Goal
-from fedstream.runtime.files import read_regular
+from fedstream.runtime.process import read_regular
 from fedstream.sweep.space import SweptKeys
 from fedstream.sweep.trials import Configuration, Finished, UnknownGoal, UnknownMetric
 from fedstream.trainer.goals import best_of, goal_of

@@ -15,11 +15,12 @@ import numpy as np
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.messages import Goal
 from fedstream.runtime.config import Option, load
-from fedstream.runtime.nearest import did_you_mean
+from fedstream.runtime.text import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys
-from fedstream.trainer.goals import declared_goals, goal_of, is_over_devices, unknown_goal
+from fedstream.trainer.goals import goal_of, is_over_devices, unknown_goal
+from fedstream.trainer.task import declared_goals
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade

@@ -9,10 +9,8 @@ What is wrong is raised as a Fault, which says what, where, and at which arrival
 from a seed, so a fault comes back until it is mended.
 """
 
-from fedstream.testing.fault import Fault
-from fedstream.testing.parts import check_partition, check_policy
+from fedstream.testing.parts import Fault, check_partition, check_policy, check_staleness
 from fedstream.testing.solvers import check_solver
-from fedstream.testing.staleness import check_staleness
 from fedstream.testing.strategies import check_strategy
 
 __all__ = [

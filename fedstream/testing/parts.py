@@ -1,27 +1,88 @@
-"""Checks for partitions and scheduling policies."""
+"""Checks for staleness functions, partitions and scheduling policies; and what all checks raise."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.broker.messages import Trigger, task_id
+from fedstream.broker.messages import Trigger, first_wrong, task_id
 from fedstream.coordinator.policies import POLICIES, Policy
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
-from fedstream.runtime.participation import Participation
-from fedstream.runtime.steps import FixedSteps
+from fedstream.runtime.config import Section
+from fedstream.runtime.plugins import Door, words
+from fedstream.runtime.tasks import FixedSteps, Participation
 from fedstream.settings.config import read
 from fedstream.simulation import arrivals
-from fedstream.testing.fault import Fault
-from fedstream.testing.subject import made
-from fedstream.trainer.splitting import PARTITIONS, Partition, split
+from fedstream.strategies import FUNCTIONS, StalenessFunction
+from fedstream.trainer.partitions import PARTITIONS, Partition, split
+
+
+class Fault(AssertionError):
+    """What is wrong with a rule of somebody's own."""
+
+
+S = TypeVar("S", bound=Section)
+
+
+def made(door: Door[Any], part: type[S] | S, keys: Mapping[str, object]) -> S:
+    """The object, which the door must accept. Raises Fault."""
+    cls = part if isinstance(part, type) else type(part)
+    name = cls.__name__
+    try:
+        door.accepted(cls)
+        if isinstance(part, type):
+            return part(**keys)
+    except ValidationError as error:
+        raise Fault(
+            f"{name}: {first_wrong(error)}: give the check its keys, as in ({name}, key=value)"
+        ) from error
+    except FedstreamError as error:
+        raise Fault(f"{name}: {error}") from error
+    except Exception as error:  # it is abstract, or a validator of its own fails
+        raise Fault(f"{name}: {name}() raised {words(error)}") from error
+    if keys:
+        raise Fault(f"{name}: {next(iter(keys))} has no effect on an object: give the class")
+    return part
+
+
+def check_staleness(
+    function: Callable[..., float] | type[StalenessFunction] | StalenessFunction,
+    *,
+    until: int = 100,
+    **parameters: object,
+) -> None:
+    """Check a staleness function: s(0) = 1, and up to s(``until``) finite and not negative.
+
+    ``parameters`` are those of the function or class. Raises Fault.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(function, StalenessFunction):
+        s = function
+    else:
+        try:
+            s = FUNCTIONS.accepted(function).model_validate(parameters)
+        except (ConfigError, ValidationError) as error:
+            raise Fault(f"{name}: {error}") from error
+    for d in range(until + 1):
+        try:
+            value, again = s(d), s(d)
+        except Exception as error:
+            raise Fault(f"{name}: s({d}) raised {words(error)}") from error
+        if not isinstance(value, float) or not math.isfinite(value) or value < 0:
+            raise Fault(f"{name}: s({d}) is {value!r}: expected a finite number, 0 or more")
+        if value != again:
+            raise Fault(f"{name}: s({d}) is {value!r} once and {again!r} the next time")
+        if d == 0 and not math.isclose(value, 1.0):
+            raise Fault(f"{name}: s(0) is {value!r}: an update that isn't stale weighs 1")
+
 
 _LABELS = np.repeat(np.arange(10), 40)
 _FREE = HoldBack(max_queue=1 << 30, target_staleness=None, memory_budget=None)

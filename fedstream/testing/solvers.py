@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Model
 from fedstream.runtime.plugins import words
-from fedstream.testing.fault import Fault
-from fedstream.testing.subject import made
+from fedstream.testing.parts import Fault, made
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Solver, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.workspace import Workspace

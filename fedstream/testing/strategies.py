@@ -19,10 +19,12 @@ from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.plugins import words
 from fedstream.strategies import RULES, Decision, Memory, State, Strategy, Update
-from fedstream.testing.arrivals import (
+from fedstream.testing.parts import Fault, made
+from fedstream.testing.recording import (
     DEVICES,
     LATEST,
     DrawnUpdate,
+    Recording,
     StatePrint,
     drawn,
     filled,
@@ -30,9 +32,6 @@ from fedstream.testing.arrivals import (
     memory_print,
     state_print,
 )
-from fedstream.testing.fault import Fault
-from fedstream.testing.recording import Recording
-from fedstream.testing.subject import made
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import find_servers
+from fedstream.local.supervisor import HeldPort
 from fedstream.runtime.parent import death_with_parent
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import NoRun, Unavailable
 from fedstream.broker.keys import GATEWAY, Keys
-from fedstream.local.ports import HeldPort
+from fedstream.local.supervisor import HeldPort
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.faults import GATEWAYS, TRAINERS, UPDATERS, Kind, Plan
 from tests.chaos.front import Front

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fedstream.experiments import machine
-from fedstream.experiments.program import commit
+from experiments import machine
+from experiments.program import commit
 from tests.chaos.checks import CHECKS
 from tests.chaos.faults import Kind
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from experiments import machine
 from fedstream.broker.keys import GATEWAY
-from fedstream.experiments import machine
 from tests.chaos.account import USED
 from tests.chaos.checks import LOST
 from tests.chaos.driver import Outcome

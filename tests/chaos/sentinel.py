@@ -12,7 +12,7 @@ from pathlib import Path
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.settings import SentinelSettings
-from fedstream.local.ports import HeldPort
+from fedstream.local.supervisor import HeldPort
 from fedstream.runtime.parent import death_with_parent
 from tests.broker.servers import redis_7
 from tests.support import wait_until

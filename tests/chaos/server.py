@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import Unavailable
-from fedstream.local.ports import HeldPort
 from fedstream.local.redis_server import find_server
+from fedstream.local.supervisor import HeldPort
 from fedstream.runtime.parent import death_with_parent
 from tests.chaos.effects import whole
 from tests.support import wait_until

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedstream.experiments import machine
+from experiments import machine
 from tests.cluster import faults as _faults  # noqa: F401  (registers its scenarios)
 from tests.cluster import rotation as _rotation  # noqa: F401
 from tests.cluster import scenarios as _scenarios  # noqa: F401

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from fedstream.local.ports import is_answering
+from fedstream.local.supervisor import is_answering
 from tests.k8s.manifests import K8S, Manifest, Manifests, kubectl, rendered
 from tests.support import free_port
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import yaml
 
-from fedstream.local.ports import is_answering
+from fedstream.local.supervisor import is_answering
 from tests.cluster.checks import Outcome, Run
 from tests.cluster.cluster import IMAGE, Cluster, Failed, until
 from tests.docs.pages import COMMANDS, ROOT, Block, blocks

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.coordinator.device_set import DeviceSet
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.steps import FixedSteps
+from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup
 
 
 def same(devices: DeviceSet, plain: list[int], limit: int) -> None:

@@ -32,8 +32,8 @@ from fedstream.coordinator.app import _PAGE_BYTES, page
 from fedstream.coordinator.downloads import Downloads
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, layout_of, model_of, wait_until, written_in
 

@@ -18,8 +18,7 @@ from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.messages import GiveUp
 from fedstream.broker.records import NO_QUARANTINES, Commit, Failing
 from fedstream.coordinator.mirror import Mirror
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.steps import FixedSteps
+from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup
 from tests.broker.test_invariant import Walk
 from tests.support import Hand, askable
 

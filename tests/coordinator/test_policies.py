@@ -14,8 +14,7 @@ import pytest
 from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import InFlight, Poisson, Policy, Traffic
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
-from fedstream.runtime.participation import Participation
-from fedstream.runtime.steps import FixedSteps
+from fedstream.runtime.tasks import FixedSteps, Participation
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import arrivals
 

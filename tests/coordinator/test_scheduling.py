@@ -28,8 +28,16 @@ from fedstream.coordinator.scheduling import (
     steered,
 )
 from fedstream.journal.progress import mean_after
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.steps import Epochs, FixedSteps, Length, Seconds, Steps, UniformSteps
+from fedstream.runtime.tasks import (
+    Epochs,
+    FixedSteps,
+    Length,
+    Participation,
+    ParticipationGroup,
+    Seconds,
+    Steps,
+    UniformSteps,
+)
 
 NOW = 1_000_000.0
 FIVE = FixedSteps(n=5)

@@ -16,8 +16,8 @@ from fedstream.device.connection import Connection
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.life import DeviceOptions
 from fedstream.runtime.backoff import Backoff
-from fedstream.trainer.choices import Solvers
 from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.solvers import Solvers
 from fedstream.trainer.task import initial
 from fedstream.trainer.vector import layout_of
 from tests.device.fake import FakeGateway

@@ -20,8 +20,8 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.device.address import GatewayAddress
 from fedstream.device.life import live
 from fedstream.operate.enrolment import invite
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.vector import layout_of
 from fedstream.wire import F32

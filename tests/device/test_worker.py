@@ -22,7 +22,7 @@ from fedstream.protocol.messages import Advice, Receipt
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
 from fedstream.trainer.learner import Learner
 from fedstream.trainer.solvers import Work
-from fedstream.trainer.start import Start
+from fedstream.trainer.workspace import Start
 from tests.device.conftest import Options
 from tests.device.fake import FakeGateway
 from tests.support import wait_until

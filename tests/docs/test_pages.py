@@ -26,7 +26,7 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.device.attested import attestation_in
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
-from fedstream.local.ports import HeldPort
+from fedstream.local.supervisor import HeldPort
 from fedstream.protocol.messages import Offer
 from fedstream.settings.config import read
 from fedstream.settings.recording import TRUST

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import ConfigError, DataError
-from fedstream.experiments import command, reproduction, running
-from fedstream.experiments.program import commit
-from fedstream.experiments.reproduction import (
+from experiments import __main__ as command
+from experiments import reproduction, running
+from experiments.program import commit
+from experiments.reproduction import (
     Cell,
     Experiment,
     JudgedClaim,
@@ -32,7 +32,7 @@ from fedstream.experiments.reproduction import (
     settings_of,
     within,
 )
-from fedstream.experiments.running import (
+from experiments.running import (
     PlannedRun,
     Store,
     job_of,
@@ -42,7 +42,8 @@ from fedstream.experiments.running import (
     run_job,
     thinned,
 )
-from fedstream.experiments.showing import DIFFERENCES, TABLE, mean_and_deviation, show, table
+from experiments.showing import DIFFERENCES, TABLE, mean_and_deviation, show, table
+from fedstream.broker.errors import ConfigError, DataError
 from fedstream.simulation import VersionMade
 
 TASK = """
@@ -408,7 +409,7 @@ def test_figures_are_compared_repeat_by_repeat() -> None:
 
 @pytest.mark.parametrize("name", catalogue())
 def test_stored_results_match_current_configurations(name: str) -> None:
-    """Else `fedstream reproduce` would throw them away and run them anew."""
+    """Else `python -m experiments` would throw them away and run them anew."""
     experiment = catalogue()[name]
     cells = {cell.label: cell for cell in experiment.cells}
     rows = Store(command.RESULTS / name).results().rows
@@ -496,7 +497,7 @@ def test_every_published_table_follows_from_the_stored_numbers(name: str) -> Non
     folder = Path(reproduction.__file__).parent / "results" / name
     found = Store(folder).results()
     assert table(catalogue()[name], found) == (folder / TABLE).read_text(), (
-        f"`fedstream reproduce {name}` writes {TABLE} anew from the numbers that are there"
+        f"`python -m experiments {name}` writes {TABLE} anew from the numbers that are there"
     )
     lengths = {len(column) for curve in found.curves.values() for column in curve.values()}
     assert lengths

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.experiments.theory import __main__ as command
-from fedstream.experiments.theory import afa, fedasync, fedbuff, readme, speedup
-from fedstream.experiments.theory.arrivals import DrawnArrival, batches, inclusion
-from fedstream.experiments.theory.loop import closed_loop, points
-from fedstream.experiments.theory.quadratics import Quadratics, fan, stationary
+from experiments.theory import __main__ as command
+from experiments.theory import afa, fedasync, fedbuff, readme, speedup
+from experiments.theory.arrivals import DrawnArrival, batches, inclusion
+from experiments.theory.loop import closed_loop, points
+from experiments.theory.quadratics import Quadratics, fan, stationary
 from fedstream.strategies import AfaCdSettings, AfaCsSettings
 
 # what the measurements stand on

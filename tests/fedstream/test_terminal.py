@@ -36,7 +36,7 @@ from fedstream.history.timeline import History
 from fedstream.journal import opened
 from fedstream.journal.inspection import Verdict
 from fedstream.operate import dead
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from tests.fedstream.views import CREATED, event, version, view
 from tests.journals import Scribe
 from tests.support import Hand

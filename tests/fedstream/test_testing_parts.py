@@ -11,8 +11,8 @@ import pytest
 
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy, Traffic
 from fedstream.testing import Fault, check_partition, check_policy, check_solver
+from fedstream.trainer.partitions import PARTITIONS, Partition
 from fedstream.trainer.solvers import SOLVERS, Iterate, Solver, Trained, Work
-from fedstream.trainer.splitting import PARTITIONS, Partition
 
 
 @pytest.mark.parametrize("solver", SOLVERS.built_in.values())

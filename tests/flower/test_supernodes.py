@@ -28,8 +28,8 @@ from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.runtime.tls import CurrentTls
 from fedstream.wire import F32

@@ -27,7 +27,7 @@ from fedstream.broker.link import BulkPlace, Bulks
 from fedstream.broker.messages import Message, decode
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
-from fedstream.trainer import cifar, digits
+from fedstream.trainer import images
 from fedstream.trainer.workspace import Workspace
 from fedstream.wire import Undecodable, format_of
 from tests.fuzz import devices, journals
@@ -308,7 +308,7 @@ _CIFAR = {"data": [[1] * 3072] * 2, "labels": [3, 4]}
 def _idx(data: bytes) -> None:
     """A trainer reads MNIST."""
     name = "train.gz" if data[:2] == b"\x1f\x8b" else "train"
-    _of_file(data, name, lambda path: digits._idx(path.parent, "train"))
+    _of_file(data, name, lambda path: images._idx(path.parent, "train"))
 
 
 def _pickled(value: Any) -> bytes:
@@ -320,7 +320,7 @@ def _pickled(value: Any) -> bytes:
 
 def _cifar(data: bytes) -> None:
     """A trainer reads a batch of CIFAR-10, which is a pickle."""
-    _of_file(data, "batch", cifar._batch)
+    _of_file(data, "batch", images._batch)
 
 
 def _of_file(data: bytes, name: str, read: Callable[[Path], object]) -> None:

@@ -40,7 +40,7 @@ RULES = {
 ONE_BY_ONE = ("simulation.batched=false", "simulation.threads=1")
 DIGITS = """
 from fedstream import Task
-from fedstream.trainer.digits import digits
+from fedstream.trainer.images import digits
 from fedstream.trainer.task import TaskSettings
 
 class Digits(Task):

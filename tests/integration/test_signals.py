@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from fedstream.__main__ import SERVICES
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.process import Stop
 from fedstream.settings.services import ROLES
 from tests.integration.command import GUARD_S, TEST_GUARD_S, is_alive, wait_until
 
@@ -289,7 +289,7 @@ def test_swallowed_signal_is_known_to_the_stop_that_follows() -> None:
     """As when it comes in a callback of Python's import locks: the exception gets nowhere."""
     script = """
 import signal, sys, weakref
-from fedstream.runtime.signals import Stop, interrupt
+from fedstream.runtime.process import Stop, interrupt
 
 class Module: ...
 
@@ -312,7 +312,7 @@ with Stop() as stop:
 def test_second_signal_ends_a_command_that_swallowed_the_first() -> None:
     script = """
 import signal
-from fedstream.runtime.signals import interrupt
+from fedstream.runtime.process import interrupt
 
 interrupt()
 try:

@@ -16,7 +16,7 @@ from tests.integration.command import BLOBS, GUARD_S, SCRIPT, TEST_GUARD_S
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "broker", "coordinator", "experiments", "fedstream", "trainer", "updater", "pyproject.toml",
+    "broker", "coordinator", "fedstream", "trainer", "updater", "pyproject.toml",
     "README.md", "LICENSE",
 )  # fmt: skip
 USES = "import broker, runtime, updater.models\nfrom {module} import outputs\n"

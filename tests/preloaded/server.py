@@ -17,14 +17,15 @@ from pathlib import Path
 
 PRELOADED = (
     "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin",
-    "encodings.idna", "fedstream.api.request", "fedstream.cli.app",
+    "encodings.idna", "fedstream.api.parameters", "fedstream.cli.app",
     "fedstream.cli.looking", "fedstream.cli.services", "fedstream.cli.training",
     "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run", "fedstream.history",
     "fedstream.journal.replay", "fedstream.history.pictures", "fedstream.operate",
     "fedstream.history.live.service", "fedstream.history.measuring", "fedstream.history.replay",
     "fedstream.settings.config", "fedstream.settings.services", "fedstream.simulation.run",
-    "fedstream.sinks.direct", "fedstream.trainer.descent", "fedstream.trainer.learner",
-    "fedstream.trainer.loading", "fedstream.trainer.tasks", "fedstream.trainer.vector",
+    "fedstream.sinks.service", "fedstream.trainer.descent", "fedstream.trainer.images",
+    "fedstream.trainer.learner", "fedstream.trainer.loading", "fedstream.trainer.texts",
+    "fedstream.trainer.vector",
     "matplotlib.backends.backend_agg", "matplotlib.figure", "safetensors.torch",
     "sklearn.datasets", "torch", "torch._dynamo", "torch.onnx", "torch.utils.data",
     "uvloop",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.runtime.buckets import Buckets
+from fedstream.runtime.limits import Buckets
 
 
 def test_events_at_once_and_later_ones_at_a_steady_rate() -> None:

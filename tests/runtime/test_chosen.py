@@ -13,8 +13,8 @@ from fedstream.coordinator.policies import InFlight
 from fedstream.settings.config import read
 from fedstream.strategies.fedbuff import FedBuffSettings
 from fedstream.strategies.staleness import Hinge
+from fedstream.trainer.partitions import Iid
 from fedstream.trainer.solvers import Sgd
-from fedstream.trainer.splitting import Iid
 
 SOURCE = """
 from typing import Literal
@@ -22,7 +22,7 @@ from fedstream.coordinator.policies import InFlight
 from fedstream.strategies.fedbuff import FedBuffSettings
 from fedstream.strategies.staleness import Hinge
 from fedstream.trainer.solvers import Sgd
-from fedstream.trainer.splitting import Iid
+from fedstream.trainer.partitions import Iid
 
 class Rule(FedBuffSettings):
     beta: float = 1.0

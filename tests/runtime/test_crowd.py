@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.runtime.crowd import Crowd
+from fedstream.runtime.limits import Crowd
 
 
 def test_places_are_few_and_become_free_again() -> None:

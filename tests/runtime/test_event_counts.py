@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from fedstream.runtime.event_counts import EventCounts
+from fedstream.runtime.health import EventCounts
 
 
 def test_counts_are_shown_by_their_labels() -> None:

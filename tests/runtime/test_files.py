@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.runtime.files import open_regular, read_regular
+from fedstream.runtime.process import open_regular, read_regular
 
 LIMITED = """
 import resource
-from fedstream.runtime.files import allow_files
+from fedstream.runtime.process import allow_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
 print(allow_files({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """

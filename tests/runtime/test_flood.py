@@ -7,7 +7,7 @@ import logging
 import pytest
 import structlog
 
-from fedstream.runtime.flood import Flood
+from fedstream.runtime.limits import Flood
 from fedstream.runtime.logging import LogSettings, configure
 from tests.runtime.test_logging import lines, logging_restored
 

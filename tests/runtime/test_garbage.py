@@ -9,7 +9,7 @@ import pytest
 
 SEARCHED = """
 import gc, time, weakref
-from fedstream.runtime.garbage import short_pauses
+from fedstream.runtime.process import short_pauses
 
 class Ring:
     def __init__(self):

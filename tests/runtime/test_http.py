@@ -21,11 +21,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 from structlog.testing import capture_logs
 
-from fedstream.runtime.files import allow_files
 from fedstream.runtime.health import Health
 from fedstream.runtime.health import routes as health_routes
-from fedstream.runtime.http import REFUSED, HttpSettings, serving
-from fedstream.runtime.problems import problem
+from fedstream.runtime.http import REFUSED, HttpSettings, problem, serving
+from fedstream.runtime.process import allow_files
 from fedstream.runtime.tls import CurrentTls
 from tests.support import wait_until
 

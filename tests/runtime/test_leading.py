@@ -12,8 +12,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import Fenced
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
-from fedstream.runtime.leading import lead
-from fedstream.runtime.service import Context
+from fedstream.runtime.service import Context, lead
 from tests.support import context, counted, wait_until
 
 AN_HOUR_S = 3600.0  # of a lease: nobody waits for it to run out
@@ -49,7 +48,7 @@ async def leading(watched: Context, lease: Lease) -> AsyncIterator[asyncio.Task[
 async def test_leader_is_announced_and_releases_the_role_on_exit(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.01)
+    monkeypatch.setattr("fedstream.runtime.service._PAUSE_S", 0.01)
     first, second = context(), context()
     async with leading(second, lease_of(client, keys, "other")):
         await wait_until(lambda: says(second) == 1)
@@ -73,7 +72,7 @@ async def test_standby_that_stops_never_led(client: Client, keys: Keys) -> None:
 async def test_role_lost_by_redis_is_retaken_unless_another_was_faster(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.01)
+    monkeypatch.setattr("fedstream.runtime.service._PAUSE_S", 0.01)
     watched, lease = context(), lease_of(client, keys, "one")
     async with leading(watched, lease) as task:
         await wait_until(lambda: says(watched) == 1)

@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import POLICIES, Policy, Traffic
-from fedstream.runtime.misspelt import check_spelling
+from fedstream.runtime.text import check_spelling
 from fedstream.strategies import RULES, Batch
 from fedstream.trainer.solvers import SOLVERS, Solver
 

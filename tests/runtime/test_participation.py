@@ -9,8 +9,14 @@ import pytest
 
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.config import dump
-from fedstream.runtime.participation import Participation, ParticipationGroup
-from fedstream.runtime.steps import Epochs, FixedSteps, Length, UniformSteps
+from fedstream.runtime.tasks import (
+    Epochs,
+    FixedSteps,
+    Length,
+    Participation,
+    ParticipationGroup,
+    UniformSteps,
+)
 from fedstream.settings.config import read
 
 FIVE = FixedSteps(n=5)

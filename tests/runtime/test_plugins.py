@@ -12,10 +12,8 @@ import pytest
 from pydantic import Field
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.alternatives import RECORDED, OneOf
-from fedstream.runtime.config import Section, load
-from fedstream.runtime.parameters import table_of
-from fedstream.runtime.plugins import Door, NotTrusted, allowing
+from fedstream.runtime.config import Section, load, table_of
+from fedstream.runtime.plugins import RECORDED, Door, NotTrusted, OneOf, allowing
 
 PROGRAM = """
 from tests.runtime.test_plugins import Shape

@@ -9,7 +9,7 @@ from weakref import ref
 
 import pytest
 
-from fedstream.runtime.worker import Worker
+from fedstream.runtime.service import Worker
 from tests.support import wait_until
 
 

@@ -8,13 +8,11 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.runtime.backoff import Backoff
-from fedstream.runtime.participation import ParticipationGroup
-from fedstream.runtime.tasks import LeaseSettings
-from fedstream.trainer.choices import SolverGroup
+from fedstream.runtime.tasks import LeaseSettings, ParticipationGroup
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings
-from fedstream.trainer.solvers import SolverSettings
+from fedstream.trainer.solvers import SolverGroup, SolverSettings
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from fedstream.wire import F32, Format
@@ -77,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
     """The trainer's between its tasks, of a fiftieth of a second at most."""
     pauses = Pauses(0.02)
-    for module in ("failures", "initiative", "leases", "service"):
+    for module in ("failures", "leases", "service"):
         monkeypatch.setattr(f"fedstream.trainer.{module}.pause", pauses)
     return pauses
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from fedstream.broker.layout import Model
-from fedstream.trainer.answer import as_sent
-from fedstream.trainer.compression import NoCompression
-from fedstream.trainer.solvers import Trained
+from fedstream.trainer.learner import as_sent
+from fedstream.trainer.solvers import NoCompression, Trained
 from fedstream.trainer.vector import layout_of
 from tests.trainer.adding import Point
 

@@ -12,11 +12,11 @@ import torch
 
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.runtime.config import Section, load
+from fedstream.trainer.images import digits, mnist
 from fedstream.trainer.in_memory import Bytes, InMemory
-from fedstream.trainer.loading import load_task
-from fedstream.trainer.splitting import Classes, Dirichlet, Iid, Natural
+from fedstream.trainer.loading import BUILT_IN, load_task
+from fedstream.trainer.partitions import Classes, Dirichlet, Iid, Natural
 from fedstream.trainer.task import TaskSettings, initial
-from fedstream.trainer.tasks import BUILT_IN, digits, mnist
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,8 +145,7 @@ def test_torchvision_downloads_only_what_is_missing(
     def download(dataset: str, root: Path) -> None:
         asked.append((dataset, root))
 
-    monkeypatch.setattr("fedstream.trainer.digits.download", download)
-    monkeypatch.setattr("fedstream.trainer.cifar.download", download)
+    monkeypatch.setattr("fedstream.trainer.images.download", download)
     settings = TaskSettings(data_root=str(root), download=True)
     mnist(settings)
     assert asked == []

@@ -17,10 +17,18 @@ from fedstream.broker.messages import GiveUp, Upload
 from fedstream.runtime.config import dump
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
-from fedstream.trainer.answer import as_sent
-from fedstream.trainer.choices import SolverGroup, Solvers
-from fedstream.trainer.compression import NoCompression
-from fedstream.trainer.solvers import DriftCorrected, Proximal, Sgd, SolverSettings, Trained, Work
+from fedstream.trainer.learner import as_sent
+from fedstream.trainer.solvers import (
+    DriftCorrected,
+    NoCompression,
+    Proximal,
+    Sgd,
+    SolverGroup,
+    Solvers,
+    SolverSettings,
+    Trained,
+    Work,
+)
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until

@@ -14,16 +14,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
-from fedstream.trainer import cifar
-from fedstream.trainer.cifar import (
+from fedstream.trainer.images import (
     Crop,
+    _Unpickler,
     afl_network,
     cifar10_afl,
     cifar10_fedasync,
     fedasync_network,
 )
+from fedstream.trainer.partitions import Classes, Dirichlet, Iid
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.splitting import Classes, Dirichlet, Iid
 from fedstream.trainer.task import TaskSettings, initial
 from fedstream.trainer.vector import layout_of, load
 
@@ -243,7 +243,7 @@ def test_damaged_or_hostile_pickle_is_rejected_unexecuted(root: Path, damage: by
 
 def test_unpickling_resolves_no_python_names() -> None:
     """Whatever a pickle may ask for is a function of this module, or nothing."""
-    unpickler = cifar._Unpickler(io.BytesIO())
+    unpickler = _Unpickler(io.BytesIO())
     for module, name in (("numpy", "dtype"), ("_codecs", "encode"), ("numpy", "ndarray")):
         given = unpickler.find_class(module, name)
-        assert given is None or getattr(given, "__module__", "") == "fedstream.trainer.cifar"
+        assert given is None or getattr(given, "__module__", "") == "fedstream.trainer.images"

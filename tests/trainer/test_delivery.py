@@ -48,7 +48,7 @@ async def test_resent_answer_does_not_rewrite_its_update(
                 admitted.append(await hand.ledger.admit(entry, said, size_limit=1 << 20))
             return await pause(stop, seconds)
 
-        monkeypatch.setattr("fedstream.trainer.delivery.pause", admits)
+        monkeypatch.setattr("fedstream.trainer.leases.pause", admits)
         await hand.create()
         async with running(make(redis=proxy.settings), context()):
             await hand.open()

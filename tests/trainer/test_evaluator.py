@@ -9,8 +9,7 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError, LayoutMismatch
-from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
-from fedstream.trainer.fairness import PerDevice
+from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings, PerDevice
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, awaits_news, context, running, wait_until
 from tests.trainer.adding import Adds, Point

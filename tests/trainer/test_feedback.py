@@ -13,8 +13,8 @@ from fedstream.broker.ledger.trainer import TrainerLedger
 from fedstream.broker.messages import Upload
 from fedstream.broker.streams import Entry
 from fedstream.runtime.service import Context
-from fedstream.trainer.feedback import Feedback
 from fedstream.trainer.metrics import TrainerMetrics
+from fedstream.trainer.saved_work import Feedback
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.wire import format_of
 from tests.support import Hand, context, counted, running

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fedstream.broker.messages import Trigger
-from fedstream.runtime.participation import ParticipationGroup
-from fedstream.runtime.steps import FixedSteps
+from fedstream.runtime.tasks import FixedSteps, ParticipationGroup
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from tests.support import Hand, Pauses, context, running, wait_until
 from tests.trainer.adding import Make, Rests

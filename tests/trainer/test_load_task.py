@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.settings.config import read
-from fedstream.trainer import torchvision_ops
+from fedstream.trainer import in_memory
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task, TaskSettings
 
@@ -274,8 +274,8 @@ def test_settings_are_read_without_importing_torch() -> None:
 
 
 def test_torchvision_imports_after_declaring_operators() -> None:
-    torchvision_ops.declare_missing()
-    torchvision_ops.declare_missing()
+    in_memory.declare_missing()
+    in_memory.declare_missing()
     assert hasattr(torch.ops.torchvision, "nms")
     assert hasattr(torch.ops.torchvision, "qnms")
     pytest.importorskip("sympy")  # torch itself needs it for what torchvision imports
@@ -286,7 +286,7 @@ def test_concurrent_loads_declare_an_operator_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = f"torchvision::of_this_test_{uuid4().hex}"  # it stays defined
-    monkeypatch.setattr(torchvision_ops, "_OPERATORS", (name,))
+    monkeypatch.setattr(in_memory, "_OPERATORS", (name,))
     define, defined = torch.library.define, []
 
     def slowly(name: str, schema: str) -> None:
@@ -297,12 +297,12 @@ def test_concurrent_loads_declare_an_operator_once(
 
     monkeypatch.setattr(torch.library, "define", slowly)
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(torchvision_ops.declare_missing) for _ in range(4)]:
+        for done in [pool.submit(in_memory.declare_missing) for _ in range(4)]:
             done.result()
     assert defined == [name]
 
 
 def test_without_torchvision_nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchvision_ops, "find_spec", lambda _: None)
+    monkeypatch.setattr(in_memory, "find_spec", lambda _: None)
     monkeypatch.setattr(torch, "ops", SimpleNamespace())  # would raise if it were asked
-    torchvision_ops.declare_missing()
+    in_memory.declare_missing()

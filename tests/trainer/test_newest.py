@@ -133,7 +133,7 @@ async def test_partially_read_model_is_never_trained_on(
             missing.append(key)
             raise
 
-    monkeypatch.setattr("fedstream.trainer.newest.blobs.read", noted)
+    monkeypatch.setattr("fedstream.trainer.attempt.blobs.read", noted)
     hand.layout = layout_of(task.model())
     await hand.create()
     async with running(make(task=task), context()):

@@ -11,7 +11,7 @@ from fedstream.broker.errors import ConfigError, DataError
 from fedstream.settings.config import read
 from fedstream.trainer.data import size_of
 from fedstream.trainer.loading import load_task
-from fedstream.trainer.splitting import Dirichlet, Iid, Partition, split
+from fedstream.trainer.partitions import Dirichlet, Iid, Partition, split
 
 PROGRAM = """
 import numpy as np

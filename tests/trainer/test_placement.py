@@ -20,10 +20,10 @@ from fedstream.broker.messages import Upload
 from fedstream.runtime.service import Service
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.settings import config
+from fedstream.trainer.data import placed
 from fedstream.trainer.descent import solve
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
-from fedstream.trainer.placement import placed
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, Work

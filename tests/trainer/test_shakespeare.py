@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.errors import DataError
-from fedstream.trainer import shakespeare as module
-from fedstream.trainer.shakespeare import (
+from fedstream.trainer import texts as module
+from fedstream.trainer.partitions import Classes, Dirichlet, Iid
+from fedstream.trainer.solvers import Sgd, Work
+from fedstream.trainer.task import TaskSettings, initial
+from fedstream.trainer.texts import (
     SYMBOLS,
     CharacterModel,
     Role,
@@ -19,9 +22,6 @@ from fedstream.trainer.shakespeare import (
     roles_in,
     shakespeare,
 )
-from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.splitting import Classes, Dirichlet, Iid
-from fedstream.trainer.task import TaskSettings, initial
 from fedstream.trainer.vector import load
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.errors import DataError
 from fedstream.trainer import task as tasks
-from fedstream.trainer.fairness import device_metrics, spread
+from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.solvers import Sgd, Work
 from fedstream.trainer.task import Task, measured
 

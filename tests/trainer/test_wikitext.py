@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
+from fedstream.trainer.partitions import Classes, Dirichlet, Iid, Natural
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.splitting import Classes, Dirichlet, Iid, Natural
 from fedstream.trainer.task import TaskSettings, initial
+from fedstream.trainer.texts import WordModel, wikitext2
 from fedstream.trainer.vector import load
-from fedstream.trainer.wikitext import WordModel, wikitext2
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,7 +27,7 @@ from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.uploads import PLACE
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
-from fedstream.runtime.flood import Flood
+from fedstream.runtime.limits import Flood
 from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from fedstream.history.live.recent import Told
 from fedstream.history.live.scene import Note, Scene, SeenMetrics, TaskEnd
 from fedstream.history.ui.templating import rendered
 from fedstream.operate.dead import DeadLetters
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import measure, number, spaced
 
 HEADLINE = "headline"

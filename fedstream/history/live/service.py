@@ -36,9 +36,8 @@ from fedstream.history.ui.http import (
     no_icon,
     send_static,
 )
-from fedstream.runtime.buckets import Buckets
-from fedstream.runtime.crowd import network_of
 from fedstream.runtime.http import NOWHERE
+from fedstream.runtime.limits import Buckets, network_of
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 

@@ -22,9 +22,9 @@ from fedstream.history.ui.http import HEADERS, Answering, Asker, no_icon, send_s
 from fedstream.history.ui.jobs import PageJobs, Workplace
 from fedstream.history.ui.pages import NotThere, Selection
 from fedstream.history.ui.work import TaskAccess
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, listening
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.limits import Crowd
+from fedstream.runtime.process import Stop
 
 T = TypeVar("T")
 _DIGITS = 18  # more than any version has

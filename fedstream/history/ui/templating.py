@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from fedstream import __version__
 from fedstream.history.devices import OUTLIER, mark_of_score, style_of_score
-from fedstream.runtime.visible import visible
+from fedstream.runtime.text import visible
 from fedstream.terminal import counted, number
 
 LACKING = "–"  # noqa: RUF001  (a table's sign for no value)

@@ -22,8 +22,8 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.protocol.messages import Offer
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.runtime.tls import CurrentTls

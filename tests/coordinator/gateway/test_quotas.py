@@ -6,7 +6,7 @@ import pytest
 
 from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.runtime.crowd import network_of
+from fedstream.runtime.limits import network_of
 
 
 @pytest.mark.parametrize(

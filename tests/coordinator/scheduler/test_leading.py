@@ -17,7 +17,7 @@ from fedstream.broker.messages import Assignment
 from fedstream.broker.records import Run, Tally
 from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
-from fedstream.runtime.leading import lead
+from fedstream.runtime.service import lead
 from tests.coordinator.scheduler.steps import are_open, give_up, has_issued
 from tests.support import Hand, Pauses, Proxy, context, running, wait_until
 
@@ -27,7 +27,7 @@ async def test_lease_is_renewed_while_waiting_for_eligible_devices(
 ) -> None:
     """Thousands of them take a while."""
     pauses = Pauses(0.02)
-    monkeypatch.setattr("fedstream.runtime.leading.pause", pauses)
+    monkeypatch.setattr("fedstream.runtime.service.pause", pauses)
     looking, found = threading.Event(), threading.Event()
     waited: list[bool] = []
 
@@ -147,7 +147,7 @@ async def test_recovers_after_redis_was_emptied(make: Any, run: Hand, client: Cl
 async def test_long_lease_is_renewed_often_enough(
     run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.02)
+    monkeypatch.setattr("fedstream.runtime.service._PAUSE_S", 0.02)
     lease, watched = Lease(run.client, run.keys, "scheduler", "s", seconds=3600), context()
     working = asyncio.Event()
     held = 0

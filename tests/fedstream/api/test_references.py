@@ -11,8 +11,7 @@ import pytest
 
 from fedstream.api.references import label, local_name, name_for_others
 from fedstream.broker.errors import ConfigError
-from fedstream.trainer import pickled
-from fedstream.trainer.loading import load_task
+from fedstream.trainer.loading import load_task, pickle_task, unpickled
 from fedstream.trainer.task import Task, TaskSettings
 
 SOURCE = """
@@ -99,8 +98,8 @@ def test_a_file_that_is_not_ours_alone_is_not_read(
     tmp_path: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
     file = tmp_path / "task.pickle"
-    pickled.save(print, file)
+    pickle_task(print, file)
     assert file.stat().st_mode & 0o777 == 0o600
     spoil(file)
     with pytest.raises(ConfigError, match=said):
-        pickled.load(file)
+        unpickled(file)

@@ -21,7 +21,7 @@ from fedstream.cli.app import application, main
 from fedstream.history import display, status
 from fedstream.local import run
 from fedstream.strategies import RULES
-from fedstream.trainer.tasks import BUILT_IN
+from fedstream.trainer.loading import BUILT_IN
 from tests.broker.certificates import authority
 
 NOWHERE = "redis://127.0.0.1:1/0"

@@ -10,8 +10,8 @@ from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.trainer import vector
 from fedstream.trainer.descent import solve
 from fedstream.trainer.loading import load_task
+from fedstream.trainer.partitions import Iid
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.splitting import Iid
 from fedstream.trainer.task import TaskSettings, initial
 from tests.journals import Scribe
 from tests.support import model_of

@@ -223,7 +223,7 @@ def test_bisect_with_a_task_that_raises(journal: Command, poisoned: Path, tmp_pa
     program = tmp_path / "raising_task.py"
     program.write_text(
         "from fedstream import Task\n"
-        "from fedstream.trainer.tasks import digits\n"
+        "from fedstream.trainer.images import digits\n"
         "from fedstream.trainer.task import TaskSettings\n"
         "class Raising(Task):\n"
         "    model = device_data = digits(TaskSettings()).model\n"

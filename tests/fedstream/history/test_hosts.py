@@ -19,10 +19,10 @@ from fedstream.history.live.service import LiveService
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui.server import PageServer
 from fedstream.runtime.config import load
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.health import Health
 from fedstream.runtime.health import routes as health_routes
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.settings.config import Settings
 from fedstream.settings.services import http_of
 from tests.support import context

@@ -11,10 +11,9 @@ import pytest
 from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import InFlight
 from fedstream.device.address import GatewayAddress
-from fedstream.local import over_http, preflight
-from fedstream.local.over_http import OverHttp, configured
+from fedstream.local import preflight, request
 from fedstream.local.preflight import Subject
-from fedstream.local.request import RunRequest
+from fedstream.local.request import OverHttp, RunRequest, configured
 from fedstream.settings.config import Settings, read
 from tests.trainer.adding import Adds, Point
 
@@ -61,7 +60,7 @@ def test_rounds_work_if_all_of_their_devices_come(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_http, "find_spec", lambda name: None if name == "trustme" else name)
+    monkeypatch.setattr(request, "find_spec", lambda name: None if name == "trustme" else name)
     with pytest.raises(ConfigError, match=r"trustme not installed: .*'fedstream\[demo\]'"):
         configured(Settings(), 3, tmp_path)
 

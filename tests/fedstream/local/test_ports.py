@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fedstream.local.ports import HeldPort
+from fedstream.local.supervisor import HeldPort
 
 _IP_LOCAL_PORT_RANGE = 51  # linux/in.h, since 6.3: the ports that the kernel chooses from
 

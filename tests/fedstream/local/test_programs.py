@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedstream.local.programs import environment, programs
+from fedstream.local.supervisor import environment, programs
 from fedstream.settings.config import Settings
 
 

@@ -27,7 +27,7 @@ from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.local.run import LocalRun
 from fedstream.runtime.config import Option
-from fedstream.runtime.signals import Stop
+from fedstream.runtime.process import Stop
 from fedstream.settings.config import RunSettings, Settings, read
 from fedstream.sinks.choice import added
 from fedstream.trainer.task import Task

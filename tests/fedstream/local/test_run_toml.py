@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedstream.local.programs import environment
 from fedstream.local.request import RunRequest
+from fedstream.local.supervisor import environment
 from fedstream.runtime.config import load
 from fedstream.settings import run_toml
 from fedstream.settings.config import Settings, read

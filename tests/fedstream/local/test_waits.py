@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.local.redis_server import RedisServer
-from fedstream.local.waits import end_waits
+from fedstream.local.supervisor import end_waits
 from tests.support import wait_until
 
 pytestmark = pytest.mark.process

@@ -21,7 +21,7 @@ from tests.journals import Scribe
 PROGRAM = """
 from pathlib import Path
 from fedstream.trainer.task import TaskSettings
-from fedstream.trainer.tasks import digits
+from fedstream.trainer.images import digits
 Path({marker!r}).touch()
 task = digits(TaskSettings())
 """

@@ -20,14 +20,14 @@ from fedstream.history.index import columns_of
 from fedstream.history.table import NONE
 from fedstream.journal import RoundClosed
 from fedstream.journal.replay import Replayer
-from fedstream.runtime.participation import Participation
+from fedstream.runtime.tasks import Participation
 from fedstream.settings.config import Settings, read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import arrivals, simulate
 from fedstream.simulation.arrivals import Arrival, RoundOver
 from fedstream.trainer.devices import behaviour
-from fedstream.trainer.digits import digits
-from fedstream.trainer.splitting import Iid
+from fedstream.trainer.images import digits
+from fedstream.trainer.partitions import Iid
 from fedstream.trainer.task import TaskSettings
 
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)

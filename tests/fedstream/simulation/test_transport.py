@@ -22,8 +22,8 @@ from fedstream.strategies import State
 from fedstream.trainer import vector
 from fedstream.trainer.learner import Learner
 from fedstream.trainer.solvers import Trained, Work
-from fedstream.trainer.start import Start
 from fedstream.trainer.task import initial, measured
+from fedstream.trainer.workspace import Start
 from fedstream.wire import Undecodable, format_of
 from tests.fedstream.simulation.test_simulation import AFA, DEVICES, RULES, SCAFFOLD, Small, run
 

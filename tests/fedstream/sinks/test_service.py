@@ -16,8 +16,8 @@ from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.sinks import Reached, Sink, SinkSettings, TrackedPoint, TrackedRun, TrackedValue
 from fedstream.sinks.choice import added, named, parameters
-from fedstream.sinks.feed import Feed, counted
 from fedstream.sinks.service import Sinks
+from fedstream.sinks.sink import Feed, counted
 from fedstream.sinks.tensorboard import TensorBoardSettings
 from tests.fedstream.sinks.conftest import Messages
 from tests.support import context, running, wait_until
@@ -207,7 +207,7 @@ def test_missing_extra_and_folder_are_reported_in_a_line(
 ) -> None:
     with pytest.raises(ConfigError, match="tensorboard needs dir"):
         service(TensorBoardSettings())
-    monkeypatch.setattr("fedstream.sinks.extras.find_spec", lambda _: None)
+    monkeypatch.setattr("fedstream.sinks.sink.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'fedstream\[tensorboard\]'"):
         service(TensorBoardSettings(dir="x"))
     with pytest.raises(ConfigError, match="no sinks"):

@@ -18,8 +18,8 @@ from fedstream.coordinator.access import tokens_of
 from fedstream.history.live import broadcast
 from fedstream.history.live.service import LiveService
 from fedstream.runtime.config import load
-from fedstream.runtime.crowd import Crowd
 from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.limits import Crowd
 from fedstream.settings.config import Settings
 from tests.support import EveryRole, Hand, context
 

@@ -1,18 +1,55 @@
-"""Methods of somebody's class that were meant to override ours, but are misspelt.
+"""Texts for people: what a misspelt name meant, and untrusted text made safe to show.
 
-Most methods of a strategy or a policy are optional, so nothing else would tell that ``end_rond``
-is never called.
+Names, reasons and log lines may contain escape sequences, bidirectional overrides or line breaks.
+They are shown as Python's escapes: an escape character becomes ``\\x1b``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from inspect import isfunction
 from types import CodeType, FunctionType
 from typing import Any
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.nearest import nearest
+
+
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The known name that is most like this one; None if none is (``likeness``: from 0 to 1)."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+    """The end of an error about an unknown name: ``; did you mean 'fedbuff'?``, or nothing.
+
+    ``shown``: how the known name is to be written.
+    """
+    near = nearest(name, known)
+    return "" if near is None else f"; did you mean {shown(near)}?"
+
+
+_MOST = 16_384  # characters; our own texts are all shorter
+
+
+def visible(value: object, *, lines: bool = False) -> str:
+    """The text of a value with unprintable characters escaped; ``lines`` keeps newlines and tabs.
+
+    Printable is what :meth:`str.isprintable` says: no control, format or private-use characters,
+    no surrogates, no spaces but U+0020. Very long texts are cut.
+    """
+    text = str(value)
+    if text.isprintable() and len(text) <= _MOST:
+        return text
+    cut = "" if len(text) <= _MOST else f"... ({len(text)} characters)"
+    return "".join(_written(sign, lines=lines) for sign in text[:_MOST]) + cut
+
+
+def _written(sign: str, *, lines: bool) -> str:
+    if sign.isprintable() or (lines and sign in "\n\t"):
+        return sign
+    return sign.encode("unicode_escape").decode()
+
 
 _LIKENESS = 0.8
 

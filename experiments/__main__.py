@@ -1,0 +1,129 @@
+"""``python -m experiments``: repeats a paper's experiment and compares results with the paper's."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments import reproduction
+from experiments.program import commit
+from experiments.running import run
+from experiments.showing import TABLE, show
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.cli.options import DataRoot, Jobs
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def listed() -> list[str]:
+    """List the experiments, one per line."""
+    return [
+        f"{name:24} {len(one.cells):3} cells  {one.title}"
+        for name, one in reproduction.catalogue().items()
+    ]
+
+
+def reproduce(
+    names: Sequence[str],
+    *,
+    repeats: int | None,
+    scale: float,
+    data_root: str | None,
+    cells: Sequence[str] = (),
+    seed: int = 0,
+    processes: int | None,
+    out: Path | None,
+    again: bool,
+    command: str,
+    say: Callable[[str], object],
+) -> None:
+    """Run whatever is missing of the experiments, and write tables and pictures.
+
+    Raises ConfigError for an unknown name, DataError if data is missing.
+    """
+    known = reproduction.catalogue()
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
+    if not names:
+        raise ConfigError(f"name an experiment: {', '.join(known)}")
+    if out is not None and len(names) > 1:
+        raise ConfigError("--out takes the results of one experiment: name only one")
+    program = commit()  # before results are written, which may be inside the checkout
+    for name in names:
+        folder = out or RESULTS / name
+        results = run(
+            known[name], folder, repeats=repeats, scale=scale, data_root=data_root,
+            cells=cells, seed=seed, processes=processes, again=again, command=command,
+            program=program, say=say,
+        )  # fmt: skip
+        show(known[name], results, folder)
+        say(f"{name}: {folder / TABLE}")
+
+
+def main(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="experiments to run; --list names them"),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="R",
+            help="runs of every cell; default: as many as the experiment defines",
+        ),
+    ] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LABEL", help="only this cell, or a pattern such as 'p = 1, *'; repeatable"
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="seed of the first repeat; the next has N + 1")
+    ] = 0,
+    scale: Annotated[
+        float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by S")
+    ] = 1.0,
+    data_root: DataRoot = None,
+    jobs: Jobs = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="folder for the results; default: experiments/results/NAME"
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="run again and replace existing results")
+    ] = False,
+    listed_only: Annotated[
+        bool, typer.Option("--list", help="list the experiments and exit")
+    ] = False,
+) -> None:
+    """Repeat a paper's experiment: raw results, table, pictures, and which of its claims held.
+
+    Existing results are not run again, so an interrupted command continues where it stopped.
+
+    Exit codes: 0 done, 130 interrupted, 1 failed, 2 wrong command line.
+    """
+    if listed_only:
+        print("\n".join(listed()))
+        return
+    try:
+        reproduce(
+            names or (), repeats=repeats, cells=cell or (), seed=seed, scale=scale,
+            data_root=data_root, processes=jobs, out=out, again=again,
+            command=f"python -m experiments {shlex.join(sys.argv[1:])}", say=print,
+        )  # fmt: skip
+    except FedstreamError as error:
+        print(f"experiments: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,166 @@
+"""Limits on what comes from outside: events, log lines, connections. Pure: callers say the time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from ipaddress import IPv4Address, ip_address
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Of one event: less than that is rounding, and keeps nobody out who came when he was told to.
+_ROUNDING = 1e-6
+
+
+class Buckets:
+    """So many events a second for each, and more at once; ``now`` is in seconds, of any clock.
+
+    A bucket holds its level and when it had that, not when it will be empty: sums of times would
+    round, and events of one moment could be counted as a little more than they are.
+    """
+
+    def __init__(self, per_s: float, *, at_once: float, remembered: int) -> None:
+        """``at_once``: events that fit into an empty bucket, at least 1. ``remembered``: buckets;
+        of more, whoever was charged longest ago begins anew.
+        """
+        self._per_s = per_s
+        self._at_once = at_once
+        self._remembered = remembered
+        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, who: Hashable, now: float) -> float:
+        """Seconds until one more event fits; 0 if it does now."""
+        excess = self._level(who, now) + 1.0 - self._at_once
+        return excess / self._per_s if excess > _ROUNDING else 0.0
+
+    def charge(self, who: Hashable, now: float) -> None:
+        """Count one event, whether or not it fits."""
+        self._levels[who] = (self._level(who, now) + 1.0, now)
+        self._levels.move_to_end(who)
+        if len(self._levels) > self._remembered:
+            self._levels.popitem(last=False)
+
+    def _level(self, who: Hashable, now: float) -> float:
+        """Events in a bucket now."""
+        level, then = self._levels.get(who, (0.0, now))
+        return max(0.0, level - max(0.0, now - then) * self._per_s)
+
+
+_KINDS = 256  # remembered; the least recently seen is evicted
+
+
+@dataclass
+class _Kind:
+    allowance: float
+    at: float
+    left_out: int = 0
+
+
+class Flood:
+    """A token bucket per kind of line: ``burst`` lines at once, then ``per_s`` a second.
+
+    ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        burst: int = 20,
+        per_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._clock = clock
+        self._kinds: OrderedDict[object, _Kind] = OrderedDict()
+
+    def passes(self, kind: object) -> int | None:
+        """None to drop this line, else how many of its kind were dropped since the last one."""
+        now = self._clock()
+        known = self._kinds.setdefault(kind, _Kind(self._burst, now))
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > _KINDS:
+            self._kinds.popitem(last=False)
+        grown = known.allowance + self._per_s * (now - known.at)
+        known.allowance, known.at = min(float(self._burst), grown), now
+        if known.allowance < 1:
+            known.left_out += 1
+            return None
+        known.allowance -= 1
+        left_out, known.left_out = known.left_out, 0
+        return left_out
+
+
+# In all; from one address; too often from one address.
+TooMany: TypeAlias = Literal["busy", "address", "arrivals"]
+_REMEMBERED = 100_000  # addresses from which connections came lately
+
+
+@lru_cache(maxsize=1 << 14)  # asked for each request
+def network_of(address: str) -> str:
+    """Whom an address is charged to: itself, or the /64 of IPv6, of which one host has any."""
+    try:
+        found = ip_address(address)
+    except ValueError:  # what a proxy forwards may be anything
+        return address
+    if isinstance(found, IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return found.packed[:8].hex()
+
+
+class Crowd:
+    """The connections of a port, from when they are accepted until they are lost."""
+
+    def __init__(
+        self, most: int, of_address: int | None = None, arrivals: float | None = None
+    ) -> None:
+        """``most``: connections; ``of_address``: of each address, None: any number.
+
+        ``arrivals``: new ones per second from an address, beyond as many at once as it may have;
+        None: any number.
+        """
+        self.most = most
+        self.of_address = of_address
+        self.arrivals = arrivals
+        self._lately = None if arrivals is None else Buckets(
+            arrivals, at_once=most if of_address is None else min(most, of_address),
+            remembered=_REMEMBERED,
+        )  # fmt: skip
+        self._inside: dict[object, str] = {}
+        self._from: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Connections in all."""
+        return len(self._inside)
+
+    def enter(self, who: object, address: str, now: float) -> TooMany | None:
+        """Count a connection that was accepted, unless there are too many: then say of what.
+
+        ``now``: monotonic seconds.
+        """
+        network = network_of(address)
+        if len(self._inside) >= self.most:
+            return "busy"
+        if self.of_address is not None and self._from[network] >= self.of_address:
+            return "address"
+        if self._lately is not None:
+            if self._lately.wait_s(network, now):
+                return "arrivals"
+            self._lately.charge(network, now)
+        self._inside[who] = network
+        self._from[network] += 1
+        return None
+
+    def leave(self, who: object) -> None:
+        """Count a connection no more, if it was."""
+        network = self._inside.pop(who, None)
+        if network is not None:
+            self._from[network] -= 1
+            if not self._from[network]:
+                del self._from[network]
