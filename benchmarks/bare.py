@@ -15,7 +15,7 @@ import numpy as np
 import redis
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.strategies.mixing import mix
 
 

@@ -30,7 +30,7 @@ from benchmarks import bare
 from benchmarks.end_to_end import Pipeline, processor_s
 from benchmarks.results import add_out, conditions, keep
 from experiments import machine
-from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.local.redis_server import RedisServer
 from fedstream.strategies.mixing import mix
 

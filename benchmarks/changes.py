@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedstream.core import changes, compressed
+from fedstream.core.formats import format_of
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
-from fedstream.wire import changes, compressed, format_of
 
 GAPS = (1, 4, 16)
 PUBLISHED = ("f32", "bf16", "int8")

@@ -33,7 +33,7 @@ import redis
 from benchmarks import bare
 from benchmarks.results import conditions, keep
 from experiments import machine
-from fedstream.broker.messages import Version
+from fedstream.core.messages import Version
 from fedstream.local.redis_server import RedisServer
 from fedstream.local.supervisor import HeldPort
 

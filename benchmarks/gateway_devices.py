@@ -26,8 +26,8 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks import echo
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
 from fedstream.device.folder import DeviceFolder
@@ -43,7 +43,7 @@ from fedstream.trainer.solvers import Trained
 from fedstream.trainer.vector import layout_of
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Floats, Layout
+    from fedstream.core.layout import Floats, Layout
     from fedstream.device.training import Halt
     from fedstream.trainer.workspace import Start
 

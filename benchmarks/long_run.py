@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedstream.broker.layout import Layout, Model, Tensor
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Layout, Model, Tensor
+from fedstream.core.messages import Upload
 from fedstream.history.report import METRICS
 from fedstream.journal import SegmentHead, Taken, Writer
 from fedstream.journal.frames import FILE_BYTES, file_parts, filled, packed

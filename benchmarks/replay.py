@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarks.results import keep
 from experiments import machine
-from fedstream.broker.layout import Layout, Model, Tensor
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Layout, Model, Tensor
+from fedstream.core.messages import Upload
 from fedstream.journal import SegmentHead, Taken, Writer, segments
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.rebuild import standing_of

@@ -37,7 +37,7 @@ import redis
 
 from benchmarks.results import add_out, conditions, keep
 from experiments import machine
-from fedstream.broker.messages import Version
+from fedstream.core.messages import Version
 from fedstream.local.redis_server import RedisServer
 from fedstream.local.supervisor import HeldPort
 

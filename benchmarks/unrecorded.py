@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedstream.broker.layout import Payload
 from fedstream.cli.app import main
+from fedstream.core.layout import Payload
 from fedstream.journal import EntryRecord, recorder
 
 

@@ -27,10 +27,10 @@ from benchmarks import echo
 from benchmarks.end_to_end import Pipeline
 from benchmarks.results import add_out, conditions, keep
 from experiments import machine
-from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.local.redis_server import RedisServer
 from fedstream.trainer.solvers import Trained, Work
-from fedstream.wire import format_of
 
 PLAIN = ("f32", "bf16", "int8", "int4", "topk:0.1", "topk:0.01")
 CODEC = (*PLAIN, *(f"{name}+zstd" for name in PLAIN))

@@ -19,10 +19,10 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.digest import Digester, algorithm_of
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
-from fedstream.broker.layout import Payload
+from fedstream.core.digest import Digester, algorithm_of
+from fedstream.core.errors import BlobDamaged, BlobMissing, Foreign
+from fedstream.core.layout import Payload
+from fedstream.core.messages import Encoded
 
 # Bytes: 1 MiB less Redis's header. One byte more would take 1.25 MiB of Redis's memory.
 CHUNK = (1 << 20) - 64

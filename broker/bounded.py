@@ -14,8 +14,8 @@ from typing import Any
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Argument, Command
-from fedstream.broker.errors import Unavailable
 from fedstream.broker.link import BulkPlace
+from fedstream.core.errors import Unavailable
 
 
 class BoundedClient(Client):

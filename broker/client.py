@@ -28,14 +28,6 @@ from redis.crc import key_slot
 
 from fedstream.broker.clock import Clock, uptime
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
-from fedstream.broker.errors import (
-    BrokerError,
-    ConfigError,
-    Distrusted,
-    LoginRefused,
-    ReplyTooLarge,
-    Unavailable,
-)
 from fedstream.broker.failures import is_elsewhere, meaning, said_by_redis
 from fedstream.broker.link import READ, BulkPlace, Link
 from fedstream.broker.places import Address, Cluster, Guide, Sentinels
@@ -47,6 +39,14 @@ from fedstream.broker.settings import (
     passwords,
 )
 from fedstream.broker.started import Started
+from fedstream.core.errors import (
+    BrokerError,
+    ConfigError,
+    Distrusted,
+    LoginRefused,
+    ReplyTooLarge,
+    Unavailable,
+)
 
 __all__ = ["Client", "RedisSettings"]
 

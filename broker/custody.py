@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import Foreign
-from fedstream.broker.keys import POOL, TRAINERS, Keys
-from fedstream.broker.records import End
+from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import Foreign
+from fedstream.core.messages import POOL
+from fedstream.core.records import End
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import re
 
 from redis import exceptions
 
-from fedstream.broker.errors import (
+from fedstream.core.errors import (
     BrokerError,
     Distrusted,
     Foreign,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import POOL
 
 COORDINATORS = "coordinators"  # the group that reads `triggers` and every `inbox:<site>`
 TRAINERS = "trainers"  # the group that reads `tasks` and every `tasks:<site>/<owner>`
-POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
 GATEWAY = "gateway"  # the site of a run's gateway, unless it is configured otherwise
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import Fenced
 from fedstream.broker.keys import Keys
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import Fenced
 
 _GOODBYE_S = 2.0
 

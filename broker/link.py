@@ -15,7 +15,7 @@ from typing import Any, cast
 import hiredis
 
 from fedstream.broker.commands import Buffer
-from fedstream.broker.errors import ReplyTooLarge
+from fedstream.core.errors import ReplyTooLarge
 
 READ = 1 << 18  # bytes taken from a connection at once
 _STAGED = 1 << 16  # the same while bulks are received; what is beyond goes straight to its place

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fedstream.broker.blobs import SIZE
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import BlobMissing
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import BlobMissing
 
 PUT = Script("put_part")
 # Commands on the blob, which its writer need not be able to read, and on the note.

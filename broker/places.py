@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from fedstream.broker.errors import BrokerError, Unavailable
 from fedstream.broker.settings import SentinelSettings, address
+from fedstream.core.errors import BrokerError, Unavailable
 
 Address = tuple[str, int]
 Ask = Callable[[Address, tuple[str, ...]], Awaitable[Any]]

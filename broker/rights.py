@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from fedstream.broker.keys import GATEWAY, POOL, Keys
+from fedstream.broker.keys import GATEWAY, Keys
 from fedstream.broker.ledger import (
     coordinator,
     evaluator,
@@ -37,6 +37,7 @@ from fedstream.broker.ledger import (
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.scripts import Script
 from fedstream.broker.settings import in_lines
+from fedstream.core.messages import POOL
 
 # Commands that any of our connections may need: PING and ROLE as checks, TIME for the run's clock,
 # the others to set it up. Not SELECT: a user's keys are the same in every database, and clean-up

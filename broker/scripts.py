@@ -27,10 +27,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from fedstream.broker import reasons
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Argument, Command
-from fedstream.broker.errors import NoScript
+from fedstream.core import reasons
+from fedstream.core.errors import NoScript
 
 _LUA = files(__package__) / "lua"
 # A set is a text in which a script searches for "|" .. reason .. "|".

@@ -12,9 +12,9 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.scripts import Script
 from fedstream.broker.started import Started
+from fedstream.core.errors import BrokerError
 
 BLOCK_MS = 1000
 RENEWED = 1000  # entries whose leases one script renews

@@ -10,7 +10,7 @@ import structlog
 from aiohttp import web
 from pydantic import SecretStr
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.http import HttpSettings, problem, tokens_in
 from fedstream.runtime.tls import stamp
 

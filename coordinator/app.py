@@ -12,12 +12,12 @@ from typing import Any
 from aiohttp import web
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BlobMissing, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.records import Tally
 from fedstream.coordinator.access import Handler, Tokens, guarded
 from fedstream.coordinator.downloads import Downloads, send
+from fedstream.core.errors import BlobMissing, FedstreamError, NoRun
+from fedstream.core.records import Tally
 from fedstream.runtime.http import problem
 
 _DIGITS = 18  # more than any version has

@@ -13,11 +13,11 @@ from safetensors import numpy as safetensors
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Layout, Model
+from fedstream.broker.newest import read_model
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Layout, Model
 from fedstream.runtime.http import SLICE
-from fedstream.wire.newest import read_model
 
 _MODELS = 2  # distinct, in memory at a time: the next version may come while one is being read
 

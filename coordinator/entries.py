@@ -11,12 +11,16 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fedstream.broker import reasons
-from fedstream.broker.errors import BadMessage, NoRun
-from fedstream.broker.keys import POOL, member
+from fedstream.broker.keys import member
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.plumbing import Pending
-from fedstream.broker.messages import (
+from fedstream.broker.streams import Entry
+from fedstream.coordinator.sites import Site
+from fedstream.core import reasons
+from fedstream.core.errors import BadMessage, NoRun, Undecodable
+from fedstream.core.formats import F32, format_of
+from fedstream.core.messages import (
+    POOL,
     CloseRound,
     Dead,
     Event,
@@ -29,14 +33,11 @@ from fedstream.broker.messages import (
     decode,
     task_id,
 )
-from fedstream.broker.streams import Entry
-from fedstream.coordinator.sites import Site
 from fedstream.runtime.health import EventCounts
-from fedstream.wire import F32, Undecodable, format_of
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Layout
     from fedstream.coordinator.settings import CoordinatorSettings
+    from fedstream.core.layout import Layout
     from fedstream.runtime.service import Context
 
 Decided: TypeAlias = "tuple[Pending[Any], Callable[[Any], None]]"

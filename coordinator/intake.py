@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from fedstream.broker import reasons
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BadMessage, BrokerError, FedstreamError, NoScript, ReplyTooLarge
 from fedstream.broker.keys import COORDINATORS, TRAINERS
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
 from fedstream.coordinator.entries import LARGEST, Decided, Entries
 from fedstream.coordinator.gathering import Gathering
 from fedstream.coordinator.sites import Site
+from fedstream.core import reasons
+from fedstream.core.errors import BadMessage, BrokerError, FedstreamError, NoScript, ReplyTooLarge
+from fedstream.core.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.runtime.service import Context
 
 _READ = PARTS * LARGEST  # bytes read at once from all inboxes

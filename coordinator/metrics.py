@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from fedstream.broker.records import Tally
 from fedstream.coordinator.scheduling import HELD_BY
+from fedstream.core.records import Tally
 
 Labels = Mapping[tuple[str, ...], float]
 

@@ -7,8 +7,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import itemgetter
 
-from fedstream.broker.messages import Trigger
-from fedstream.broker.reasons import DEADLINE_PASSED, TIMED_OUT, Overdue
+from fedstream.core.messages import Trigger
+from fedstream.core.reasons import DEADLINE_PASSED, TIMED_OUT, Overdue
 
 # Tasks in order of a time, and of those with the same time, the earliest added first. Inserting
 # moves what follows, which is nothing if times rise, and else still fast: 8 bytes a task.

@@ -9,9 +9,9 @@ from aiohttp import web
 from pydantic import Field
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.settings import Secret
 from fedstream.coordinator.access import Tokens, tokens_of
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import Section
 from fedstream.runtime.http import HttpSettings, TokensSecret
 from fedstream.runtime.service import Context

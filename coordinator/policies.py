@@ -22,8 +22,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.coordinator.rounds import Rounds
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.runtime.config import Chosen, Positive
 from fedstream.runtime.plugins import Door, OneOf, words
 from fedstream.runtime.tasks import Participation

@@ -18,17 +18,11 @@ from typing import Annotated
 from aiohttp import web
 from pydantic import Field
 
-from fedstream.broker import reasons
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Layout
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.plumbing import Pending
 from fedstream.broker.ledger.scheduler import SchedulerLedger
-from fedstream.broker.messages import CloseRound, Trigger, Withdraw
-from fedstream.broker.reasons import Overdue
-from fedstream.broker.records import Run, Tally
 from fedstream.broker.streams import BLOCK_MS, Reader
 from fedstream.coordinator.gathering import Gathering
 from fedstream.coordinator.metrics import SchedulerMetrics
@@ -37,6 +31,12 @@ from fedstream.coordinator.policies import Policy, PolicySettings
 from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, Steering, plan
+from fedstream.core import reasons
+from fedstream.core.errors import NoRun
+from fedstream.core.layout import Layout
+from fedstream.core.messages import CloseRound, Trigger, Withdraw
+from fedstream.core.reasons import Overdue
+from fedstream.core.records import Run, Tally
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.service import Context, lead, repeat

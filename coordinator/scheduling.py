@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from fedstream.broker.messages import Trigger, task_id
-from fedstream.broker.reasons import Overdue
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import AtWork, OpenTasks
 from fedstream.coordinator.policies import Policy, Traffic, next_due, place_of_next, tasks_wanted
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
+from fedstream.core.messages import Trigger, task_id
+from fedstream.core.reasons import Overdue
 from fedstream.runtime.tasks import Participation
 
 _CATCH_UP_S = 1.0  # a policy that catches up makes up for at most this much missed time

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL
 from fedstream.coordinator.sites import served
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import POOL
 from fedstream.runtime.config import Section
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL, check_name
+from fedstream.broker.keys import check_name
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import POOL
 
 _FORM = "'name', or 'name:0-99,200' to name the devices that it may own"
 

@@ -21,13 +21,14 @@ from fedstream.broker.custody import (
     some_keys,
     trim_registers,
 )
-from fedstream.broker.errors import Foreign, NoRun
-from fedstream.broker.keys import POOL, TRAINERS, Keys, site_of
+from fedstream.broker.keys import TRAINERS, Keys, site_of
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
 from fedstream.coordinator.intake import EntryIntake
 from fedstream.coordinator.metrics import RunMetrics, Seen
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.errors import Foreign, NoRun
+from fedstream.core.messages import POOL
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings

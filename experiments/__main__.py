@@ -14,8 +14,8 @@ from experiments import reproduction
 from experiments.program import commit
 from experiments.running import run
 from experiments.showing import TABLE, show
-from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.cli.options import DataRoot, Jobs
+from fedstream.core.errors import ConfigError, FedstreamError
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -54,7 +54,7 @@ import numpy as np
 import numpy.typing as npt
 
 import experiments
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from experiments import machine
 from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.history.display import duration
 from fedstream.runtime.text import nearest
 from fedstream.sweep.parallel import each, share

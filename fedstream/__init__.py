@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from fedstream.api.endings import Interrupted, RunFailed
     from fedstream.api.live import run
     from fedstream.api.virtual import simulate
-    from fedstream.broker.errors import ConfigError, DataError, FedstreamError
     from fedstream.coordinator.policies import Policy, Traffic
+    from fedstream.core.errors import ConfigError, DataError, FedstreamError
     from fedstream.history.comparison import Comparison, compare
     from fedstream.history.record import RunRecord
     from fedstream.history.record import open_run as open  # noqa: A004  (only as fedstream.open)
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 else:  # hidden from type checkers: with __getattr__, they would accept any name
     _FROM = {  # module, and the name there
         "Comparison": ("fedstream.history.comparison", "Comparison"),
-        "ConfigError": ("fedstream.broker.errors", "ConfigError"),
-        "DataError": ("fedstream.broker.errors", "DataError"),
-        "FedstreamError": ("fedstream.broker.errors", "FedstreamError"),
+        "ConfigError": ("fedstream.core.errors", "ConfigError"),
+        "DataError": ("fedstream.core.errors", "DataError"),
+        "FedstreamError": ("fedstream.core.errors", "FedstreamError"),
         "Interrupted": ("fedstream.api.endings", "Interrupted"),
         "Partition": ("fedstream.trainer.partitions", "Partition"),
         "Policy": ("fedstream.coordinator.policies", "Policy"),

@@ -17,10 +17,10 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Upload
 from fedstream.cli.app import main
+from fedstream.core.errors import BadMessage
+from fedstream.core.messages import Upload
 from fedstream.local.redis_server import find_servers
 from tests.broker.servers import Redis
 from tests.broker.servers import redis as redis_server

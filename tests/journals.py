@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.digest import DigestAlgorithm
-from fedstream.broker.layout import Layout, Model, Payload
-from fedstream.broker.messages import Upload
-from fedstream.broker.records import NO_QUARANTINES
+from fedstream.core.digest import DigestAlgorithm
+from fedstream.core.formats import format_of
+from fedstream.core.given import given
+from fedstream.core.layout import Layout, Model, Payload
+from fedstream.core.messages import Upload
+from fedstream.core.records import NO_QUARANTINES
 from fedstream.journal import (
     QUARANTINES,
     VECTORS,
@@ -40,8 +42,6 @@ from fedstream.strategies import (
     Strategy,
 )
 from fedstream.strategies.staleness import Polynomial, StepAlpha
-from fedstream.wire import format_of
-from fedstream.wire.given import given
 from tests.support import layout_of
 
 LAYOUT = layout_of(4)

@@ -19,8 +19,7 @@ from prometheus_client import CollectorRegistry
 from fedstream.broker import blobs, clock
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
-from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
-from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys, member
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
@@ -28,7 +27,11 @@ from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import (
+from fedstream.broker.newest import read_model
+from fedstream.broker.streams import Entry, Group
+from fedstream.core.layout import Layout, Model, Tensor
+from fedstream.core.messages import (
+    POOL,
     Assignment,
     CloseRound,
     Dead,
@@ -46,12 +49,10 @@ from fedstream.broker.messages import (
     decode,
     task_id,
 )
-from fedstream.broker.records import Commit, End, Run, View
-from fedstream.broker.streams import Entry, Group
+from fedstream.core.records import Commit, End, Run, View
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.health import Health
 from fedstream.runtime.service import Context, Service
-from fedstream.wire.newest import read_model
 
 SIZE_LIMIT = 1 << 30
 _SAID = (Upload, GiveUp, Dead, Trigger, Presence, Event)  # by trainers

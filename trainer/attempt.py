@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.broker import blobs, reasons
-from fedstream.broker.errors import (
+from fedstream.broker import blobs
+from fedstream.broker.newest import read_newest
+from fedstream.core import reasons
+from fedstream.core.errors import (
     BadMessage,
     BlobDamaged,
     BlobMissing,
@@ -24,31 +26,30 @@ from fedstream.broker.errors import (
     LayoutMismatch,
     Unavailable,
 )
-from fedstream.broker.layout import Floats, Layout, Model, vector_of
-from fedstream.broker.messages import Assignment, GiveUp, Upload
+from fedstream.core.layout import Floats, Layout, Model, vector_of
+from fedstream.core.messages import Assignment, GiveUp, Upload
 from fedstream.runtime.backoff import pause
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.failures import Guard
 from fedstream.trainer.saved_work import SavedWork
 from fedstream.trainer.solvers import Cancelled, Solvers, Work, chosen
 from fedstream.trainer.workspace import Start
-from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.broker.layout import Floats, Layout, Model, Payload
     from fedstream.broker.ledger.trainer import TakenTask, TrainerLedger
-    from fedstream.broker.records import Head, Run
+    from fedstream.core.formats import Format
+    from fedstream.core.layout import Floats, Layout, Model, Payload
+    from fedstream.core.records import Head, Run
     from fedstream.runtime.service import Context, Worker
     from fedstream.trainer.failures import Failures
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.saved_work import Feedback
     from fedstream.trainer.settings import TrainerSettings
-    from fedstream.wire import Format
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # workspace of other work or another torch

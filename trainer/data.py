@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import Field
 
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch

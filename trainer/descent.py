@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedstream.broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
-from fedstream.broker.layout import Floats, Model
+from fedstream.core.errors import BadMessage, ConfigError, DataError, LayoutMismatch
+from fedstream.core.layout import Floats, Model
 from fedstream.trainer.data import gather, size_of
 from fedstream.trainer.solvers import (
     SOLVERS,

@@ -16,13 +16,14 @@ from prometheus_client import Gauge, Summary
 from pydantic import Field
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BlobMissing, NoRun, innermost
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
-from fedstream.broker.messages import Event
-from fedstream.broker.records import Head, Run
+from fedstream.broker.newest import read_newest
 from fedstream.broker.streams import Reader
+from fedstream.core.errors import BlobMissing, NoRun, innermost
+from fedstream.core.layout import Model
+from fedstream.core.messages import Event
+from fedstream.core.records import Head, Run
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
@@ -30,7 +31,6 @@ from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.data import Processor, Threads, check, placed
 from fedstream.trainer.goals import Goals, Swings, ends_run, goal_of
 from fedstream.trainer.task import NoLabels, Task, check_run, measured, untrained
-from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
     from torch import nn

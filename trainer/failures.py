@@ -7,9 +7,9 @@ import time
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
-from fedstream.broker import reasons
-from fedstream.broker.errors import FedstreamError, OutOfMemory, innermost
-from fedstream.broker.messages import Assignment, Event
+from fedstream.core import reasons
+from fedstream.core.errors import FedstreamError, OutOfMemory, innermost
+from fedstream.core.messages import Assignment, Event
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import place_of, users_traceback, words
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import inf, isfinite, nan
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from fedstream.broker.messages import Goal
+from fedstream.core.messages import Goal
 
 T = TypeVar("T")
 

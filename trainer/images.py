@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.trainer.in_memory import InMemory, data_root, download, split_by_class
 from fedstream.trainer.partitions import Classes, Iid
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.trainer.partitions import Natural, Partition, split
 from fedstream.trainer.task import Task
 

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Payload
+from fedstream.core.errors import ConfigError
+from fedstream.core.formats import F32, fed_back
+from fedstream.core.layout import Payload
 from fedstream.trainer import vector
 from fedstream.trainer.data import Processor, check, placed, size_of
 from fedstream.trainer.solvers import Compression, Trained, compress
 from fedstream.trainer.task import untrained
-from fedstream.wire import F32, fed_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.utils.data import Dataset
 
-    from fedstream.broker.layout import Floats, Model
-    from fedstream.broker.messages import Sends
+    from fedstream.core.formats import Format
+    from fedstream.core.layout import Floats, Model
+    from fedstream.core.messages import Sends
     from fedstream.trainer.solvers import Trained, Work
     from fedstream.trainer.task import Task
     from fedstream.trainer.workspace import Start
-    from fedstream.wire import Format
 
 
 def as_sent(

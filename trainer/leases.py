@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedstream.broker import blobs
-from fedstream.broker.errors import FedstreamError, OutOfMemory
 from fedstream.broker.ledger.plumbing import word
 from fedstream.broker.ledger.trainer import TakenTask
-from fedstream.broker.messages import Dead, GiveUp, Upload
+from fedstream.core.errors import FedstreamError, OutOfMemory
+from fedstream.core.messages import Dead, GiveUp, Upload
 from fedstream.runtime.backoff import Backoff, pause
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.commands import Command
     from fedstream.broker.keys import Keys
-    from fedstream.broker.layout import Payload
     from fedstream.broker.ledger.trainer import ComingTask, Outbox, TrainerLedger
     from fedstream.broker.streams import Entry, Group
+    from fedstream.core.layout import Payload
     from fedstream.runtime.service import Context
     from fedstream.runtime.tasks import LeaseSettings
     from fedstream.trainer.metrics import TrainerMetrics

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.runtime.config import arguments
 from fedstream.runtime.plugins import import_attribute, words
 from fedstream.runtime.text import check_spelling, did_you_mean

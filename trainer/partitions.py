@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from fedstream.broker.errors import DataError, FedstreamError
+from fedstream.core.errors import DataError, FedstreamError
 from fedstream.runtime.config import Chosen, table_of
 from fedstream.runtime.plugins import Door, OneOf, words
 

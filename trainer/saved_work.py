@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.broker import workspaces
-from fedstream.broker.errors import BadMessage, FedstreamError, OutOfMemory
-from fedstream.broker.layout import Floats, Layout
+from fedstream.core.errors import BadMessage, FedstreamError, OutOfMemory
+from fedstream.core.layout import Floats, Layout
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.broker.layout import Floats, Layout
     from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.core.layout import Floats, Layout
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
 

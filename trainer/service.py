@@ -21,13 +21,14 @@ from aiohttp import web
 from structlog.contextvars import bind_contextvars, reset_contextvars
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, NoRun
 from fedstream.broker.keys import TRAINERS, Keys, member
-from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
-from fedstream.broker.messages import Assignment, GiveUp, Trigger, Upload, task_id
-from fedstream.broker.records import Run
 from fedstream.broker.streams import Group
+from fedstream.core.errors import BadMessage, ConfigError, FedstreamError, NoRun
+from fedstream.core.formats import F32
+from fedstream.core.layout import Model
+from fedstream.core.messages import Assignment, GiveUp, Trigger, Upload, task_id
+from fedstream.core.records import Run
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.service import Context, Worker, repeat
 from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup
@@ -40,15 +41,14 @@ from fedstream.trainer.saved_work import Feedback, SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from fedstream.trainer.solvers import Cancelled, SolverGroup, Solvers, SolverSettings
 from fedstream.trainer.task import check_run
-from fedstream.wire import F32
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.trainer import Outbox, TakenTask, TrainerLedger
+    from fedstream.core.formats import Format
     from fedstream.runtime.service import Context
     from fedstream.trainer.learner import Learner
     from fedstream.trainer.settings import InitiativeSettings
     from fedstream.trainer.task import Task
-    from fedstream.wire import Format
 
 
 class Initiative:

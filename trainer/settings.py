@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL, check_name
-from fedstream.broker.messages import OWNED
+from fedstream.broker.keys import check_name
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import OWNED, POOL
 from fedstream.runtime.config import Section
 from fedstream.runtime.tasks import Epochs, Steps
 from fedstream.trainer.data import Processor, Threads

@@ -26,8 +26,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Floats
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Floats
 from fedstream.runtime.config import Chosen, Section, check
 from fedstream.runtime.plugins import Door, OneOf
 from fedstream.trainer.workspace import Workspace
@@ -76,8 +76,9 @@ def compress(delta: Floats, how: Compression) -> None:
 
     Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
     calls 'rescaling, compression for communication-efficiency, etc.'. This shows what the loss does
-    to training, device by device; bytes are saved by the wire format (:mod:`fedstream.wire`), which
-    encodes whatever is left. A delta that is not finite stays so, and the updater refuses it.
+    to training, device by device; bytes are saved by the wire format
+    (:mod:`fedstream.core.formats`), which encodes whatever is left. A delta that is not finite
+    stays so, and the updater refuses it.
     """
     match how:
         case Bf16():

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, field_validator
 
-from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Goal
+from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
+from fedstream.core.layout import Model
+from fedstream.core.messages import Goal
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import gather, samples_of
 from fedstream.trainer.goals import Goals
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-    from fedstream.broker.layout import Layout
-    from fedstream.broker.records import Run
+    from fedstream.core.layout import Layout
+    from fedstream.core.records import Run
     from fedstream.trainer.solvers import SolverSettings, Trained, Work
 
 

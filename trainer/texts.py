@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.trainer.data import gather
 from fedstream.trainer.in_memory import InMemory, data_root, deal, read_text
 from fedstream.trainer.partitions import Classes, Dirichlet, Natural, split

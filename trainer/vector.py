@@ -1,4 +1,4 @@
-"""Convert a torch module to the flat vector of :mod:`fedstream.broker.layout`, and back.
+"""Convert a torch module to the flat vector of :mod:`fedstream.core.layout`, and back.
 
 Names are those of ``state_dict``; what it leaves out (non-persistent buffers) stays with the
 module. A tensor that appears under several names (tied weights) is sent once, under the first.
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fedstream.broker.errors import LayoutMismatch
-from fedstream.broker.layout import OF_INTEGERS, Kind, Layout, Model, Tensor
+from fedstream.core.errors import LayoutMismatch
+from fedstream.core.layout import OF_INTEGERS, Kind, Layout, Model, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from fedstream.broker.errors import BadMessage, LayoutMismatch
-from fedstream.broker.layout import Floats, Layout, Model
-from fedstream.broker.messages import Count, first_wrong
+from fedstream.core.errors import BadMessage, LayoutMismatch
+from fedstream.core.layout import Floats, Layout, Model
+from fedstream.core.messages import Count, first_wrong
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Floats, Layout
+    from fedstream.core.layout import Floats, Layout
 
 SCHEMA = 1
 
@@ -56,7 +56,7 @@ def _vector(dtype: str) -> PlainValidator:
 
 
 Block = Annotated[npt.NDArray[np.uint8], _vector("u1")]
-"""The buffer of a :class:`fedstream.broker.layout.Model`."""
+"""The buffer of a :class:`fedstream.core.layout.Model`."""
 Vector = Annotated[Floats, _vector("<f4")]
 """One float32 per parameter, in the layout's order."""
 

@@ -13,9 +13,10 @@ from fedstream.broker import blobs
 from fedstream.broker.commands import Command
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import Version
-from fedstream.broker.records import Commit, ended
 from fedstream.broker.streams import Look
+from fedstream.core.formats import Format
+from fedstream.core.messages import Version
+from fedstream.core.records import Commit, ended
 from fedstream.journal import RoundClosed
 from fedstream.journal.progress import Progress
 from fedstream.journal.recorder import Recorder
@@ -26,7 +27,6 @@ from fedstream.updater.intake import is_small, together
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher, blob_of, version_of
 from fedstream.updater.state import Change, RunState
-from fedstream.wire import Format
 
 _LOST_S = 0.1  # between two looks at an emptied Redis
 

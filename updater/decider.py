@@ -6,20 +6,21 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fedstream.broker import reasons
-from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model, Payload
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import (
+from fedstream.broker.streams import Entry
+from fedstream.core import reasons
+from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, Undecodable
+from fedstream.core.formats import F32, Format, format_of
+from fedstream.core.layout import Model, Payload
+from fedstream.core.messages import (
     Outcome,
     RoundEnd,
     SetQuarantine,
     Upload,
     Version,
 )
-from fedstream.broker.streams import Entry
 from fedstream.journal import QuarantineSet, RoundClosed, Taken
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import end_of
@@ -30,7 +31,6 @@ from fedstream.updater.intake import LARGE, Intake, Queued
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import blob_of, version_of
 from fedstream.updater.state import Change, RunState, Undecided
-from fedstream.wire import F32, Format, Undecodable, format_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,16 @@ from itertools import islice
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing, BrokerError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Layout, Payload
-from fedstream.broker.messages import RoundEnd, SetQuarantine, Upload, decode
 from fedstream.broker.started import Started
 from fedstream.broker.streams import Entry, Look, Reader
+from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, BrokerError
+from fedstream.core.formats import F32
+from fedstream.core.layout import Layout, Payload
+from fedstream.core.messages import RoundEnd, SetQuarantine, Upload, decode
 from fedstream.updater.refusals import by_format
 from fedstream.updater.spares import Spares
 from fedstream.updater.state import Ends
-from fedstream.wire import F32
 
 BATCH = 16  # entries that are read together; small ones share a journal write
 LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread

@@ -12,12 +12,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
 
-from fedstream.broker.errors import OutOfMemory
-from fedstream.broker.layout import Payload
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.records import Head
 from fedstream.broker.streams import BLOCK_MS, Look, time_in
+from fedstream.core.errors import OutOfMemory
+from fedstream.core.layout import Payload
+from fedstream.core.records import Head
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.service import Context

@@ -12,17 +12,17 @@ from typing import Any
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.digest import algorithm_of
-from fedstream.broker.errors import BlobDamaged, BlobMissing
-from fedstream.broker.layout import Model, Payload, vector_of
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import Sends, Version
-from fedstream.broker.records import Head
+from fedstream.broker.newest import read_newest
+from fedstream.core.digest import algorithm_of
+from fedstream.core.errors import BlobDamaged, BlobMissing
+from fedstream.core.formats import Format
+from fedstream.core.given import given
+from fedstream.core.layout import Model, Payload, vector_of
+from fedstream.core.messages import Sends, Version
+from fedstream.core.records import Head
 from fedstream.strategies import DeviceVectors
-from fedstream.wire import Format
-from fedstream.wire.given import given
-from fedstream.wire.newest import read_newest
 
 _UNNAMED_S = 600.0
 

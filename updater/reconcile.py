@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fedstream.broker.records import Head, Run, ended
+from fedstream.core.records import Head, Run, ended
 from fedstream.updater.state import Change, RunState
 
 

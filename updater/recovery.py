@@ -15,15 +15,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fedstream.broker import reasons
 from fedstream.broker.client import Client
-from fedstream.broker.digest import DigestAlgorithm
-from fedstream.broker.errors import ConfigError, NoRun
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Layout, Model
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.records import NO_QUARANTINES, End, Head, Quarantines, Run, without
+from fedstream.core import reasons
+from fedstream.core.digest import DigestAlgorithm
+from fedstream.core.errors import ConfigError, NoRun
+from fedstream.core.formats import Format
+from fedstream.core.layout import Layout, Model
+from fedstream.core.records import NO_QUARANTINES, End, Head, Quarantines, Run, without
 from fedstream.journal import (
     QUARANTINES,
     JournalError,
@@ -57,7 +58,6 @@ from fedstream.strategies import (
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.state import Ends, RunState
-from fedstream.wire import Format
 
 T = TypeVar("T")
 

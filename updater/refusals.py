@@ -10,16 +10,17 @@ import math
 
 import numpy as np
 
-from fedstream.broker import reasons
-from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Upload
+from fedstream.core import reasons
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Layout, Model
+from fedstream.core.messages import Upload
 from fedstream.journal.norms import sizes
 from fedstream.journal.progress import Progress, weight_of
 from fedstream.journal.rebuild import unfit
 from fedstream.journal.records import Counted
 from fedstream.strategies import State, Strategy
 from fedstream.strategies.mixing import norm
-from fedstream.wire import Undecodable, format_of
 
 MOST_COUNTED = 1_000_000  # minibatches by which a batch norm's counter may lead the model's
 LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,

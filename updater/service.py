@@ -18,13 +18,14 @@ from aiohttp import web
 from pydantic import Field
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.digest import DigestAlgorithm
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.records import Run
+from fedstream.core.digest import DigestAlgorithm
+from fedstream.core.errors import ConfigError
+from fedstream.core.formats import F32, Format
+from fedstream.core.layout import Model
+from fedstream.core.records import Run
 from fedstream.journal import JournalSettings
 from fedstream.journal.ended import Ended
 from fedstream.journal.recorder import Recorder
@@ -40,7 +41,6 @@ from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.upkeep import Upkeep
-from fedstream.wire import F32, Format
 
 
 class UpdaterSettings(Section):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fedstream.broker.layout import Layout, Model, Payload
+from fedstream.core.layout import Layout, Model, Payload
 
 # Encoded ones kept: two updates, the version being published, and the one being made.
 _ENCODED = 4

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fedstream.broker.layout import Layout, Model, Payload
-from fedstream.broker.messages import Contribution, Version
-from fedstream.broker.records import (
+from fedstream.core.layout import Layout, Model, Payload
+from fedstream.core.messages import Contribution, Version
+from fedstream.core.records import (
     NO_QUARANTINES,
     End,
     Head,

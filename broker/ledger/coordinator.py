@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from fedstream.broker import blobs, custody, reasons, streams
-from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, member
+from fedstream.broker import blobs, custody, streams
+from fedstream.broker.keys import COORDINATORS, TRAINERS, member
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import Pending, packed, verdict, word
 from fedstream.broker.ledger.reading import LOOK, MemoryUse, Models, Overview, Register
-from fedstream.broker.messages import (
+from fedstream.broker.scripts import Script, load_all
+from fedstream.broker.streams import Entry
+from fedstream.core import reasons
+from fedstream.core.messages import (
+    POOL,
     CloseRound,
     Event,
     GiveUp,
@@ -22,8 +26,6 @@ from fedstream.broker.messages import (
     Upload,
     Withdraw,
 )
-from fedstream.broker.scripts import Script, load_all
-from fedstream.broker.streams import Entry
 
 _ADMIT = Script("admit")
 _AGE_LETTERS = Script("age_letters")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fedstream.broker import blobs
 from fedstream.broker.ledger.finishing import FINISH_RUN, Finishing
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.messages import Event
 from fedstream.broker.scripts import Script
+from fedstream.core.messages import Event
 
 _TELL = Script("tell")
 

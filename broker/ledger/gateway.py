@@ -21,9 +21,9 @@ from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import word
 from fedstream.broker.ledger.reading import device_of
 from fedstream.broker.ledger.trainer import TakesTasks
-from fedstream.broker.messages import HandOver, Seating
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import BLOCK_MS, Entry, Reader
+from fedstream.core.messages import HandOver, Seating
 
 ENROL = Script("enrol")
 _MOVES_KEPT = 2000  # messages about devices that moved, each of at most 1,000

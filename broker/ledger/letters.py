@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fedstream.broker import reasons
 from fedstream.broker.ledger.plumbing import Ledger, packed
-from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
+from fedstream.core import reasons
+from fedstream.core.messages import Assignment, Dead, GiveUp, Trigger, Upload
 
 BURY = Script("bury")
 

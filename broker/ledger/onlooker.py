@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import BadMessage, BrokerError, ReplyTooLarge
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.ledger.reading import (
     LOOK,
@@ -22,9 +21,10 @@ from fedstream.broker.ledger.reading import (
     asked_since,
     paired,
 )
-from fedstream.broker.messages import Trigger
-from fedstream.broker.records import Bookmark, Tally
 from fedstream.broker.streams import Entry, entries_of
+from fedstream.core.errors import BadMessage, BrokerError, ReplyTooLarge
+from fedstream.core.messages import Trigger
+from fedstream.core.records import Bookmark, Tally
 
 BEGINNING = "0-0"
 LED = ("scheduler", "updater")

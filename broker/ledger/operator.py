@@ -13,8 +13,8 @@ from fedstream.broker.ledger.gateway import Registration
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import packed, verdict
 from fedstream.broker.ledger.reading import LOOK, Models, Register, Watch, device_of
-from fedstream.broker.messages import QUARANTINED, SetQuarantine, Trigger
 from fedstream.broker.scripts import Script
+from fedstream.core.messages import QUARANTINED, SetQuarantine, Trigger
 
 MAY = Script("may")  # asked by `doctor`
 _RETRY = Script("retry")

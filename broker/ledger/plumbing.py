@@ -11,11 +11,11 @@ import msgpack
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import SCHEMA, Event
-from fedstream.broker.records import Head, Run, mapping
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import NoRun
+from fedstream.core.messages import SCHEMA, Event
+from fedstream.core.records import Head, Run, mapping
 
 T = TypeVar("T")
 

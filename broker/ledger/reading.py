@@ -11,10 +11,10 @@ from typing import Any
 import msgpack
 
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import BadMessage, NoScript
 from fedstream.broker.ledger.plumbing import Ledger
-from fedstream.broker.records import Bookmark, Failing, Head, Run, Tally, View, mapping, trigger_of
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import BadMessage, NoScript
+from fedstream.core.records import Bookmark, Failing, Head, Run, Tally, View, mapping, trigger_of
 
 LOOK = Script("look")
 # Keys that `look` reads in one step when it doesn't count inboxes; of most only the length.

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedstream.broker import lease
-from fedstream.broker.errors import Fenced, NoScript
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import Pending
 from fedstream.broker.ledger.reading import (
@@ -26,9 +25,10 @@ from fedstream.broker.ledger.reading import (
     news_since,
     paired,
 )
-from fedstream.broker.messages import CloseRound, Trigger, Withdraw
-from fedstream.broker.records import Bookmark, Changes, Tally
 from fedstream.broker.scripts import Script, load_all
+from fedstream.core.errors import Fenced, NoScript
+from fedstream.core.messages import CloseRound, Trigger, Withdraw
+from fedstream.core.records import Bookmark, Changes, Tally
 
 TRIGGER = Script("trigger")
 

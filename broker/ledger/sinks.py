@@ -9,7 +9,7 @@ import msgpack
 from fedstream.broker import blobs
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import Ledger
-from fedstream.broker.records import mapping
+from fedstream.core.records import mapping
 
 RIGHTS = Rights(
     both=("sinks",),

@@ -16,17 +16,17 @@ from typing import Any
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import word
 from fedstream.broker.ledger.reading import MemoryUse
-from fedstream.broker.messages import Dead, Event, GiveUp, Heartbeat, Presence, Trigger, Upload
-from fedstream.broker.records import Head, mapping
 from fedstream.broker.scripts import Script, run
 from fedstream.broker.started import Started
 from fedstream.broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import BrokerError
+from fedstream.core.messages import Dead, Event, GiveUp, Heartbeat, Presence, Trigger, Upload
+from fedstream.core.records import Head, mapping
 
 FINISH = Script("finish_task")
 _UNHEARD = 10_000  # inbox entries above which trainers skip their announcements
@@ -165,7 +165,7 @@ class Outbox:
 
         A long list is sent only until a coordinator has noted its digest, and when that note is
         gone. Returns False and sends nothing while the inbox isn't being read, so that
-        announcements don't pile up. ``failing``: see :class:`~fedstream.broker.messages.Presence`.
+        announcements don't pile up. ``failing``: see :class:`~fedstream.core.messages.Presence`.
         ``concurrent``: whether the devices work at the same time.
         """
         digest = self._digest_of(owns) if len(owns) > _SHORT else None

@@ -11,13 +11,15 @@ from fedstream.broker import blobs, lease
 from fedstream.broker.blobs import chunks_of
 from fedstream.broker.commands import Command
 from fedstream.broker.custody import ended_unlike
-from fedstream.broker.errors import BadMessage, Fenced, NoScript
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import packed
 from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, MemoryUse, Models, Overview
-from fedstream.broker.messages import OUTCOMES, Upload, Version
-from fedstream.broker.records import (
+from fedstream.broker.scripts import Script
+from fedstream.broker.streams import Look
+from fedstream.core.errors import BadMessage, Fenced, NoScript
+from fedstream.core.messages import OUTCOMES, Upload, Version
+from fedstream.core.records import (
     NO_QUARANTINES,
     Commit,
     Committed,
@@ -27,8 +29,6 @@ from fedstream.broker.records import (
     flattened,
     mapping,
 )
-from fedstream.broker.scripts import Script
-from fedstream.broker.streams import Look
 
 _COMMIT = Script("commit")
 _CREATE = Script("create")

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from fedstream.broker import reasons
-from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.quotas import Quotas
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
+from fedstream.core import reasons
+from fedstream.core.errors import FedstreamError
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
 from fedstream.protocol.messages import (

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.runtime.config import Chosen
 from fedstream.runtime.plugins import Door, OneOf
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 import jwt
 from aiohttp import hdrs, web
 
-from fedstream.broker.digest import digest_of
 from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.invites import device_in
@@ -25,6 +24,7 @@ from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.registry import Registry
 from fedstream.coordinator.gateway.verified import ALGORITHM, VerifiedTokens, untrusted
+from fedstream.core.digest import digest_of
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
 from fedstream.protocol.messages import Access, Body, Enrolled, Enrolment, Nothing

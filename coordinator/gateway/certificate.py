@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cryptography import x509
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.runtime import logging
 from fedstream.runtime.tls import stamp
 

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.broker.digest import algorithm_of, digest_of
-from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
-from fedstream.wire import Undecodable, changes, compressed, format_of
+from fedstream.core import changes, compressed
+from fedstream.core.digest import algorithm_of, digest_of
+from fedstream.core.errors import FedstreamError, Undecodable
+from fedstream.core.formats import format_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fedstream.broker.layout import Layout
+    from fedstream.core.layout import Layout
 
 _WORTH_IT = 0.9  # of the model's bytes: changes that save less are not sent
 _REMEMBERED = 1000  # pairs that were offered, and pairs whose changes are not worth it

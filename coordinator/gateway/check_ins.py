@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.models import ModelCopies
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
+    from fedstream.core.formats import Format
     from fedstream.protocol.messages import CheckIn
-    from fedstream.wire import Format
 
 # Check-ins end their waits together, a quarter of a second apart: one wake-up answers them all.
 _TOGETHER_S = 0.25

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError, NoRun
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core.errors import ConfigError, NoRun
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.gateway import GatewayLedger
-    from fedstream.broker.records import Head, Run
-    from fedstream.wire import Format
+    from fedstream.core.formats import Format
+    from fedstream.core.records import Head, Run
 
 _REMEMBERED = 1000  # newest versions whose models may still be asked for, if Redis keeps them
 _WAIT_S = 2.0  # for a run that is being made

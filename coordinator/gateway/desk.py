@@ -19,8 +19,8 @@ from fedstream.protocol.messages import ATTEMPT_DIGITS
 if TYPE_CHECKING:
     import asyncio
 
-    from fedstream.broker.messages import Assignment
     from fedstream.broker.streams import Entry
+    from fedstream.core.messages import Assignment
 
 # Why a check-in's wait ends: there is a task; there was none in time; it does not count any more,
 # as what came later took its place.

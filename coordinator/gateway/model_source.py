@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.runtime.http import SLICE
 
 if TYPE_CHECKING:

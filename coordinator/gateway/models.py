@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from fedstream.broker import blobs
-from fedstream.broker.digest import DIGEST_PATTERN
-from fedstream.broker.errors import BlobDamaged, BlobMissing
-from fedstream.broker.layout import Payload
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
 from fedstream.coordinator.gateway.model_source import (
     InRedis,
@@ -25,15 +22,18 @@ from fedstream.coordinator.gateway.model_source import (
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
+from fedstream.core.digest import DIGEST_PATTERN
+from fedstream.core.errors import BlobDamaged, BlobMissing
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Payload
 from fedstream.protocol import headers
-from fedstream.wire import format_of
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.broker.records import Head
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.core.records import Head
 
 _OF_A_DEVICE = 2  # downloads at once: one that was cut, and the next
 _BYTES = "application/octet-stream"

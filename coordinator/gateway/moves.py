@@ -12,11 +12,11 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import BadMessage
-from fedstream.broker.messages import HandOver, Seating, decode
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.replicas import GREET_S, OtherReplicas
+from fedstream.core.errors import BadMessage
+from fedstream.core.messages import HandOver, Seating, decode
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fedstream.broker import reasons
+from fedstream.core import reasons
+from fedstream.core.formats import F32
 from fedstream.protocol.messages import Advice, ExpectedUpdate, Offer, OfferedModel, OfferedTask
-from fedstream.wire import F32
 
 if TYPE_CHECKING:
-    from fedstream.broker.messages import Assignment
-    from fedstream.broker.records import Head, Run
     from fedstream.coordinator.gateway.desk import Held
-    from fedstream.wire import Format
+    from fedstream.core.formats import Format
+    from fedstream.core.messages import Assignment
+    from fedstream.core.records import Head, Run
 
 GO_ON = Advice(go_on=True)
 

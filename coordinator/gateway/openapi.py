@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fedstream.broker.digest import DIGEST_PATTERN
 from fedstream.coordinator.gateway.refusals import REFUSALS
+from fedstream.core.digest import DIGEST_PATTERN
 from fedstream.protocol.messages import ATTEMPT_ID, schemas
 
 _JSON: Final = "application/json"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from fedstream.broker import reasons
+from fedstream.core import reasons
 from fedstream.protocol.messages import Receipt
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias, get_args
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.protocol.headers import CONTENT_TYPE
 from fedstream.protocol.messages import Problem
 

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from fedstream.broker.bounded import BoundedClient
-from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import OWNED
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.app import GatewayApp, Opened
 from fedstream.coordinator.gateway.attestation import NoVerifier
@@ -35,6 +33,8 @@ from fedstream.coordinator.gateway.receipts import Receipts
 from fedstream.coordinator.gateway.settings import OTHER_FILES
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.coordinator.gateway.uploads import Uploads
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.messages import OWNED
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.process import allow_files, short_pauses
 from fedstream.runtime.service import Context, repeat
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.app import Recognition
     from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
     from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.core.formats import Format
     from fedstream.runtime.tasks import LeaseSettings
-    from fedstream.wire import Format
 
 _LOOK_S = 1.0  # between two looks at the run and at who is away
 _ANNOUNCE_S = 2.0  # between two announcements of the same devices

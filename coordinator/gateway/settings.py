@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr, model_validator
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import GATEWAY, POOL, check_name
-from fedstream.broker.messages import OWNED
+from fedstream.broker.keys import GATEWAY, check_name
 from fedstream.coordinator.gateway.attestation import NoVerifier, VerifierSettings
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import OWNED, POOL
 from fedstream.protocol.messages import WAIT_S, UrlHost
 from fedstream.runtime.config import Positive, Section
 

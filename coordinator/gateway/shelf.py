@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 
 Make: TypeAlias = Callable[[], Coroutine[Any, Any, "Volume"]]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from fedstream.broker import reasons
-from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import OWNED, Assignment, Dead, GiveUp, Upload
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.desk import Held
 from fedstream.coordinator.gateway.receipts import receipt_of
 from fedstream.coordinator.gateway.upload_notes import upload_blob
+from fedstream.core import reasons
+from fedstream.core.errors import BadMessage
+from fedstream.core.messages import OWNED, Assignment, Dead, GiveUp, Upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Set
 from typing import TYPE_CHECKING, TypeAlias
 
-from fedstream.broker import reasons
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core import reasons
 from fedstream.protocol.messages import Receipt
 
 if TYPE_CHECKING:

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from fedstream.broker.blobs import CHUNK, chunks_of
-from fedstream.broker.errors import BlobMissing
-from fedstream.broker.messages import Upload
 from fedstream.broker.parts import Written
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway import upload_answers, upload_requests
@@ -32,9 +30,11 @@ from fedstream.coordinator.gateway.turns import TakenOver, Turns
 from fedstream.coordinator.gateway.upload_answers import EXPIRE_S, OffsetRefused, UploadEnd
 from fedstream.coordinator.gateway.upload_notes import Source, UploadNote, upload_blob
 from fedstream.coordinator.gateway.upload_stops import StoppedUpload, UploadStops
+from fedstream.core.errors import BlobMissing
+from fedstream.core.formats import F32
+from fedstream.core.messages import Upload
 from fedstream.protocol import headers
 from fedstream.protocol.messages import ATTEMPT_ID, TASK_ID
-from fedstream.wire import F32
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.turns import Turn
     from fedstream.coordinator.gateway.upload_stops import Revoked
+    from fedstream.core.formats import Format
     from fedstream.protocol.messages import UpdateReport
-    from fedstream.wire import Format
 
 _NOTE_S = 60.0  # then the note of an update is gone that came in one request
 PLACE = 2 << 20  # bytes of memory that an upload may take: a chunk, and what comes meanwhile

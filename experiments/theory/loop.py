@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.theory.arrivals import DrawnArrival
 from experiments.theory.quadratics import Quadratics
-from fedstream.broker.layout import Floats, Layout, Model, Tensor
+from fedstream.core.layout import Floats, Layout, Model, Tensor
 from fedstream.strategies import State, Strategy, Update
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.layout import Floats
+from fedstream.core.layout import Floats
 
 Wide = npt.NDArray[np.float64]
 

@@ -43,7 +43,7 @@ def _run(channel: IO[bytes]) -> int:
     with process.importing():
         from fedstream.api.messages import Teller
         from fedstream.api.parameters import request_of
-        from fedstream.broker.errors import FedstreamError
+        from fedstream.core.errors import FedstreamError
         from fedstream.local.lives import new_launcher
         from fedstream.local.run import run
         from fedstream.runtime.parent import end_with_parent

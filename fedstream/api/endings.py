@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history.record import RunRecord
 
 

@@ -26,7 +26,7 @@ from fedstream.api.parameters import (
 )
 from fedstream.api.progress import Shown, on_interrupt, showing
 from fedstream.api.references import TaskLike, label, name_for_others, task_and_table
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord
 from fedstream.local.supervisor import how_it_ended

@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from fedstream.broker.errors import (
+from fedstream.core.errors import (
     ConfigError,
     DataError,
     FedstreamError,
     TaskError,
     Unavailable,
 )
-from fedstream.broker.records import Tally
+from fedstream.core.records import Tally
 from fedstream.history.display import doing, figures
 from fedstream.history.timeline import History
 from fedstream.journal import JournalError

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic_core import PydanticSerializationError, to_json
 
 from fedstream.api.references import importable
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.local.request import RunRequest
 from fedstream.runtime.config import Chosen, Option
 from fedstream.runtime.text import did_you_mean

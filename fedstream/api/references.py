@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.history.display import short
 from fedstream.trainer.loading import NOT_A_MODEL, PICKLED, is_model, pickle_task
 from fedstream.trainer.task import Task

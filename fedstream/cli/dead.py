@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.cli.options import AsJson, Config, RunName, Url, ask
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.terminal import confirm, line, verbatim
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import Config, DataRoot, Sets, TaskName, settings_of
+from fedstream.core.errors import ConfigError
 from fedstream.runtime import process
 from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.terminal import doing, line

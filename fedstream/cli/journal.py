@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.cli.options import (
     OUTCOMES,
     AsJson,
@@ -23,11 +22,12 @@ from fedstream.cli.options import (
     one_of,
     recorded_programs,
 )
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.terminal import Advance, adding, line, progress, verbatim
 
 # Commands import what they need inside, so that `--help` is fast.
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Model
+    from fedstream.core.layout import Model
     from fedstream.journal import Segment
     from fedstream.journal.inspection import RecordedVersion
 

@@ -10,8 +10,6 @@ from typing import Annotated
 
 import typer
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL
 from fedstream.cli.options import (
     AsJson,
     ChangedRules,
@@ -30,6 +28,8 @@ from fedstream.cli.options import (
     recorded_programs,
     settings_of,
 )
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import POOL
 from fedstream.runtime.process import INTERRUPTED
 from fedstream.terminal import confirm, line, verbatim
 

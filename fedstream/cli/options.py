@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
+from fedstream.core.errors import ConfigError
 from fedstream.terminal import confirm, line
 
 if TYPE_CHECKING:

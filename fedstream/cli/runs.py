@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import (
     TRACKERS,
     AsJson,
@@ -20,6 +19,7 @@ from fedstream.cli.options import (
     one_of,
     recorded_programs,
 )
+from fedstream.core.errors import ConfigError
 from fedstream.runtime import process
 from fedstream.terminal import adding, line, verbatim
 

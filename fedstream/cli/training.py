@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import (
     ChangedRules,
     Config,
@@ -30,6 +29,7 @@ from fedstream.cli.options import (
     settings_of,
     task_options,
 )
+from fedstream.core.errors import ConfigError
 from fedstream.runtime import process
 from fedstream.terminal import confirm, verbatim
 

@@ -10,7 +10,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from yarl import URL
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

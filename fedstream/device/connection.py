@@ -23,7 +23,7 @@ from typing import Self, TypeVar
 
 import aiohttp
 
-from fedstream.broker.errors import ConfigError, FedstreamError, distrust
+from fedstream.core.errors import ConfigError, FedstreamError, distrust
 from fedstream.device.address import GatewayAddress
 from fedstream.device.errors import NotNow, TurnedAway
 from fedstream.protocol import headers as wire_headers

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError
-from fedstream.broker.layout import Floats
+from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
+from fedstream.core.layout import Floats
 from fedstream.protocol.messages import BadBody, UpdateReport
 from fedstream.runtime.process import read_regular
 from fedstream.trainer.workspace import Workspace

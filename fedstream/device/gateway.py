@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.device.connection import Connection, Reply, date_of, retry_after
 from fedstream.device.errors import NotNow
 from fedstream.protocol.headers import as_bearer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
 from fedstream.device.errors import TurnedAway

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.digest import algorithm_of, digest_of
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BlobDamaged, FedstreamError, Unavailable
-from fedstream.broker.layout import Layout, Model, Payload
+from fedstream.core import changes
+from fedstream.core.digest import algorithm_of, digest_of
+from fedstream.core.errors import BlobDamaged, FedstreamError, Unavailable, Undecodable
+from fedstream.core.formats import format_of
+from fedstream.core.given import decode, inside, room_for
+from fedstream.core.layout import Layout, Model, Payload
+from fedstream.core.messages import Encoded
 from fedstream.device.connection import Reply, replied
 from fedstream.device.errors import NotNow
 from fedstream.device.gateway import TOKEN
 from fedstream.protocol.headers import as_bearer
-from fedstream.wire import Undecodable, changes, format_of
-from fedstream.wire.given import decode, inside, room_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,16 +15,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fedstream.broker.clock import uptime
-from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
-from fedstream.broker.layout import Model
+from fedstream.core.errors import BadMessage, ConfigError, LayoutMismatch
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Model
 from fedstream.trainer.solvers import Cancelled, Work, chosen
 from fedstream.trainer.workspace import Start
-from fedstream.wire import format_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from fedstream.broker.layout import Floats
+    from fedstream.core.layout import Floats
     from fedstream.device.folder import DeviceFolder
     from fedstream.protocol.messages import Offer
     from fedstream.trainer.learner import Learned, Learner

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.device.connection import retry_after
 from fedstream.device.errors import NotNow
 from fedstream.protocol import headers as names

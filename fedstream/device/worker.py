@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-from fedstream.broker import reasons
-from fedstream.broker.errors import BlobDamaged, FedstreamError, LayoutMismatch
+from fedstream.core import reasons
+from fedstream.core.errors import BlobDamaged, FedstreamError, LayoutMismatch
+from fedstream.core.formats import ENCODINGS, format_of
 from fedstream.device.errors import TurnedAway
 from fedstream.device.folder import DeviceFolder, FinishedUpdate
 from fedstream.device.models import ModelStore, Superseded
@@ -29,10 +30,9 @@ from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.solvers import Cancelled
 from fedstream.trainer.workspace import Start
-from fedstream.wire import ENCODINGS, format_of
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Floats, Layout
+    from fedstream.core.layout import Floats, Layout
     from fedstream.device.gateway import OwnGateway
     from fedstream.protocol.messages import Offer, Receipt
     from fedstream.trainer.learner import Learned

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from fedstream.broker.client import Client, RedisSettings, shown_certificate
-from fedstream.broker.errors import BrokerError, distrust
+from fedstream.core.errors import BrokerError, distrust
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.broker.records import Run, Tally
 from fedstream.broker.rights import ROLES
+from fedstream.core.errors import BrokerError, NoRun
+from fedstream.core.records import Run, Tally
 from fedstream.doctor import certificates, gateway, rights, run, server, task, volume
 from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
 from fedstream.operate.presence import elsewhere, in_words, serving

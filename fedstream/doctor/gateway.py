@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY
 from fedstream.coordinator.gateway.settings import OTHER_FILES, GatewaySettings
 from fedstream.coordinator.sites import served
+from fedstream.core.errors import ConfigError
 from fedstream.doctor.certificates import DAY, ENDS_S, in_words, is_idle_star, lifetime
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import msgpack
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.operator import MAY
 from fedstream.broker.rights import ROLES, commands
 from fedstream.broker.rights import rights_of as parts
+from fedstream.core.errors import BrokerError
 from fedstream.doctor.findings import Finding, not_checked, ok, problem
 
 # Each command with complete sample arguments; it is only checked, never executed. K: a key.

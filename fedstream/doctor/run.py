@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedstream.broker.layout import Layout
-from fedstream.broker.records import Run
+from fedstream.core.layout import Layout
+from fedstream.core.records import Run
 from fedstream.doctor.findings import Finding, ok, problem, warning
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fedstream.broker.layout import Layout
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import BUDGET_SHARE, vectors
 from fedstream.coordinator.scheduling import room_beside
+from fedstream.core.layout import Layout
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, size, warning
 from fedstream.terminal import counted
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.broker.layout import Layout
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.layout import Layout
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, size, warning
 from fedstream.settings.dry_step import test_data_of, try_measuring, try_model, try_training
 from fedstream.trainer.data import length_of

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.records import Run
+from fedstream.core.errors import FedstreamError
+from fedstream.core.records import Run
 from fedstream.doctor.findings import Finding, ok, problem, size, warning
 from fedstream.journal import Segment, segments, stored_bytes
 from fedstream.terminal import counted

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 from fedstream.flower import apps, records
 from fedstream.protocol.flower import RATES, loss_of, samples_of
 from fedstream.runtime.plugins import import_attribute

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.protocol.flower import SAMPLES
 
 if TYPE_CHECKING:

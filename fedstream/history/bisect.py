@@ -8,8 +8,8 @@ from itertools import pairwise
 from math import isfinite
 from types import MappingProxyType
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model
 from fedstream.journal import NotRecorded, Segment, Standing, Taken, newest_version, since
 from fedstream.journal.inspection import Move, history
 from fedstream.journal.records import is_used

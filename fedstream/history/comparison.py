@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstream.broker.errors import ConfigError, DataError
-from fedstream.broker.messages import Goal
+from fedstream.core.errors import ConfigError, DataError
+from fedstream.core.messages import Goal
 from fedstream.history import pictures, report, tables
 from fedstream.history.display import short
 from fedstream.history.measurements import Measurement

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.messages import OUTCOMES
+from fedstream.core.messages import OUTCOMES
 from fedstream.history.table import RowArray, is_used_row
 from fedstream.journal.shares import Share
 

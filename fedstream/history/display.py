@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedstream.broker.records import Tally
+from fedstream.core.records import Tally
 from fedstream.history.timeline import FIRST_S, History, is_stalled
 from fedstream.terminal import cell, console, cut, line, measure, number, spaced, two_columns
 from fedstream.trainer.goals import main_metric, unknown_goal

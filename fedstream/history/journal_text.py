@@ -15,8 +15,8 @@ from typing import Any, TextIO, TypeAlias
 
 from rich.table import Table
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.messages import OUTCOMES
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import OUTCOMES
 from fedstream.history.bisect import Cause
 from fedstream.journal import (
     Cut,

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.history import report
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord

@@ -9,7 +9,7 @@ from math import isnan
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history.index import columns_of
 from fedstream.history.table import NONE, Columns, texts
 from fedstream.history.timeline import History, SeenUpdate, SeenVersion

@@ -8,8 +8,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import DataError, FedstreamError, LayoutMismatch
-from fedstream.broker.layout import Model
+from fedstream.core.errors import DataError, FedstreamError, LayoutMismatch
+from fedstream.core.layout import Model
 from fedstream.history.measurements import measurements
 from fedstream.history.report import METRICS
 from fedstream.settings.services import loaded

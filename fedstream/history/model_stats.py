@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from fedstream.broker.layout import OF_INTEGERS, Floats, Layout
+from fedstream.core.layout import OF_INTEGERS, Floats, Layout
 from fedstream.history.models import Past
 from fedstream.history.table import RowArray
 from fedstream.journal import Standing, Taken

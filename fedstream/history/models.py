@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from fedstream.broker.layout import Layout, Model
+from fedstream.core.layout import Layout, Model
 from fedstream.journal import (
     JournalError,
     NotRecorded,

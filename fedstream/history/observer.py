@@ -10,13 +10,13 @@ from shutil import disk_usage
 from typing import TypeVar
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import PAGE
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.broker.messages import Event, Message, Version
-from fedstream.broker.records import Tally
 from fedstream.broker.streams import Entry, Reader
+from fedstream.core.errors import BadMessage
+from fedstream.core.layout import PAGE
+from fedstream.core.messages import Event, Message, Version
+from fedstream.core.records import Tally
 from fedstream.history.timeline import History
 
 M = TypeVar("M", bound=Message)

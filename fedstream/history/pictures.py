@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fedstream.broker.messages import Goal
+    from fedstream.core.messages import Goal
     from fedstream.history.measurements import Measurement
     from fedstream.journal import SegmentHead
 

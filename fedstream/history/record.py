@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history import pictures, report, summary, tables
 from fedstream.history import tensors as models
 from fedstream.history.index import columns_of, marks

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import Goal
+from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import Goal
 from fedstream.history import report
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, measurements

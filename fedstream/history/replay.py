@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from rich.table import Table
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Sends
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model
+from fedstream.core.messages import Sends
 from fedstream.history import report
 from fedstream.history.measuring import measuring
 from fedstream.journal import JournalError, journal_of

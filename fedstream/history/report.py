@@ -18,9 +18,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fedstream import __version__
-from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.broker.messages import OUTCOMES
-from fedstream.broker.records import Tally
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.messages import OUTCOMES
+from fedstream.core.records import Tally
 from fedstream.history.timeline import History, SeenVersion
 from fedstream.journal import FOLDER, journal_of
 from fedstream.settings.recording import CONFIG, SUMMARY
@@ -29,7 +29,7 @@ from fedstream.trainer.goals import is_over_devices
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedstream.broker.layout import Model
+    from fedstream.core.layout import Model
 
 METRICS = "metrics.csv"
 DEVICES = "devices.csv"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 from fedstream.history import pictures, report, summary
 from fedstream.history.measuring import measuring
 from fedstream.history.record import RunRecord

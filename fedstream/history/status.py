@@ -16,11 +16,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import ConfigError, FedstreamError, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.broker.messages import first_wrong
 from fedstream.coordinator.app import status
+from fedstream.core.errors import ConfigError, FedstreamError, Unavailable
+from fedstream.core.messages import first_wrong
 from fedstream.history.display import failing_rows, outcomes, quarantined
 from fedstream.terminal import cell, clock, console, number, spaced, two_columns
 

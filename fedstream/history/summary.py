@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Layout
-from fedstream.broker.messages import OUTCOMES, Goal, first_wrong
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Layout
+from fedstream.core.messages import OUTCOMES, Goal, first_wrong
 from fedstream.history import report
 from fedstream.history.display import failing_rows, fairness, main_row, never_finite, short
 from fedstream.history.measurements import Measurement, measurements

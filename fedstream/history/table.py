@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.messages import OUTCOMES
+from fedstream.core.messages import OUTCOMES
 from fedstream.journal import (
     Cut,
     EntryRecord,

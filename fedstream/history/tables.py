@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import OUTCOMES
+from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import OUTCOMES
 from fedstream.history import report
 from fedstream.history.table import NONE, Columns, RowArray, Texts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedstream.broker.layout import Layout, Model
+from fedstream.core.layout import Layout, Model
 from fedstream.journal import NotRecorded, Taken, opened
 from fedstream.journal.inspection import model_at
 from fedstream.journal.rebuild import recorded

@@ -9,8 +9,7 @@ from math import isfinite, isnan
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fedstream.broker.keys import POOL
-from fedstream.broker.messages import Event, Goal, Version
+from fedstream.core.messages import POOL, Event, Goal, Version
 from fedstream.trainer.goals import (
     MOST_RELAPSES,
     Swings,

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Event
-from fedstream.broker.records import Tally
+from fedstream.core.errors import FedstreamError, NoRun
+from fedstream.core.messages import Event
+from fedstream.core.records import Tally
 from fedstream.history.display import failing_rows, outcomes, pace, quarantined, short
 from fedstream.history.observer import Observer, out_of_space
 from fedstream.history.report import tasks_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.history import report
 from fedstream.history.record import RunRecord
 from fedstream.runtime.config import Option, load

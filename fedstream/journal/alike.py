@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.errors import BadMessage
-from fedstream.broker.messages import decode
+from fedstream.core.errors import BadMessage
+from fedstream.core.messages import decode
 from fedstream.journal.errors import JournalDamaged
 from fedstream.journal.records import EntryRecord, QuarantineSet, RoundClosed, Taken
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from fedstream.broker.digest import algorithm_of
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Sends, Upload
+from fedstream.core.digest import algorithm_of
+from fedstream.core.errors import FedstreamError
+from fedstream.core.formats import F32, Format
+from fedstream.core.given import given
+from fedstream.core.layout import Layout, Model
+from fedstream.core.messages import Sends, Upload
 from fedstream.strategies.vectors import IN_MEMORY, on_disk
-from fedstream.wire import F32, Format
-from fedstream.wire.given import given
 
 
 class Bases:

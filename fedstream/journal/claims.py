@@ -27,7 +27,7 @@ import socket
 import time
 from pathlib import Path
 
-from fedstream.broker.errors import Fenced
+from fedstream.core.errors import Fenced
 from fedstream.journal.errors import JournalError
 from fedstream.journal.writer import FILE_MODE, made_folder, sync_folder, translated
 

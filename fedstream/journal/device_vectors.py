@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.layout import vector_of
+from fedstream.core.layout import vector_of
 from fedstream.journal.errors import JournalDamaged, JournalError
 from fedstream.journal.segment import Segment
 from fedstream.strategies import DeviceVectors

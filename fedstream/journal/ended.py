@@ -19,7 +19,7 @@ from threading import Lock
 
 import msgpack
 
-from fedstream.broker.records import End
+from fedstream.core.records import End
 from fedstream.journal.chain import cuts
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.rebuild import end_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError
 
 
 class JournalError(FedstreamError):

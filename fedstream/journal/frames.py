@@ -19,7 +19,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedstream.broker.layout import PAGE
+from fedstream.core.layout import PAGE
 
 FORMAT = 2
 LONGEST = 16 << 20  # bytes of a message; none of ours is longer

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
-from fedstream.broker.digest import algorithm_of
-from fedstream.broker.layout import Model
+from fedstream.core.digest import algorithm_of
+from fedstream.core.layout import Model
 from fedstream.journal.chain import check_joint, cuts, entries, newest_version, since
 from fedstream.journal.errors import Diverged, JournalError, NotRecorded
 from fedstream.journal.rebuild import Rebuild

@@ -38,8 +38,8 @@ import math
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
-from fedstream.broker.layout import Floats, Model
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Floats, Model
+from fedstream.core.messages import Upload
 from fedstream.journal.records import Sizes
 from fedstream.strategies import Strategy
 from fedstream.strategies.mixing import distance, norm

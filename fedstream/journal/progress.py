@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Contribution, Upload
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.layout import Model
+from fedstream.core.messages import Contribution, Upload
 from fedstream.journal.norms import Norms
 from fedstream.journal.records import Counted
 from fedstream.runtime.plugins import words

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, fields, replace
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedstream.broker import reasons
-from fedstream.broker.digest import algorithm_of
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Contribution, Upload, first_wrong
-from fedstream.broker.records import End, Quarantines, counted
+from fedstream.core import reasons
+from fedstream.core.digest import algorithm_of
+from fedstream.core.errors import ConfigError, Undecodable
+from fedstream.core.formats import Format, format_of
+from fedstream.core.given import given
+from fedstream.core.layout import Model
+from fedstream.core.messages import Contribution, Upload, first_wrong
+from fedstream.core.records import End, Quarantines, counted
 from fedstream.journal.device_vectors import device_vectors
 from fedstream.journal.errors import (
     Diverged,
@@ -38,8 +40,6 @@ from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
 from fedstream.journal.updates import update_of
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
-from fedstream.wire import Format, Undecodable, format_of
-from fedstream.wire.given import given
 
 _SHORT = 1e-30  # the smallest gamma H that counts as training
 # How far a weight may differ between two machines' C libraries: in its last bits, or by too little

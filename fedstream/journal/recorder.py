@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import TypeVar
 
-from fedstream.broker.layout import Model, Payload
+from fedstream.core.layout import Model, Payload
 from fedstream.journal.claims import Claim, newest_epoch
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.records import (

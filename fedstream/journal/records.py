@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard
 
 from pydantic import Field
 
-from fedstream.broker.messages import (
+from fedstream.core.messages import (
     Contribution,
     Count,
     Goal,

@@ -26,8 +26,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias
 
-from fedstream.broker.layout import Layout, Model, Payload
-from fedstream.broker.messages import Sends, Upload
+from fedstream.core.layout import Layout, Model, Payload
+from fedstream.core.messages import Sends, Upload
 from fedstream.journal.bases import Bases
 from fedstream.journal.chain import check_joint, cuts, segments
 from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded

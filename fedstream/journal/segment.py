@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.digest import Digester, algorithm_of
-from fedstream.broker.errors import BadMessage, LayoutMismatch
-from fedstream.broker.layout import PAGE, Layout, Payload
-from fedstream.broker.messages import Message, decode
+from fedstream.core.digest import Digester, algorithm_of
+from fedstream.core.errors import BadMessage, LayoutMismatch
+from fedstream.core.formats import most_bytes
+from fedstream.core.layout import PAGE, Layout, Payload
+from fedstream.core.messages import Message, decode
 from fedstream.journal.batches import RecordBatch, batch_at
 from fedstream.journal.errors import JournalDamaged, JournalError
 from fedstream.journal.frames import (
@@ -49,7 +50,6 @@ from fedstream.journal.records import (
     Standing,
 )
 from fedstream.runtime.process import open_regular
-from fedstream.wire import most_bytes
 
 _CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
 _AHEAD = 16 << 20  # bytes after a payload that the disk is asked to prefetch
@@ -223,7 +223,7 @@ class Segment:
         self.close()
 
     def done(self) -> tuple[tuple[Any, ...], ...]:
-        """Recent ends in the standing: the fields of :class:`fedstream.broker.records.End`."""
+        """Recent ends in the standing: the fields of :class:`fedstream.core.records.End`."""
         standing = self._record(self.standing_record.place.offset)
         if standing is None or not isinstance(standing.message, Standing):
             raise JournalDamaged(f"{self.path}: its second record is no longer a standing")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedstream.broker.layout import Floats, Model
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Floats, Model
+from fedstream.core.messages import Upload
 from fedstream.journal.inspection import Move, Read, history
 from fedstream.journal.records import Standing, Taken, is_used
 from fedstream.journal.segment import Segment

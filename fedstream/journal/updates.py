@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fedstream.broker.layout import Layout, Model, Payload
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import Format, format_of
+from fedstream.core.layout import Layout, Model, Payload
 from fedstream.journal.errors import JournalDamaged, JournalError, UpdateAltered
 from fedstream.journal.records import Taken
 from fedstream.journal.segment import Record, Segment
-from fedstream.wire import Format, Undecodable, format_of
 
 
 def received(segment: Segment, record: Record, room: Model) -> Payload:

@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Message, Sends
+from fedstream.core.layout import Model
+from fedstream.core.messages import Message, Sends
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import recorded, unfit
 from fedstream.journal.records import RoundClosed, Taken, is_used

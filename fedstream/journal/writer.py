@@ -16,9 +16,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import Fenced
-from fedstream.broker.layout import PAGE, Payload, vector_of
-from fedstream.broker.messages import Message
+from fedstream.core.errors import Fenced
+from fedstream.core.layout import PAGE, Payload, vector_of
+from fedstream.core.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, LONGEST, file_page, filled, packed
 from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of

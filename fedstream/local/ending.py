@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedstream.broker.keys import POOL
-from fedstream.broker.messages import Event
-from fedstream.broker.records import Tally
 from fedstream.coordinator.rests import no_device_works
+from fedstream.core.messages import POOL, Event
+from fedstream.core.records import Tally
 from fedstream.history.display import failing
 from fedstream.history.timeline import History
 from fedstream.runtime.process import INTERRUPTED

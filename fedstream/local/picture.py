@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 
-from fedstream.broker.records import Tally
+from fedstream.core.records import Tally
 from fedstream.history.display import short
 from fedstream.history.timeline import History, SeenVersion
 from fedstream.settings.config import Settings

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import Keys
+from fedstream.core.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from fedstream.history import report
 from fedstream.history.display import Display
 from fedstream.history.observer import Observer

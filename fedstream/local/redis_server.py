@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.runtime.parent import death_with_parent
 
 _NAMES = ("redis-server", "valkey-server")

@@ -14,9 +14,9 @@ from pathlib import Path
 from shutil import rmtree
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.rounds import Rounds
+from fedstream.core.errors import ConfigError
 from fedstream.journal import FOLDER
 from fedstream.local.supervisor import Program, is_answering
 from fedstream.operate.enrolment import invite

@@ -8,9 +8,10 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import DataError, FedstreamError, NoRun
-from fedstream.broker.layout import Model
-from fedstream.broker.records import Tally
+from fedstream.broker.newest import as_given, read_newest
+from fedstream.core.errors import DataError, FedstreamError, NoRun
+from fedstream.core.layout import Model
+from fedstream.core.records import Tally
 from fedstream.history import report
 from fedstream.history.observer import Observer
 from fedstream.history.timeline import History
@@ -20,7 +21,6 @@ from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.runtime.plugins import words
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.wire.newest import as_given, read_newest
 
 LOGS = "logs"
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.clock import uptime
-from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
-from fedstream.broker.records import Tally
 from fedstream.coordinator.page import has_page
+from fedstream.core.errors import DataError, FedstreamError, NoRun
+from fedstream.core.records import Tally
 from fedstream.history import report
 from fedstream.history.display import Display
 from fedstream.history.measurements import recall

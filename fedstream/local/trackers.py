@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
-from fedstream.broker.records import Tally
+from fedstream.core.records import Tally
 from fedstream.sinks.choice import named
 from fedstream.sinks.sink import SinkSettings
 

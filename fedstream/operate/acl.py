@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import GATEWAY, POOL, check_name
+from fedstream.broker.keys import GATEWAY, check_name
 from fedstream.broker.rights import OPTIONAL, PARTS, ROLES, acl, user_of
 from fedstream.broker.settings import in_lines
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import POOL
 
 _PREFIX = "FEDSTREAM_PASSWORD_"
 

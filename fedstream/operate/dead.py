@@ -16,10 +16,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BadMessage, FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.broker.messages import (
+from fedstream.core.errors import BadMessage, FedstreamError
+from fedstream.core.messages import (
     Assignment,
     CloseRound,
     Dead,

@@ -19,17 +19,17 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.broker.messages import (
+from fedstream.core.errors import BadMessage, ConfigError, FedstreamError, NoRun
+from fedstream.core.messages import (
     QUARANTINED,
     WHY_QUARANTINED,
     Event,
     Quarantine,
     SetQuarantine,
 )
-from fedstream.broker.records import Quarantines, View
+from fedstream.core.records import Quarantines, View
 from fedstream.terminal import cell, clock, console, line
 
 _AT = "%Y-%m-%d %H:%M:%S"

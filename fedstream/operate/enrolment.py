@@ -14,12 +14,12 @@ from typing import Any, Literal
 from rich.table import Table
 
 from fedstream.broker.client import Client
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import ConfigError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.gateway import Registration
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.coordinator.gateway.invites import new_invite
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import ConfigError, FedstreamError, NoRun
 from fedstream.terminal import clock, console, line
 
 _AT = "%Y-%m-%d %H:%M:%S"

@@ -22,16 +22,16 @@ from rich.table import Table
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import FedstreamError, NoRun, Unavailable
-from fedstream.broker.keys import POOL, TRAINERS, Keys
-from fedstream.broker.layout import Model, Payload
+from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import OUTCOMES, Assignment, CloseRound, Trigger, Upload, task_id
-from fedstream.broker.records import View
 from fedstream.broker.streams import Entry, Group
+from fedstream.core.errors import FedstreamError, NoRun, Unavailable
+from fedstream.core.layout import Model, Payload
+from fedstream.core.messages import OUTCOMES, POOL, Assignment, CloseRound, Trigger, Upload, task_id
+from fedstream.core.records import View
 from fedstream.journal import JournalError, Record, RoundClosed, Segment, Taken, cuts, segments
 from fedstream.journal.rebuild import recorded
 from fedstream.journal.records import is_used

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BrokerError, FedstreamError, NoRun
 from fedstream.broker.keys import COORDINATORS, Keys
 from fedstream.broker.ledger.operator import OperatorLedger
+from fedstream.core.errors import BrokerError, FedstreamError, NoRun
 from fedstream.terminal import counted
 
 _SILENT_S = 10.0  # a trainer without a heartbeat for this long is gone

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 
 SAMPLES: Final = ("num-examples", "num_examples")
 RATES: Final = ("lr", "learning-rate", "learning_rate")

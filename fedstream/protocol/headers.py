@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 
 CONTENT_TYPE: Final = "application/json"
 PARTIAL: Final = "application/partial-upload"  # a part of an upload

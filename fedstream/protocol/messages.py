@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedstream.broker.digest import DIGEST_PATTERN
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import Sends, first_wrong
+from fedstream.core.digest import DIGEST_PATTERN
+from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import Sends, first_wrong
 
 BODY: Final = 1 << 16  # most bytes of a JSON body
 ATTESTATION: Final = 32 << 10  # most bytes of an attestation

@@ -52,7 +52,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.protocol.messages import AUTHORITY, KEY_CHARS
 
 PrivateKey: TypeAlias = EllipticCurvePrivateKey | Ed25519PrivateKey

@@ -48,7 +48,7 @@ from pydantic import (
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.plugins import NotTrusted, OneOf, allowed, runs_program
 from fedstream.runtime.text import did_you_mean
 

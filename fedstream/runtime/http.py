@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
 from aiohttp import HttpVersion11, web
 from pydantic import AfterValidator, Field, SecretStr
 
-from fedstream.broker.errors import FedstreamError
 from fedstream.broker.settings import in_lines
+from fedstream.core.errors import FedstreamError
 from fedstream.runtime.config import Section
 from fedstream.runtime.limits import Crowd, TooMany
 from fedstream.runtime.tls import CurrentTls, TlsBuffers, TlsConnection, TlsFailure

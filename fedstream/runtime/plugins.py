@@ -42,8 +42,8 @@ from pydantic import (
 from pydantic.errors import PydanticUserError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, to_json
 
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import ConfigError, FedstreamError, innermost
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import ConfigError, FedstreamError, innermost
 from fedstream.runtime.text import check_spelling, did_you_mean
 
 if TYPE_CHECKING:

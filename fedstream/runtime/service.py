@@ -27,8 +27,8 @@ import uvloop
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from fedstream.broker.errors import ConfigError, FedstreamError, Fenced
 from fedstream.broker.lease import Lease
+from fedstream.core.errors import ConfigError, FedstreamError, Fenced
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.health import Health, routes
 from fedstream.runtime.http import REFUSED, HttpSettings, serving

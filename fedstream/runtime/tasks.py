@@ -19,9 +19,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from fedstream.broker.digest import DigestAlgorithm
+from fedstream.core.digest import DigestAlgorithm
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import ENCODINGS, Format, format_of
 from fedstream.runtime.config import Section
-from fedstream.wire import ENCODINGS, Format, Undecodable, format_of
 
 StepCount = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more than any task does
 

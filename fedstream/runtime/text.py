@@ -12,7 +12,7 @@ from inspect import isfunction
 from types import CodeType, FunctionType
 from typing import Any
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:

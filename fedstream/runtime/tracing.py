@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 from pydantic import Field
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.messages import time_of
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import time_of
 from fedstream.runtime.config import Section
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fedstream.broker.errors import DataError, FedstreamError, TaskError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import DataError, FedstreamError, TaskError
+from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.runtime.tasks import Epochs, Length, Seconds
 from fedstream.terminal import line

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.gateway.attestation import VERIFIERS
 from fedstream.coordinator.policies import POLICIES
+from fedstream.core.errors import ConfigError
 from fedstream.sinks.choice import SINKS
 from fedstream.strategies import FUNCTIONS, RULES, StalenessFunction
 from fedstream.trainer.partitions import PARTITIONS

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.journal import RuleChanged, journal_of, opened
 from fedstream.journal.rebuild import check_sources, rule_of
 from fedstream.runtime.config import load

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
-from fedstream.broker.errors import FedstreamError
 from fedstream.broker.settings import RedisSettings
+from fedstream.core.errors import FedstreamError
 from fedstream.runtime.config import dump
 from fedstream.settings.recording import CONFIG, SUMMARY
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import Run
 from fedstream.coordinator.access import tokens_of
 from fedstream.coordinator.page import MakePage
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
+from fedstream.core.errors import ConfigError
+from fedstream.core.records import Run
 from fedstream.flower import apps
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Service, serve
@@ -36,7 +36,7 @@ from fedstream.trainer.task import declared_goals
 from fedstream.updater.service import Updater
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Model
+    from fedstream.core.layout import Model
     from fedstream.runtime.http import HttpSettings
     from fedstream.trainer.task import Task, TaskSettings
 

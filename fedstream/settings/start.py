@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import OF_INTEGERS, Layout, Model, Tensor
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import OF_INTEGERS, Layout, Model, Tensor
 from fedstream.journal import JournalError, newest_version, opened
 from fedstream.journal.inspection import model_at
 from fedstream.runtime.plugins import NotTrusted

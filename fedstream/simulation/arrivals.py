@@ -16,7 +16,6 @@ from collections.abc import Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import (
     InFlight,
     Policy,
@@ -28,6 +27,7 @@ from fedstream.coordinator.policies import (
 from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import draw
+from fedstream.core.errors import ConfigError
 from fedstream.journal.progress import mean_after
 from fedstream.runtime.tasks import Participation, Seconds
 from fedstream.settings.simulation import (

@@ -17,11 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fedstream.broker import reasons
-from fedstream.broker.errors import ConfigError, DataError
-from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Contribution, Goal, Upload
 from fedstream.coordinator.rests import no_device_works
+from fedstream.core import reasons
+from fedstream.core.errors import ConfigError, DataError
+from fedstream.core.layout import Layout, Model
+from fedstream.core.messages import Contribution, Goal, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
 from fedstream.runtime.plugins import about, place_of, words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedstream.broker.layout import Floats, Model
+from fedstream.core.layout import Floats, Model
 from fedstream.simulation.arrivals import Arrival
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.broker.messages import Outcome, Upload
 from fedstream.coordinator.rounds import Rounds
+from fedstream.core.messages import Outcome, Upload
 from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
 from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
@@ -20,7 +20,7 @@ from fedstream.strategies import sources_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fedstream.broker.layout import Payload
+    from fedstream.core.layout import Payload
     from fedstream.journal.progress import Progress, Step
     from fedstream.journal.records import Counted
     from fedstream.settings.config import Settings

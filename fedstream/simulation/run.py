@@ -24,8 +24,8 @@ from rich.progress import (
 )
 
 from fedstream import __version__
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import Event, Version
+from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import Event, Version
 from fedstream.history import report
 from fedstream.history.display import (
     duration,

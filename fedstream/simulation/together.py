@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset
 
-    from fedstream.broker.layout import Floats
+    from fedstream.core.layout import Floats
     from fedstream.simulation.job import Job
     from fedstream.trainer.solvers import SolverSettings, Tensors
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fedstream.broker.errors import DataError, FedstreamError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import DataError, FedstreamError
+from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.simulation import together
 from fedstream.trainer import vector

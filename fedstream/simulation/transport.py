@@ -1,7 +1,7 @@
 """What devices get of a model, and the server of an update, in the wire formats of a run.
 
-Both are encoded and decoded by the formats' own code (:mod:`fedstream.wire`), as in a live run. A
-format that is not switched on costs nothing.
+Both are encoded and decoded by the formats' own code (:mod:`fedstream.core.formats`), as in a live
+run. A format that is not switched on costs nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fedstream.broker.layout import Payload
-from fedstream.wire import Undecodable, fed_back
-from fedstream.wire.given import given
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import fed_back
+from fedstream.core.given import given
+from fedstream.core.layout import Payload
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Floats, Model
-    from fedstream.broker.messages import Sends
+    from fedstream.core.layout import Floats, Model
+    from fedstream.core.messages import Sends
     from fedstream.runtime.tasks import WireSettings
 
 

@@ -20,12 +20,13 @@ from prometheus_client import Counter, Gauge
 from safetensors import numpy as safetensors
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BadMessage, BlobMissing, ConfigError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
-from fedstream.broker.messages import Event, Message, Version
+from fedstream.broker.newest import as_given, read_newest
 from fedstream.broker.streams import Entry, Reader
+from fedstream.core.errors import BadMessage, BlobMissing, ConfigError, FedstreamError, NoRun
+from fedstream.core.layout import Model
+from fedstream.core.messages import Event, Message, Version
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
 from fedstream.sinks.sink import (
@@ -41,12 +42,11 @@ from fedstream.sinks.sink import (
     tasks_of,
     told,
 )
-from fedstream.wire.newest import as_given, read_newest
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from fedstream.broker.records import Head, Run
+    from fedstream.core.records import Head, Run
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

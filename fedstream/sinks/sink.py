@@ -19,8 +19,8 @@ from typing import Annotated, Literal, Protocol, Self, TypeAlias
 
 from pydantic import Field
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.messages import OUTCOMES, Event, Version
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import OUTCOMES, Event, Version
 from fedstream.runtime.config import Chosen, Positive
 
 

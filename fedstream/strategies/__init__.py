@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model
 from fedstream.runtime.plugins import RECORDED, Door, OneOf, Plugin
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch

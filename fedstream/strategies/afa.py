@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.strategies.batches import Batch
 from fedstream.strategies.mixing import add, count
 from fedstream.strategies.strategy import Memory, State, Update

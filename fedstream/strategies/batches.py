@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.strategies.mixing import add, count, toward
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 from fedstream.strategies.vectors import DeviceVectors

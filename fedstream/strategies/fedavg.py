@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Sends
+from fedstream.core.layout import Model
+from fedstream.core.messages import Sends
 from fedstream.strategies.mixing import count, mix
 from fedstream.strategies.strategy import Decision, InRounds, Memory, State, Strategy, Update
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedstream.broker.layout import Floats, Model
+from fedstream.core.layout import Floats, Model
 
 BLOCK = 1 << 16  # floats: three arrays of 256 KiB stay in the second-level cache
 

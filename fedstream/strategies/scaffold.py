@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.strategies.batches import Batch
 from fedstream.strategies.mixing import add
 from fedstream.strategies.strategy import Memory, State, Update

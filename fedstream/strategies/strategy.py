@@ -16,8 +16,8 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field
 
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Sends
+from fedstream.core.layout import Model
+from fedstream.core.messages import Sends
 from fedstream.runtime.config import Chosen
 from fedstream.strategies.vectors import DeviceVectors
 

@@ -8,8 +8,8 @@ import tempfile
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Floats
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Floats
 
 IN_MEMORY = 1 << 30  # bytes; the rest is in files
 _BLOCK = 64 << 20  # bytes of vectors that are allocated at once

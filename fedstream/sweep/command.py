@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history.display import duration
 from fedstream.runtime.config import Option
 from fedstream.settings.config import Settings

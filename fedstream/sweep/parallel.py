@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.runtime.parent import VARIABLE, end_with_parent
 
 J = TypeVar("J")

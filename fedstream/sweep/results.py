@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.messages import Goal
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import Goal
 from fedstream.runtime.process import read_regular
 from fedstream.sweep.space import SweptKeys
 from fedstream.sweep.trials import Configuration, Finished, UnknownGoal, UnknownMetric

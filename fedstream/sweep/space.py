@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 
 SweptKeys: TypeAlias = dict[str, object]
 """Configuration keys, and the values that a sweep gives them."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.broker.messages import Goal
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.messages import Goal
 from fedstream.runtime.config import Option, load
 from fedstream.runtime.text import did_you_mean
 from fedstream.settings.config import Settings

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.broker.messages import Trigger, first_wrong, task_id
 from fedstream.coordinator.policies import POLICIES, Policy
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.messages import Trigger, first_wrong, task_id
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import Door, words
 from fedstream.runtime.tasks import FixedSteps, Participation

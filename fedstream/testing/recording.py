@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker import reasons
-from fedstream.broker.layout import Layout, Model, Tensor
-from fedstream.broker.messages import Upload
+from fedstream.core import reasons
+from fedstream.core.layout import Layout, Model, Tensor
+from fedstream.core.messages import Upload
 from fedstream.journal import VECTORS, RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.progress import Progress, close_round, take
 from fedstream.journal.rebuild import standing_of

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import ValidationError
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Model
 from fedstream.runtime.plugins import words
 from fedstream.testing.parts import Fault, made
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Solver, Trained, Work

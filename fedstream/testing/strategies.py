@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.journal import segments
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import View
+from fedstream.core.errors import Unavailable
+from fedstream.core.records import View
 from fedstream.runtime.config import load
 from fedstream.runtime.service import Context
 from fedstream.settings import services

@@ -11,10 +11,10 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.digest import DigestAlgorithm
-from fedstream.broker.errors import BlobDamaged, BlobMissing, OutOfMemory
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
+from fedstream.core.digest import DigestAlgorithm
+from fedstream.core.errors import BlobDamaged, BlobMissing, OutOfMemory
+from fedstream.core.layout import Model
 from tests.support import full, layout_of
 
 MIB = blobs.CHUNK // 4  # floats

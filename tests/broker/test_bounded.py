@@ -10,8 +10,8 @@ import pytest
 
 from fedstream.broker.bounded import BoundedClient
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, Unavailable
 from fedstream.broker.keys import Keys
+from fedstream.core.errors import BrokerError, Unavailable
 from tests.support import wait_until
 
 LINKS = 3

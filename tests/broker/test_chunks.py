@@ -9,11 +9,11 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.blobs import CHUNK, LONGEST, SHORTEST
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
-from fedstream.wire.newest import read_newest
+from fedstream.broker.newest import read_newest
+from fedstream.core.errors import BlobDamaged, BlobMissing
+from fedstream.core.layout import Model
+from fedstream.core.messages import Upload
 from tests.support import Hand, layout_of, model_of, written_in
 
 FOUR = 4 * CHUNK  # bytes: four of our chunks

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import (
+from fedstream.broker.keys import Keys
+from fedstream.core.errors import (
     BrokerError,
     ConfigError,
     NoScript,
@@ -15,7 +16,6 @@ from fedstream.broker.errors import (
     ReplyTooLarge,
     Unavailable,
 )
-from fedstream.broker.keys import Keys
 from tests.broker.node import Node
 from tests.support import Proxy, full, wait_until
 

@@ -14,10 +14,10 @@ import pytest
 from redis.crc import key_slot
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.places import Cluster, Sentinels
 from fedstream.broker.settings import SentinelSettings
+from fedstream.core.errors import BrokerError, Unavailable
 from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import redis_7, said
 from tests.support import EveryRole, Hand, wait_until

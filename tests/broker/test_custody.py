@@ -7,7 +7,7 @@ import pytest
 from fedstream.broker import custody
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import GiveUp
+from fedstream.core.messages import GiveUp
 from tests.support import Hand, wait_until
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import BrokerError, NoScript
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.ledger.gateway import Fate, GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import GiveUp
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import BrokerError, NoScript
+from fedstream.core.messages import GiveUp
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.support import EveryRole, Hand
 

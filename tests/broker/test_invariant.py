@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import OutOfMemory
-from fedstream.broker.keys import POOL, TRAINERS, Keys
-from fedstream.broker.messages import (
+from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.streams import Entry, Group
+from fedstream.core.errors import OutOfMemory
+from fedstream.core.messages import (
+    POOL,
     Assignment,
     CloseRound,
     Dead,
@@ -30,8 +32,7 @@ from fedstream.broker.messages import (
     Withdraw,
     decode,
 )
-from fedstream.broker.records import Commit, End
-from fedstream.broker.streams import Entry, Group
+from fedstream.core.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full
 
 STEPS = 1000

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys, check_name
+from fedstream.core.errors import ConfigError
 
 
 def all_keys(keys: Keys) -> list[str]:

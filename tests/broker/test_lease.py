@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import Fenced, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
+from fedstream.core.errors import Fenced, Unavailable
 from tests.support import Proxy, full, wait_until
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
-from fedstream.broker.messages import Dead, Upload
 from fedstream.broker.streams import Entry
+from fedstream.core.messages import Dead, Upload
 from tests.support import Hand, layout_of
 
 CHUNK = blobs.CHUNK

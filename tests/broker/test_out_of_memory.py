@@ -15,10 +15,11 @@ import pytest
 from fedstream.broker import blobs, scripts
 from fedstream.broker.client import Client
 from fedstream.broker.custody import mend, some_keys
-from fedstream.broker.errors import OutOfMemory
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.ledger.gateway import GatewayLedger
-from fedstream.broker.messages import (
+from fedstream.broker.parts import PartialBlob
+from fedstream.core.errors import OutOfMemory
+from fedstream.core.messages import (
     CloseRound,
     Event,
     GiveUp,
@@ -28,8 +29,7 @@ from fedstream.broker.messages import (
     Trigger,
     Withdraw,
 )
-from fedstream.broker.parts import PartialBlob
-from fedstream.broker.records import Commit, End
+from fedstream.core.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
 Step = Callable[[], Awaitable[Any]]

@@ -10,11 +10,11 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BlobMissing, BrokerError, OutOfMemory
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Payload
 from fedstream.broker.parts import PartialBlob, Written
 from fedstream.broker.scripts import load_all
+from fedstream.core.errors import BlobMissing, BrokerError, OutOfMemory
+from fedstream.core.layout import Payload
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.support import full
 

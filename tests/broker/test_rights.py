@@ -19,11 +19,11 @@ import pytest
 
 from fedstream.broker import rights, scripts
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, ConfigError
-from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import Dead, Heartbeat, Presence, decode
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import BrokerError, ConfigError
+from fedstream.core.messages import POOL, Dead, Heartbeat, Presence, decode
 from fedstream.history import status
 from fedstream.operate import acl, presence
 from tests.broker.guarded import (

@@ -14,8 +14,8 @@ import pytest
 from pydantic import SecretStr
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import ConfigError, LoginRefused, Unavailable
 from fedstream.broker.settings import RedisSettings, SentinelSettings, TlsSettings
+from fedstream.core.errors import ConfigError, LoginRefused, Unavailable
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import Redis, redis, redis_7, said
 from tests.broker.test_sentinel import NAME, sentinel

@@ -12,10 +12,10 @@ import pytest
 from pydantic import SecretStr
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.rights import PARTS, ROLES
 from fedstream.broker.settings import SentinelSettings
+from fedstream.core.errors import BrokerError, Unavailable
 from fedstream.operate import acl
 from tests.broker.pipeline import another_master, finished, pipeline, reached
 from tests.broker.servers import Redis, redis, redis_7, said, until

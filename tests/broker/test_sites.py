@@ -17,11 +17,13 @@ from fedstream.broker import rights, scripts
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
-from fedstream.broker.errors import BrokerError, NoScript
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
-from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import (
+from fedstream.broker.scripts import Script
+from fedstream.broker.streams import Entry, Group
+from fedstream.core.errors import BrokerError, NoScript
+from fedstream.core.layout import Model
+from fedstream.core.messages import (
     Assignment,
     Dead,
     Event,
@@ -31,8 +33,6 @@ from fedstream.broker.messages import (
     Upload,
     Version,
 )
-from fedstream.broker.scripts import Script
-from fedstream.broker.streams import Entry, Group
 from fedstream.journal.ended import Ended
 from fedstream.updater.intake import Intake
 from fedstream.updater.state import Ends

@@ -14,11 +14,11 @@ import msgpack
 import pytest
 from pydantic import BaseModel
 
-from fedstream.broker import messages
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import (
+from fedstream.core import messages
+from fedstream.core.errors import BrokerError
+from fedstream.core.messages import (
     Assignment,
     CloseRound,
     Contribution,

@@ -8,9 +8,9 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import BrokerError, ReplyTooLarge, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.streams import Group, given, reading
+from fedstream.core.errors import BrokerError, ReplyTooLarge, Unavailable
 from tests.broker.node import Node
 from tests.support import Proxy, wait_until
 

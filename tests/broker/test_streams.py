@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, Unavailable
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.scripts import load_all
 from fedstream.broker.streams import PARTS, Entry, Group, Reader, given, reading
+from fedstream.core.errors import BrokerError, Unavailable
 from tests.support import wait_until
 
 

@@ -15,9 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, ConfigError, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.settings import SentinelSettings, TlsSettings
+from fedstream.core.errors import BrokerError, ConfigError, Unavailable
 from fedstream.settings.config import read
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import cluster, redis, redis_7, said

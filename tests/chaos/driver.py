@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import NoRun, Unavailable
 from fedstream.broker.keys import GATEWAY, Keys
+from fedstream.core.errors import NoRun, Unavailable
 from fedstream.local.supervisor import HeldPort
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.faults import GATEWAYS, TRAINERS, UPDATERS, Kind, Plan

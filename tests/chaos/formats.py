@@ -1,6 +1,6 @@
 """Wire formats once more: what an update's bytes mean, and how far that is from what was made.
 
-Nothing here comes from `fedstream/wire/`: decoding that is wrong there gives other bits here.
+Nothing here comes from `fedstream/core/`: decoding that is wrong there gives other bits here.
 """
 
 from __future__ import annotations

@@ -12,15 +12,15 @@ import numpy as np
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BlobDamaged, BlobMissing, FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model, vector_of
-from fedstream.broker.records import Head
+from fedstream.broker.newest import read_newest
+from fedstream.core.errors import BlobDamaged, BlobMissing, FedstreamError
+from fedstream.core.layout import Model, vector_of
+from fedstream.core.records import Head
 from fedstream.journal import JournalError, segments
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import DeviceVectors
-from fedstream.wire.newest import read_newest
 from tests.chaos.account import accounted, notes_of
 from tests.chaos.checks import Facts, Production
 from tests.chaos.effects import lived

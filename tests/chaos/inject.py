@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker import blobs
-from fedstream.broker.errors import BrokerError, OutOfMemory, Unavailable
-from fedstream.broker.keys import POOL, Keys
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Event, RoundEnd, SetQuarantine, Upload, decode
+from fedstream.broker.keys import Keys
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import BrokerError, OutOfMemory, Unavailable
+from fedstream.core.layout import Model
+from fedstream.core.messages import POOL, Event, RoundEnd, SetQuarantine, Upload, decode
 from tests.chaos import disk, pages
 from tests.chaos.account import USED
 from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan

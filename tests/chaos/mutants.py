@@ -201,13 +201,13 @@ MUTANTS = (
         (Kind.KILL,), (2, 10, 14, 15),
     ),
     Mutant(
-        "an update leaves unsent what it sent", "fedstream/wire/feedback.py",
+        "an update leaves unsent what it sent", "fedstream/core/formats.py",
         "lost = np.subtract(wanted, update.parameters, out=wanted)",
         "lost = np.multiply(wanted, 1, out=wanted)",
         (Kind.KILL,), (2, 10, 14, 15),
     ),
     Mutant(
-        "a field that an earlier release does not write is required", "broker/messages.py",
+        "a field that an earlier release does not write is required", "fedstream/core/messages.py",
         '    sends: Sends = "model"\n', "    sends: Sends\n",
         (Kind.KILL,), (0, 1, 6, 7),
     ),

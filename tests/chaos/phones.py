@@ -12,9 +12,9 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import GATEWAY
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import BrokerError
 from tests.chaos.services import Child, Zygote
 from tests.chaos.watcher import Lives
 from tests.support import EveryRole, wait_until

@@ -15,8 +15,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-from fedstream.broker import messages
-from fedstream.broker.messages import Message
+from fedstream.core import messages
+from fedstream.core.messages import Message
 from tests.chaos.disk import Platter
 from tests.releases import earlier, later
 

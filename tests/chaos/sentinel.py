@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.settings import SentinelSettings
+from fedstream.core.errors import BrokerError
 from fedstream.local.supervisor import HeldPort
 from fedstream.runtime.parent import death_with_parent
 from tests.broker.servers import redis_7

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import Unavailable
+from fedstream.core.errors import Unavailable
 from fedstream.local.redis_server import find_server
 from fedstream.local.supervisor import HeldPort
 from fedstream.runtime.parent import death_with_parent

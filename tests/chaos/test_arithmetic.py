@@ -6,8 +6,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Layout, Model
+from fedstream.core.messages import Upload
 from fedstream.journal.progress import Progress, close_round, take
 from fedstream.strategies import (
     AfaCdSettings,

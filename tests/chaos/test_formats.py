@@ -6,8 +6,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from fedstream.broker.layout import Model
-from fedstream.wire import format_of
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Model
 from tests.chaos.arithmetic import Shape
 from tests.chaos.faults import FORMATS
 from tests.chaos.formats import decoded, fits

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.errors import Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Event
+from fedstream.core.errors import Unavailable
+from fedstream.core.messages import Event
 from tests.chaos import disk, inject
 from tests.chaos.faults import UPDATERS, Fault, Kind, plan
 from tests.chaos.inject import Injector

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.broker.layout import Model
-from fedstream.wire import fed_back, format_of
+from fedstream.core.formats import fed_back, format_of
+from fedstream.core.layout import Model
 from tests.chaos.arithmetic import Shape, Vector
 from tests.chaos.effects import Answer, Life
 from tests.chaos.pages import digest_of

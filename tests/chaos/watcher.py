@@ -8,9 +8,9 @@ from typing import Protocol
 import msgpack
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.streams import Reader
+from fedstream.core.errors import Unavailable
 
 
 class Lives(Protocol):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import COORDINATORS, Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.messages import Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
+from fedstream.core.errors import BrokerError
+from fedstream.core.messages import Trigger, Upload
 from tests.coordinator.waiting import dead, queued, tasks
 from tests.support import Hand, Proxy, context, counted, running, wait_until
 

@@ -9,13 +9,13 @@ from structlog.testing import capture_logs
 
 from fedstream.broker import custody
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import Foreign, Unavailable
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
 from fedstream.coordinator import sweep
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.errors import Foreign, Unavailable
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, context, counted, running, wait_until
 

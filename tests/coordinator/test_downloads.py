@@ -27,11 +27,11 @@ from structlog.testing import capture_logs
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import BlobMissing
 from fedstream.coordinator.app import _PAGE_BYTES, page
 from fedstream.coordinator.downloads import Downloads
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.errors import BlobMissing
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import Crowd
 from fedstream.runtime.tasks import LeaseSettings

@@ -12,11 +12,15 @@ from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import (
+from fedstream.coordinator.entries import LARGEST
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.coordinator.sites import served
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import (
     OWNED,
     Assignment,
     Dead,
@@ -26,11 +30,7 @@ from fedstream.broker.messages import (
     Upload,
     time_of,
 )
-from fedstream.broker.records import Run
-from fedstream.coordinator.entries import LARGEST
-from fedstream.coordinator.service import Coordinator
-from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.coordinator.sites import served
+from fedstream.core.records import Run
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.settings import TrainerSettings
 from tests.support import Hand, context, running, wait_until

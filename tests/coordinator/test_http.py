@@ -18,15 +18,15 @@ from safetensors.numpy import load
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Layout, Tensor
-from fedstream.broker.messages import GiveUp
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import _ranges
 from fedstream.coordinator.page import PageSettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Layout, Tensor
+from fedstream.core.messages import GiveUp
 from fedstream.runtime.http import HttpSettings, application
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings

@@ -12,15 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import Assignment, Trigger
-from fedstream.broker.records import Failing, Head, Run, View
 from fedstream.broker.settings import TlsSettings
 from fedstream.broker.streams import Group
 from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.messages import Assignment, Encoded, Trigger
+from fedstream.core.records import Failing, Head, Run, View
 from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import redis as redis_server

@@ -14,10 +14,10 @@ from itertools import count
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.keys import POOL, Keys
-from fedstream.broker.messages import GiveUp
-from fedstream.broker.records import NO_QUARANTINES, Commit, Failing
+from fedstream.broker.keys import Keys
 from fedstream.coordinator.mirror import Mirror
+from fedstream.core.messages import POOL, GiveUp
+from fedstream.core.records import NO_QUARANTINES, Commit, Failing
 from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup
 from tests.broker.test_invariant import Walk
 from tests.support import Hand, askable

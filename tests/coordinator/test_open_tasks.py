@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.messages import Trigger
 from fedstream.coordinator.open_tasks import OpenTasks
+from fedstream.core.messages import Trigger
 
 TIMES = st.sampled_from([0.0, 1.0, 2.0, 3.0])
 TRIGGERS = st.builds(

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import InFlight, Poisson, Policy, Traffic
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.tasks import FixedSteps, Participation
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import arrivals

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.messages import Trigger, task_id
 from fedstream.coordinator.mirror import opened_at
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
@@ -27,6 +26,7 @@ from fedstream.coordinator.scheduling import (
     plan,
     steered,
 )
+from fedstream.core.messages import Trigger, task_id
 from fedstream.journal.progress import mean_after
 from fedstream.runtime.tasks import (
     Epochs,

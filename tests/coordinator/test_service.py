@@ -11,9 +11,9 @@ from prometheus_client import generate_latest
 from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import Assignment, GiveUp
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Group
+from fedstream.core.messages import Assignment, GiveUp
 from tests.coordinator.waiting import dead, is_open, queued, tasks
 from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
 

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import Assignment, GiveUp
 from fedstream.broker.streams import Group
 from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
+from fedstream.core.messages import Assignment, GiveUp
 from tests.coordinator.waiting import is_open, tasks
 from tests.support import Hand, context, counted, running, wait_until
 

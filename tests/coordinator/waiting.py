@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedstream.broker.messages import Assignment, Dead, Upload
 from fedstream.broker.streams import Entry
+from fedstream.core.messages import Assignment, Dead, Upload
 from tests.support import Hand, wait_until
 
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
 from fedstream.device.gateway import OwnGateway

@@ -15,9 +15,12 @@ import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from fedstream.broker.digest import DigestAlgorithm, digest_of
-from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Sends
+from fedstream.core import changes, compressed
+from fedstream.core.digest import DigestAlgorithm, digest_of
+from fedstream.core.formats import Format, format_of
+from fedstream.core.given import GivenModel, given
+from fedstream.core.layout import Layout, Model
+from fedstream.core.messages import Sends
 from fedstream.protocol import headers as names
 from fedstream.protocol import signatures
 from fedstream.protocol.headers import as_boolean, boolean, integer
@@ -40,8 +43,6 @@ from fedstream.protocol.messages import (
     UpdateReport,
     WrongOffset,
 )
-from fedstream.wire import Format, changes, compressed, format_of
-from fedstream.wire.given import GivenModel, given
 from tests.support import wait_until
 
 CHUNK = 1000  # bytes that are kept of a part that was cut: so many, or none

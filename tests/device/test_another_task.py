@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.device.address import GatewayAddress
 from fedstream.device.life import live
 from fedstream.operate.enrolment import invite

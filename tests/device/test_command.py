@@ -14,8 +14,8 @@ import pytest
 import torch
 from aiohttp.test_utils import TestServer
 
-from fedstream.broker.layout import Model
 from fedstream.cli.app import main
+from fedstream.core.layout import Model
 from fedstream.trainer.vector import layout_of
 from tests.device.fake import FakeGateway
 from tests.support import wait_until

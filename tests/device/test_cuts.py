@@ -13,10 +13,11 @@ import structlog
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
 from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.core.formats import F32
+from fedstream.core.layout import Model
+from fedstream.core.messages import Upload
 from fedstream.device.address import GatewayAddress
 from fedstream.device.life import live
 from fedstream.operate.enrolment import invite
@@ -24,7 +25,6 @@ from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import Crowd
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.vector import layout_of
-from fedstream.wire import F32
 from tests.coordinator.gateway.places import SITE, coordinating, owned_by
 from tests.device.conftest import Options
 from tests.support import Hand, context, running, wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.device.folder import DeviceFolder, FinishedUpdate, Identity
 from fedstream.protocol.messages import UpdateReport
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection, date_of, retry_after
 from fedstream.device.errors import NotNow, TurnedAway

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import zstandard
 
-from fedstream.broker.digest import algorithm_of
-from fedstream.broker.errors import BlobDamaged, Unavailable
-from fedstream.broker.layout import Model
+from fedstream.core.digest import algorithm_of
+from fedstream.core.errors import BlobDamaged, Unavailable
+from fedstream.core.formats import format_of
+from fedstream.core.given import given
+from fedstream.core.layout import Model
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.models import ModelStore, Superseded
 from fedstream.protocol.messages import OfferedModel
-from fedstream.wire import format_of
-from fedstream.wire.given import given
 from tests.device.fake import FakeGateway
 from tests.support import layout_of, model_of
 

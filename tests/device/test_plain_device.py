@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestServer
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from tests.device.fake import FakeGateway
 
 PLAIN = Path(__file__).parents[2] / "examples" / "plain_device.py"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.messages import Sends
+from fedstream.core.formats import format_of
+from fedstream.core.messages import Sends
 from fedstream.device.life import live
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings
-from fedstream.wire import format_of
 from tests.device.conftest import Options
 from tests.device.fake import FakeGateway
 from tests.support import Hand, context, running

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Model
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Model
 from fedstream.device.errors import TurnedAway
 from fedstream.device.folder import FinishedUpdate
 from fedstream.device.gateway import OwnGateway

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError, LayoutMismatch
-from fedstream.broker.layout import Model
+from fedstream.core.errors import ConfigError, DataError, FedstreamError, LayoutMismatch
+from fedstream.core.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.device.errors import TurnedAway
 from fedstream.device.folder import DeviceFolder
@@ -486,7 +486,7 @@ async def _updates(gateway: FakeGateway, options: Options, model: Model, count: 
 async def test_what_is_left_unsent_goes_into_the_next_update(
     gateway: FakeGateway, options: Options, model: Model, task: Steps
 ) -> None:
-    from fedstream.wire import format_of
+    from fedstream.core.formats import format_of
 
     found = await _updates(gateway, options, model, 2)
     learner, into, memory = Learner(lambda: task, 1, "cpu"), Model(model.layout), None

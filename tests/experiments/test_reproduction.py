@@ -43,7 +43,7 @@ from experiments.running import (
     thinned,
 )
 from experiments.showing import DIFFERENCES, TABLE, mean_and_deviation, show, table
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 from fedstream.simulation import VersionMade
 
 TASK = """

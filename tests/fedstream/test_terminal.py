@@ -22,9 +22,9 @@ from rich.live import Live
 
 from fedstream import terminal
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import OUTCOMES, Contribution, Dead, Event, Trigger, Version
 from fedstream.coordinator.app import status
+from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import OUTCOMES, Contribution, Dead, Event, Trigger, Version
 from fedstream.doctor import checkup as doctor
 from fedstream.doctor.findings import Finding
 from fedstream.history import display, top

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import Field
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.strategies import (
     FUNCTIONS,
     RULES,

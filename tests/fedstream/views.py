@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedstream.broker.layout import Layout, Tensor
-from fedstream.broker.messages import Contribution, Event, Trigger, Version
-from fedstream.broker.records import Head, Run, View
+from fedstream.core.layout import Layout, Tensor
+from fedstream.core.messages import Contribution, Event, Trigger, Version
+from fedstream.core.records import Head, Run, View
 
 CREATED = 1_700_000_000.0
 

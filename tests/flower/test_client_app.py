@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedstream.broker.errors import ConfigError, DataError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import ConfigError, DataError
+from fedstream.core.layout import Model
 from fedstream.flower import FlowerTask, task
 from fedstream.flower import client as client_module
 from fedstream.flower.apps import find, is_client_app

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.flower import records
 
 pytest.importorskip("flwr", reason="Flower has an environment of its own: make flower")

@@ -26,13 +26,13 @@ from fedstream.broker.keys import Keys
 from fedstream.coordinator.gateway.fleet.protobuf import TESTED
 from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.core.formats import F32
 from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import Crowd
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.runtime.tls import CurrentTls
-from fedstream.wire import F32
 from tests.broker.pipeline import finished, pipeline
 from tests.support import context, free_port, running
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import task_options
+from fedstream.core.errors import ConfigError
 from fedstream.flower import apps
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of

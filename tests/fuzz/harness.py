@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from tests.fuzz.mutation import mutated_bytes, mutated_value, packed
 
 LIMIT_S = 10.0  # for one input, on a loaded machine

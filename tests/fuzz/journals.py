@@ -14,9 +14,9 @@ from typing import Any
 
 import msgpack
 
-from fedstream.broker.errors import BadMessage, FedstreamError
-from fedstream.broker.layout import PAGE
-from fedstream.broker.messages import decode
+from fedstream.core.errors import BadMessage, FedstreamError
+from fedstream.core.layout import PAGE
+from fedstream.core.messages import decode
 from fedstream.history.index import columns_of
 from fedstream.journal import (
     JournalError,

@@ -34,8 +34,8 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.digest import digest_of
 from fedstream.broker.keys import Keys
+from fedstream.core.digest import digest_of
 from fedstream.protocol.messages import Access, Enrolment
 from fedstream.protocol.signatures import pem_of, sign
 from tests.broker.servers import redis

@@ -18,18 +18,19 @@ import tomli_w
 import xxhash
 from pydantic import ValidationError
 
-from fedstream.broker import blobs, reasons
+from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Layout, Model
 from fedstream.broker.link import BulkPlace, Bulks
-from fedstream.broker.messages import Message, decode
+from fedstream.core import reasons
+from fedstream.core.errors import ConfigError, Undecodable
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Layout, Model
+from fedstream.core.messages import Message, decode
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.trainer import images
 from fedstream.trainer.workspace import Workspace
-from fedstream.wire import Undecodable, format_of
 from tests.fuzz import devices, journals
 from tests.fuzz.harness import Target
 from tests.support import layout_of, model_of

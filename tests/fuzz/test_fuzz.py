@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from fedstream.broker.errors import BadMessage
+from fedstream.core.errors import BadMessage
 from tests.fuzz.harness import Target, attempt, fuzz, kept
 from tests.fuzz.mutation import mutated_bytes, mutated_value
 from tests.fuzz.targets import targets

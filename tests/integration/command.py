@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import View
+from fedstream.core.errors import FedstreamError
+from fedstream.core.records import View
 from tests.preloaded import descendants
 from tests.support import EveryRole
 

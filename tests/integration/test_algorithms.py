@@ -17,6 +17,7 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
+from fedstream.core.given import given
 from fedstream.journal import Segment, Taken, cuts, entries, opened
 from fedstream.journal.inspection import model_at
 from fedstream.journal.rebuild import recovered
@@ -24,7 +25,6 @@ from fedstream.journal.records import is_used
 from fedstream.journal.replay import Replayer
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import Arrival, SimulationResult, simulate
-from fedstream.wire.given import given
 from tests.broker.pipeline import finished, pipeline
 from tests.integration.command import TEST_GUARD_S, Command, adds_up, held
 

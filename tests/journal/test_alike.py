@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from fedstream.broker.messages import decode
+from fedstream.core.messages import decode
 from fedstream.journal import EntryRecord, JournalDamaged, Taken, entries, opened
 from fedstream.journal.alike import Alike, alike
 from fedstream.journal.records import KINDS

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model
+from fedstream.core.messages import Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.strategies import (
     Batch,

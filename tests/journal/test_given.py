@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.layout import Model
+from fedstream.core.formats import format_of
+from fedstream.core.given import given
+from fedstream.core.layout import Model
 from fedstream.journal import Diverged, JournalDamaged, Taken
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, Strategy
-from fedstream.wire import format_of
-from fedstream.wire.given import given
 from tests.journals import Scribe
 
 FORMATS = ("bf16", "int8", "int8+zstd")

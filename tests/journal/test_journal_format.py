@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from fedstream.broker.layout import PAGE
+from fedstream.core.layout import PAGE
 from fedstream.journal import (
     Claim,
     JournalDamaged,

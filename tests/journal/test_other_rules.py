@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.journal import JournalDamaged, Taken
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.errors import Fenced
-from fedstream.broker.layout import PAGE, Model
-from fedstream.broker.messages import Upload
+from fedstream.core.errors import Fenced
+from fedstream.core.layout import PAGE, Model
+from fedstream.core.messages import Upload
 from fedstream.journal import (
     Claim,
     JournalError,

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstream.broker.layout import PAGE, Layout, Model
+from fedstream.core.layout import PAGE, Layout, Model
 from fedstream.journal import (
     Diverged,
     JournalDamaged,

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstream.broker.layout import Model, Payload
+from fedstream.core.formats import format_of, most_bytes
+from fedstream.core.layout import Model, Payload
 from fedstream.journal import JournalDamaged, JournalError, Segment, segments
 from fedstream.journal.inspection import model_at, moves
 from fedstream.journal.rebuild import recovered
@@ -15,7 +16,6 @@ from fedstream.journal.records import KNOWN, WIRE_FORMATS, Taken
 from fedstream.journal.replay import Replayer
 from fedstream.journal.updates import decoded, received, update_of
 from fedstream.strategies import FedAsyncSettings, FedBuffSettings
-from fedstream.wire import format_of, most_bytes
 from tests.journals import FORMATS, Scribe
 from tests.support import layout_of
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstream.broker.layout import Floats, Model
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Floats, Model
+from fedstream.core.messages import Upload
 from fedstream.journal import Taken
 from fedstream.journal.bases import Bases
 from fedstream.journal.replay import Moment, Replayer

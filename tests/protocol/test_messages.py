@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.messages import task_id
+from fedstream.core.messages import task_id
 from fedstream.protocol import headers, messages
 from fedstream.protocol.messages import (
     BODIES,

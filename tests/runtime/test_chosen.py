@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import InFlight
+from fedstream.core.errors import ConfigError
 from fedstream.settings.config import read
 from fedstream.strategies.fedbuff import FedBuffSettings
 from fedstream.strategies.staleness import Hinge

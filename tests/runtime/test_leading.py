@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import Fenced
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
+from fedstream.core.errors import Fenced
 from fedstream.runtime.service import Context, lead
 from tests.support import context, counted, wait_until
 

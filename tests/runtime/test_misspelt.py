@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import POLICIES, Policy, Traffic
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.text import check_spelling
 from fedstream.strategies import RULES, Batch
 from fedstream.trainer.solvers import SOLVERS, Solver

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import dump
 from fedstream.runtime.tasks import (
     Epochs,

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import Section, load, table_of
 from fedstream.runtime.plugins import RECORDED, Door, NotTrusted, OneOf, allowing
 

@@ -25,7 +25,7 @@ import trustme
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from fedstream.broker.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailable
+from fedstream.core.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailable
 from fedstream.runtime.health import Health
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings

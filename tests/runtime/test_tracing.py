@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import task_id
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import task_id
 from fedstream.runtime.tracing import (
     Spans,
     Stretch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.strategies import AfaCsSettings, State, Update
 from tests.support import layout_of, model_of
 

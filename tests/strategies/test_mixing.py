@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.layout import Floats, Model
+from fedstream.core.layout import Floats, Model
 from fedstream.strategies.mixing import BLOCK, distance, mix, norm
 from tests.support import layout_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.strategies import ScaffoldSettings, State, Update
 from fedstream.trainer.solvers import DriftCorrected, Work
 from fedstream.trainer.task import Task, initial

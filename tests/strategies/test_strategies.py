@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Layout, Model
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Layout, Model
 from fedstream.strategies import (
     RULES,
     AfaCdSettings,

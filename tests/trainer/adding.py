@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import GiveUp, Upload
+from fedstream.core.messages import GiveUp, Upload
 from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.solvers import Cancelled, Trained, Work

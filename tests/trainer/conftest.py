@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fedstream.broker.client import RedisSettings
+from fedstream.core.formats import F32, Format
 from fedstream.runtime.backoff import Backoff
 from fedstream.runtime.tasks import LeaseSettings, ParticipationGroup
 from fedstream.trainer.devices import DeviceSettings
@@ -15,7 +16,6 @@ from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import SolverGroup, SolverSettings
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
-from fedstream.wire import F32, Format
 from tests.support import Clock, Hand, Pauses
 from tests.trainer.adding import Adds, Make
 from tests.trainer.stepping import SGD, Course

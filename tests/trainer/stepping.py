@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker import blobs
-from fedstream.broker.layout import Floats, Model, vector_of
-from fedstream.broker.messages import Upload
-from fedstream.broker.records import Commit
+from fedstream.core.layout import Floats, Model, vector_of
+from fedstream.core.messages import Upload
+from fedstream.core.records import Commit
 from fedstream.trainer.devices import DeviceSettings, OnOff
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.solvers import DriftCorrected, Sgd, SolverSettings

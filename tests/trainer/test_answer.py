@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.trainer.learner import as_sent
 from fedstream.trainer.solvers import NoCompression, Trained
 from fedstream.trainer.vector import layout_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import GiveUp, Upload
 from fedstream.broker.streams import Group
+from fedstream.core.messages import GiveUp, Upload
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
 from tests.support import Clock, Hand, context, counted, running, wait_until

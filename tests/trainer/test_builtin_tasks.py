@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 from fedstream.runtime.config import Section, load
 from fedstream.trainer.images import digits, mnist
 from fedstream.trainer.in_memory import Bytes, InMemory

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.trainer.images import (
     Crop,
     _Unpickler,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from fedstream.broker.layout import Model
+    from fedstream.core.layout import Model
     from fedstream.trainer.in_memory import Bytes, InMemory
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedstream.broker import blobs
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Floats, Model
-from fedstream.broker.messages import GiveUp, Upload
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Floats, Model
+from fedstream.core.messages import GiveUp, Upload
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
 from fedstream.trainer.learner import as_sent

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model, vector_of
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model, vector_of
 from fedstream.trainer.descent import solve
 from fedstream.trainer.solvers import SolverSettings, Work
 from fedstream.trainer.vector import load, read

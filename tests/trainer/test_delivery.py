@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.messages import Presence, Upload, decode
+from fedstream.core.messages import Presence, Upload, decode
 from fedstream.runtime.backoff import pause
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.trainer.adding import Adds, Make, answers

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError, LayoutMismatch
+from fedstream.core.errors import ConfigError, LayoutMismatch
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings, PerDevice
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, awaits_news, context, running, wait_until

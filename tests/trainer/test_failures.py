@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker import reasons
-from fedstream.broker.messages import Event, GiveUp, Upload
+from fedstream.core import reasons
+from fedstream.core.messages import Event, GiveUp, Upload
 from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.failures import Failures
 from tests.support import Hand, Pauses, context, running, wait_until

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
 from fedstream.trainer import evaluator

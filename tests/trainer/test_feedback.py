@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL
-from fedstream.broker.layout import Floats, Model
 from fedstream.broker.ledger.trainer import TrainerLedger
-from fedstream.broker.messages import Upload
 from fedstream.broker.streams import Entry
+from fedstream.core.errors import ConfigError
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Floats, Model
+from fedstream.core.messages import POOL, Upload
 from fedstream.runtime.service import Context
 from fedstream.trainer.metrics import TrainerMetrics
 from fedstream.trainer.saved_work import Feedback
 from fedstream.trainer.settings import TrainerSettings
-from fedstream.wire import format_of
 from tests.support import Hand, context, counted, running
 from tests.trainer.adding import Make, answers
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.trainer.goals import MOST_RELAPSES, Goals, Swings, goal_of, main_metric, reaches
 from fedstream.trainer.task import Task, declared_goals
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream.broker.messages import Withdraw
+from fedstream.core.messages import Withdraw
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.failures import Guard
 from fedstream.trainer.settings import TrainerSettings

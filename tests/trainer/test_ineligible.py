@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.messages import GiveUp
+from fedstream.core.messages import GiveUp
 from fedstream.trainer.solvers import SolverSettings
 from tests.support import Clock, Hand, context, counted, running, wait_until
 from tests.trainer.adding import Make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.messages import Trigger
+from fedstream.core.messages import Trigger
 from fedstream.runtime.tasks import FixedSteps, ParticipationGroup
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from tests.support import Hand, Pauses, context, running, wait_until

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import Upload
 from fedstream.broker.streams import Group
+from fedstream.core.messages import Upload
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Pauses, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending

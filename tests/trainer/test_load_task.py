@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 from fedstream.settings.config import read
 from fedstream.trainer import in_memory
 from fedstream.trainer.loading import load_task
@@ -147,7 +147,7 @@ def test_unknown_names_are_errors(write: Callable[[str, str], Path], tmp_path: P
 def test_fedstream_errors_in_user_code_are_kept(
     write: Callable[[str, str], Path],
 ) -> None:
-    text = "from fedstream.broker.errors import DataError\n"
+    text = "from fedstream.core.errors import DataError\n"
     text += "def task(): raise DataError('no pictures')\n"
     with pytest.raises(DataError, match=r"^no pictures$"):
         load_task(f"{write('without_data.py', text)}:task", TaskSettings())

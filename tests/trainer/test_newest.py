@@ -9,14 +9,13 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BlobMissing
-from fedstream.broker.layout import Layout, Model, Payload
-from fedstream.broker.messages import Upload, Version
-from fedstream.broker.records import Commit
+from fedstream.core.errors import BlobMissing
+from fedstream.core.formats import format_of
+from fedstream.core.given import given, room_for
+from fedstream.core.layout import Layout, Model, Payload
+from fedstream.core.messages import Encoded, Upload, Version
+from fedstream.core.records import Commit
 from fedstream.trainer.vector import layout_of
-from fedstream.wire import format_of
-from fedstream.wire.given import given, room_for
 from tests.support import Hand, context, model_of, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
 
@@ -101,7 +100,7 @@ async def test_unknown_format_is_waited_for(
         tried.append(encoded.format)
         return room_for(encoded, layout)
 
-    monkeypatch.setattr("fedstream.wire.newest.room_for", noted)
+    monkeypatch.setattr("fedstream.broker.newest.room_for", noted)
     await hand.create()
     strange = await hand.publish(1, 2.0)
     strange = strange.model_copy(update={"format": "fp4", "given": "unknown"})

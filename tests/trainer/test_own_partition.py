@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 from fedstream.settings.config import read
 from fedstream.trainer.data import size_of
 from fedstream.trainer.loading import load_task

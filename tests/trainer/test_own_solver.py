@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import ConfigError, DataError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import ConfigError, DataError
+from fedstream.core.layout import Model
 from fedstream.runtime.config import dump
 from fedstream.settings.config import read
 from fedstream.simulation import simulate

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset, TensorDataset
 from fedstream import Task
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model
+from fedstream.core.messages import Upload
 from fedstream.runtime.service import Service
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.settings import config

@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import Event
 from fedstream.broker.streams import Group
+from fedstream.core.messages import Event
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import DriftCorrected, SolverSettings

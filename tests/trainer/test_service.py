@@ -11,9 +11,9 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import ConfigError, FedstreamError, LayoutMismatch
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Presence, Upload
+from fedstream.core.errors import ConfigError, FedstreamError, LayoutMismatch
+from fedstream.core.layout import Model
+from fedstream.core.messages import Presence, Upload
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, Proxy, context, counted, running, wait_until

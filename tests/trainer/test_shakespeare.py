@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.trainer import texts as module
 from fedstream.trainer.partitions import Classes, Dirichlet, Iid
 from fedstream.trainer.solvers import Sgd, Work

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
-from fedstream.broker.layout import Model
+from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
+from fedstream.core.layout import Model
 from fedstream.trainer.data import gather
 from fedstream.trainer.descent import Minibatches, solve
 from fedstream.trainer.solvers import (

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.ledger.trainer import TrainerLedger
-from fedstream.broker.messages import GiveUp
 from fedstream.broker.streams import Group
+from fedstream.core.messages import GiveUp
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, full, running, wait_until
 from tests.trainer.adding import Adds, Make, Rests, answers, pending

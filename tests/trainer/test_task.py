@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.trainer import task as tasks
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.solvers import Sgd, Work

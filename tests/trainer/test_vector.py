@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import LayoutMismatch
-from fedstream.broker.layout import Model
+from fedstream.core.errors import LayoutMismatch
+from fedstream.core.layout import Model
 from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import layout_of, load, read, to_delta
 

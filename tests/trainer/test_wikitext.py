@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 from fedstream.trainer.partitions import Classes, Dirichlet, Iid, Natural
 from fedstream.trainer.solvers import Sgd, Work
 from fedstream.trainer.task import TaskSettings, initial

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
-from fedstream.broker.layout import Model
+from fedstream.core.errors import BadMessage, ConfigError, LayoutMismatch
+from fedstream.core.layout import Model
 from fedstream.trainer.solvers import (
     Cancelled,
     DriftCorrected,

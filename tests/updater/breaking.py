@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.layout import PAGE
-from fedstream.broker.messages import Upload
 from fedstream.broker.scripts import Script
+from fedstream.core.layout import PAGE
+from fedstream.core.messages import Upload
 from fedstream.journal import Taken
 from tests.support import Hand, at_rest
 from tests.updater.journalled import makes, records

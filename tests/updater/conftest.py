@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.digest import DigestAlgorithm
 from fedstream.broker.keys import Keys
+from fedstream.core.digest import DigestAlgorithm
+from fedstream.core.formats import format_of
 from fedstream.journal import JournalSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.updater.service import Updater, UpdaterSettings
-from fedstream.wire import format_of
 from tests.support import Hand, model_of
 from tests.updater.journalled import HALF
 

@@ -10,8 +10,8 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import NoRun
-from fedstream.broker.messages import Upload
+from fedstream.core.errors import NoRun
+from fedstream.core.messages import Upload
 from fedstream.journal import EntryRecord, segments
 from fedstream.strategies import FedAsyncSettings
 from fedstream.strategies.staleness import Constant

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedstream.broker.messages import Contribution, Upload, Version
-from fedstream.broker.records import End, Run
+from fedstream.core.messages import Contribution, Upload, Version
+from fedstream.core.records import End, Run
 from fedstream.journal import RoundClosed, Taken
 from fedstream.journal.ended import Ended
 from fedstream.journal.progress import Progress

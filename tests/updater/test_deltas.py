@@ -11,7 +11,7 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Upload
+from fedstream.core.messages import Upload
 from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.digest import DigestAlgorithm, algorithm_of
+from fedstream.core.digest import DigestAlgorithm, algorithm_of
 from fedstream.journal.chain import segments
 from fedstream.journal.errors import JournalError
 from fedstream.journal.inspection import parting

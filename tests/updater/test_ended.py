@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.records import End
+from fedstream.core.records import End
 from fedstream.journal import JournalError, JournalFull, Taken, segments
 from fedstream.journal.ended import NAME, Ended
 from fedstream.strategies import FedAvgSettings

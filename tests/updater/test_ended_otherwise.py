@@ -13,9 +13,9 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.custody import ended_unlike
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
-from fedstream.broker.reasons import LOST_WITH_REDIS
-from fedstream.broker.records import End
+from fedstream.core.messages import CloseRound, Trigger, Upload, Withdraw
+from fedstream.core.reasons import LOST_WITH_REDIS
+from fedstream.core.records import End
 from fedstream.operate import dead
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back

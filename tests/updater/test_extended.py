@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.records import Run
+from fedstream.core.records import Run
 from fedstream.journal import segments
 from fedstream.journal.replay import Replayer
 from fedstream.updater.service import Updater

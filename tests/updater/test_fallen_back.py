@@ -10,9 +10,9 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.custody import ended_unlike
-from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
-from fedstream.broker.reasons import LOST_WITH_REDIS
-from fedstream.broker.records import End
+from fedstream.core.messages import CloseRound, Trigger, Upload, Withdraw
+from fedstream.core.reasons import LOST_WITH_REDIS
+from fedstream.core.records import End
 from fedstream.strategies import FedAvgSettings
 from fedstream.updater.loop import Loop
 from tests.support import Hand, Proxy, context, running, wait_until

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.layout import PAGE
+from fedstream.core.layout import PAGE
 from tests.journal.test_recorder import Disk, tasks
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import records

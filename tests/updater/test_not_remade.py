@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import Unavailable
-from fedstream.broker.messages import Upload
-from fedstream.broker.records import Head
+from fedstream.core.errors import Unavailable
+from fedstream.core.messages import Upload
+from fedstream.core.records import Head
 from fedstream.journal import Taken
 from fedstream.strategies import AfaCsSettings, FedBuffSettings, Strategy
 from fedstream.updater.recovery import Recovery

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import Fenced
 from fedstream.broker.keys import Keys
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import Fenced
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, refused
 

@@ -10,15 +10,15 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BlobMissing, ConfigError
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import RoundEnd, Version
+from fedstream.core.errors import BlobMissing, ConfigError
+from fedstream.core.formats import format_of
+from fedstream.core.given import given
+from fedstream.core.layout import Model
+from fedstream.core.messages import RoundEnd, Version
 from fedstream.journal import RoundClosed, segments
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedAvgSettings
 from fedstream.updater.service import Updater
-from fedstream.wire import format_of
-from fedstream.wire.given import given
 from tests.support import Hand, context, counted, model_of, running, wait_until
 from tests.updater.journalled import backed_up, go_back, records
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.messages import SetQuarantine, Upload
-from fedstream.broker.records import Quarantines
 from fedstream.broker.streams import Look
+from fedstream.core.messages import SetQuarantine, Upload
+from fedstream.core.records import Quarantines
 from fedstream.journal import QUARANTINES, JournalError, QuarantineSet, Segment, Taken, segments
 from fedstream.journal.rebuild import recovered
 from fedstream.strategies import FedBuffSettings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.records import Head, Quarantines, Run
+from fedstream.core.records import Head, Quarantines, Run
 from fedstream.updater.reconcile import (
     Action,
     Confirm,

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import ConfigError, Fenced
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import CloseRound
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import ConfigError, Fenced
+from fedstream.core.layout import Model
+from fedstream.core.messages import CloseRound
 from fedstream.journal import (
     JournalError,
     JournalSettings,

@@ -10,8 +10,8 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import CloseRound, RoundEnd
+from fedstream.core.layout import Model
+from fedstream.core.messages import CloseRound, RoundEnd
 from fedstream.journal import RoundClosed, segments
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import (

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BlobMissing, ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
+from fedstream.core.errors import BlobMissing, ConfigError
+from fedstream.core.layout import Model
+from fedstream.core.messages import Upload
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 from fedstream.strategies.staleness import Constant, Polynomial
 from fedstream.updater.intake import BATCH, LARGE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.layout import Model, Payload
+from fedstream.core.layout import Model, Payload
 from fedstream.updater.spares import Spares
 from tests.support import Hand, context, layout_of, running
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.records import End, Head
+from fedstream.core.records import End, Head
 from fedstream.journal.ended import Ended
 from fedstream.updater.state import Change, Ends
 from tests.updater.states import applied, closed, refused, run_of, state_of

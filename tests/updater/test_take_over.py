@@ -15,7 +15,7 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import Fenced
+from fedstream.core.errors import Fenced
 from fedstream.journal import (
     Claim,
     JournalError,

@@ -12,8 +12,8 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import Upload
-from fedstream.broker.records import Commit, Committed
+from fedstream.core.messages import Upload
+from fedstream.core.records import Commit, Committed
 from fedstream.journal import Taken
 from fedstream.journal.recorder import Recorder
 from fedstream.strategies import FedAvgSettings

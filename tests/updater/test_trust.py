@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.messages import Upload
+from fedstream.core.messages import Upload
 from fedstream.journal import Taken
 from fedstream.journal.norms import Norms
 from fedstream.journal.replay import Replayer

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker import blobs
-from fedstream.broker.layout import Layout, Model, Tensor
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Layout, Model, Tensor
+from fedstream.core.messages import Upload
 from fedstream.journal import Taken, segments
 from fedstream.journal.norms import Norms, sizes
 from fedstream.journal.progress import Progress

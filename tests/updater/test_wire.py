@@ -19,16 +19,17 @@ import zstandard
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.layout import Model, Payload
-from fedstream.broker.messages import Trigger, Upload
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Model, Payload
+from fedstream.core.messages import Trigger, Upload
 from fedstream.journal import Taken, segments
 from fedstream.journal.records import WIRE_FORMATS
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.strategies import FedBuffSettings
-from fedstream.wire import Undecodable, format_of
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import HALF, records
 

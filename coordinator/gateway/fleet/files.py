@@ -18,8 +18,8 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core.errors import ConfigError
 from fedstream.protocol.signatures import WINDOW_S
 
 KEY: Final = "flwr-public-key"

@@ -14,17 +14,17 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib import format as npy
 
-from fedstream.broker.errors import DataError
-from fedstream.broker.layout import Model
 from fedstream.coordinator.gateway.fleet import objects, protobuf
 from fedstream.coordinator.gateway.fleet.files import ConfigScalar
 from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
+from fedstream.core.errors import DataError
+from fedstream.core.layout import Model
 from fedstream.protocol.flower import loss_of, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fedstream.broker.layout import Layout, Tensor
+    from fedstream.core.layout import Layout, Tensor
 
 
 RECORDS: Final = 64  # of a reply, at most

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fedstream.broker.errors import DataError
+from fedstream.core.errors import DataError
 
 CHUNK: Final = 5 << 20  # bytes of an array in one object, as Flower has it
 _HEAD: Final = 1 << 20  # longest that a head may be, in bytes

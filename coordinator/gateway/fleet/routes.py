@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from fedstream.broker import reasons
-from fedstream.broker.digest import algorithm_of, digest_of
-from fedstream.broker.errors import BlobDamaged, BlobMissing, DataError
-from fedstream.broker.layout import Model
+from fedstream.broker.newest import read_newest
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.fleet import models, protobuf, works
@@ -25,10 +22,13 @@ from fedstream.coordinator.gateway.fleet.objects import CHUNK, packed
 from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 from fedstream.coordinator.gateway.uploads import PLACE
+from fedstream.core import reasons
+from fedstream.core.digest import algorithm_of, digest_of
+from fedstream.core.errors import BlobDamaged, BlobMissing, DataError
+from fedstream.core.layout import Model
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
 from fedstream.runtime.limits import Flood
-from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client

@@ -15,8 +15,8 @@ from fedstream.coordinator.gateway.fleet.objects import CHUNK, FlowerObject, Rec
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 
 if TYPE_CHECKING:
-    from fedstream.broker.layout import Model
-    from fedstream.broker.records import Head
+    from fedstream.core.layout import Model
+    from fedstream.core.records import Head
 
 _EXTRA = 1 << 20  # bytes of a reply beside its arrays
 _ID = 64  # characters of an object's name

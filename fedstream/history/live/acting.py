@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
+from fedstream.core.errors import FedstreamError
 from fedstream.settings.config import Settings
 
 if TYPE_CHECKING:
-    from fedstream.broker.messages import Trigger
-    from fedstream.broker.records import Run
+    from fedstream.core.messages import Trigger
+    from fedstream.core.records import Run
     from fedstream.operate.dead import DeadLetters
 
 WHY_STOPPED = "stopped by an operator"

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.messages import OUTCOMES
+from fedstream.core.messages import OUTCOMES
 from fedstream.history.display import duration
 from fedstream.history.live.scene import Scene
 from fedstream.terminal import counted

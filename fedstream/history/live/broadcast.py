@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
-from fedstream.broker.errors import FedstreamError, NoRun
+from fedstream.core.errors import FedstreamError, NoRun
 from fedstream.history.live.collector import Glance
 from fedstream.history.live.scene import Scene
 from fedstream.runtime.backoff import pause

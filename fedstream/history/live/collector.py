@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 
-from fedstream.broker.errors import FedstreamError
 from fedstream.broker.ledger.onlooker import (
     BEGINNING,
     Described,
@@ -16,8 +15,9 @@ from fedstream.broker.ledger.onlooker import (
     Onlooker,
     OpenTask,
 )
-from fedstream.broker.messages import time_of
-from fedstream.broker.records import Bookmark, Tally
+from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import time_of
+from fedstream.core.records import Bookmark, Tally
 from fedstream.history.live.recent import Recent, Told
 from fedstream.history.live.scene import PHASES, Phase, RedisMemory, Scene, SeenTask, SeenWorker
 from fedstream.settings.config import Settings

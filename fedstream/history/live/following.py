@@ -14,8 +14,8 @@ from math import nan
 from pathlib import Path
 from time import thread_time
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Floats
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Floats
 from fedstream.history.live.recent import ROWS, Ring
 from fedstream.history.live.scene import PUSHED, SeenPushes
 from fedstream.history.model_stats import AHEAD

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history.live.scene import SeenPushes
 from fedstream.history.ui.http import Answering, Asker
 from fedstream.settings.config import Settings

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.errors import BadMessage
-from fedstream.broker.messages import OUTCOMES, Contribution, Event, Version
-from fedstream.broker.records import Tally
 from fedstream.broker.streams import Entry
+from fedstream.core.errors import BadMessage
+from fedstream.core.messages import OUTCOMES, Contribution, Event, Version
+from fedstream.core.records import Tally
 from fedstream.history.live.scene import GAUGED, Note, Rates, SeenMetrics, TaskEnd
 from fedstream.history.table import MADE, NONE, UPDATE, RowArray, update_row, whole
 

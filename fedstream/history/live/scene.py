@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedstream.broker.records import Tally
+from fedstream.core.records import Tally
 from fedstream.history.measurements import Measurement
 from fedstream.history.table import RowArray
 from fedstream.settings.config import Settings

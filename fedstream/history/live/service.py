@@ -16,11 +16,11 @@ from aiohttp import web
 from prometheus_client import Counter
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import LivePage, MakePage, has_page
+from fedstream.core.errors import FedstreamError, NoRun
 from fedstream.history.live.acting import Acting
 from fedstream.history.live.broadcast import Broadcast, DrawnGlance
 from fedstream.history.live.collector import Collector, Glance

@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedstream.broker.messages import OUTCOMES
 from fedstream.coordinator.policies import Policy
 from fedstream.coordinator.rounds import Rounds
+from fedstream.core.messages import OUTCOMES
 from fedstream.history.display import duration, failing
 from fedstream.history.live.scene import Phase, Scene, SeenWorker
 from fedstream.history.timeline import is_stalled

@@ -18,7 +18,7 @@ from threading import Event, Lock, RLock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.ui.questions import Question
 from fedstream.history.ui.work import (

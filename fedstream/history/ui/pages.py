@@ -10,8 +10,8 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import OUTCOMES
+from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import OUTCOMES
 from fedstream.history import charts
 from fedstream.history.devices import DEVICE_COLUMNS, DeviceRow, DeviceTable, devices_of
 from fedstream.history.model_stats import LayerGap, Portrait, Push

@@ -16,8 +16,8 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.broker.messages import Goal
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.messages import Goal
 from fedstream.history.bisect import Limit, limit_of
 from fedstream.history.recorded_run import RecordedRun
 

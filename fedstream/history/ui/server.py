@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history.charts import Window
 from fedstream.history.models import Unwanted
 from fedstream.history.recorded_run import RecordedRun

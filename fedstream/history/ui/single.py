@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.history import charts
 from fedstream.history.devices import devices_of
 from fedstream.history.model_stats import AHEAD

@@ -13,8 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Model
 from fedstream.history.bisect import Search, search
 from fedstream.history.model_stats import AHEAD, MeasuredShares
 from fedstream.history.ui.questions import Bisection, Distances, OtherRule, Question

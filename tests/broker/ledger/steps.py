@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstream.broker.client import Client
-from fedstream.broker.messages import (
+from fedstream.core.messages import (
     Assignment,
     GiveUp,
     Trigger,

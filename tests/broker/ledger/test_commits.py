@@ -9,12 +9,12 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import (
-    Version,
-)
-from fedstream.broker.records import Commit
 from fedstream.broker.started import Started
 from fedstream.broker.streams import Look
+from fedstream.core.messages import (
+    Version,
+)
+from fedstream.core.records import Commit
 from tests.broker.ledger.steps import exists, expires
 from tests.support import Hand, model_of, snapshot
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import Fenced, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
-from fedstream.broker.messages import (
+from fedstream.core.errors import Fenced, NoRun
+from fedstream.core.messages import (
     GiveUp,
 )
-from fedstream.broker.records import Commit, End
+from fedstream.core.records import Commit, End
 from tests.broker.ledger.steps import expires
 from tests.support import Hand, layout_of, snapshot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import (
+from fedstream.core.messages import (
     Assignment,
     Trigger,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.broker.messages import GiveUp, Trigger, Withdraw
-from fedstream.broker.reasons import DEADLINE_PASSED
-from fedstream.broker.records import Commit, End, Failing
 from fedstream.coordinator.rests import rest_after
+from fedstream.core.messages import GiveUp, Trigger, Withdraw
+from fedstream.core.reasons import DEADLINE_PASSED
+from fedstream.core.records import Commit, End, Failing
 from tests.support import Hand
 
 

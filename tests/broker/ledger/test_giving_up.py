@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.messages import (
+from fedstream.core.messages import (
     CloseRound,
     RoundEnd,
     Withdraw,

@@ -9,8 +9,8 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import Heartbeat, Presence, decode
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.messages import Heartbeat, Presence, decode
 from fedstream.trainer.service import _HEARTBEAT_S
 from tests.support import Hand
 

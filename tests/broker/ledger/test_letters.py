@@ -7,11 +7,11 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.clock import uptime
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
-from fedstream.broker.messages import (
+from fedstream.broker.streams import Entry
+from fedstream.core.messages import (
     Assignment,
     Dead,
 )
-from fedstream.broker.streams import Entry
 from tests.broker.ledger.steps import give_up
 from tests.support import Hand
 

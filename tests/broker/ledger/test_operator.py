@@ -6,8 +6,8 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import QUARANTINED, SetQuarantine
-from fedstream.broker.records import NO_QUARANTINES, Commit, Quarantines
+from fedstream.core.messages import QUARANTINED, SetQuarantine
+from fedstream.core.records import NO_QUARANTINES, Commit, Quarantines
 from tests.support import Hand, askable
 
 

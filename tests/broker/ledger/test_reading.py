@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BrokerError, Fenced
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import Run
+from fedstream.core.errors import BrokerError, Fenced
+from fedstream.core.records import Run
 from tests.support import Hand
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import (
+from fedstream.core.messages import (
     Assignment,
 )
 from tests.broker.ledger.steps import exists

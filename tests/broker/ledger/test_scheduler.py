@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import BrokerError, Fenced
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
-from fedstream.broker.messages import Assignment
+from fedstream.core.errors import BrokerError, Fenced
+from fedstream.core.messages import Assignment
 from tests.support import Hand
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import TrainerLedger
-from fedstream.broker.messages import Assignment
 from fedstream.broker.streams import Group
+from fedstream.core.errors import BrokerError
+from fedstream.core.layout import Model
+from fedstream.core.messages import Assignment
 from tests.support import Hand, model_of, wait_until
 
 

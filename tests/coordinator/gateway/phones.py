@@ -12,9 +12,9 @@ from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedstream.broker.digest import digest_of
 from fedstream.coordinator.gateway.auth import DEVICES, TOKEN
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core.digest import digest_of
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import Access, BadBody, Enrolment
 from fedstream.protocol.signatures import PrivateKey, pem_of, sign

@@ -21,13 +21,13 @@ from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.formats import F32, Format
 from fedstream.protocol.messages import Offer
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import Crowd
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.runtime.tls import CurrentTls
-from fedstream.wire import F32, Format
 from tests.support import Hand, context, running, wait_until
 
 SITE = "gateway"

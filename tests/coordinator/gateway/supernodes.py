@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.layout import Model
 from fedstream.coordinator.gateway.fleet import models, objects, protobuf
 from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
+from fedstream.core.layout import Model
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
 from tests.support import Hand, wait_until
 

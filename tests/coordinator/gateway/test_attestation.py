@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.gateway import auth
 from fedstream.coordinator.gateway.attestation import (
     WORDS,
@@ -24,6 +23,7 @@ from fedstream.coordinator.gateway.attestation import (
     NoVerifier,
 )
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.core.errors import ConfigError
 from fedstream.device.attested import attestation_in
 from fedstream.protocol.messages import ATTESTATION, Attestation, Enrolment
 from fedstream.protocol.signatures import pem_of

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from yarl import URL
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.digest import digest_of
 from fedstream.coordinator.gateway import registry
 from fedstream.coordinator.gateway.auth import DEVICES, TOKEN, TOKEN_S
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.core.digest import digest_of
 from fedstream.protocol.messages import BODY, Access, Enrolled, Enrolment
 from fedstream.protocol.signatures import PrivateKey, pem_of, sign
 from tests.coordinator.gateway.phones import (

@@ -10,15 +10,15 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.digest import DigestAlgorithm, digest_of
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Version
 from fedstream.coordinator.gateway import changes as made
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
 from fedstream.coordinator.gateway.shelf import Volume
-from fedstream.wire import changes, compressed, format_of
-from fedstream.wire.given import given
+from fedstream.core import changes, compressed
+from fedstream.core.digest import DigestAlgorithm, digest_of
+from fedstream.core.formats import format_of
+from fedstream.core.given import given
+from fedstream.core.layout import Layout, Model
+from fedstream.core.messages import Encoded, Version
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
 from tests.support import Hand, counted, layout_of, model_of, wait_until
 

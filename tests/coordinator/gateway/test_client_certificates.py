@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from yarl import URL
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.gateway.certificate import authorities_in
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.core.errors import ConfigError
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
 from fedstream.device.errors import NotNow

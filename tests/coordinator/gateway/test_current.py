@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.errors import Unavailable
-from fedstream.broker.records import Head
 from fedstream.coordinator.gateway.current import Current
-from fedstream.wire import F32
+from fedstream.core.errors import Unavailable
+from fedstream.core.formats import F32
+from fedstream.core.records import Head
 from tests.support import Hand
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.messages import Assignment
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway.desk import Desk, Held, NotHeld, Woken
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core.messages import Assignment
 
 AWAY_S, LEASE_S = 10.0, 30.0
 

@@ -15,12 +15,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
 from fedstream.coordinator.gateway.fleet import models, objects, protobuf
 from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
 from fedstream.coordinator.gateway.fleet.objects import FlowerObject
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model
+from fedstream.core.messages import Upload
 from tests.coordinator.gateway.places import SITE, ends, serving
 from tests.coordinator.gateway.supernodes import (
     DEVICE,

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError, DataError
 from fedstream.coordinator.gateway import moves, replicas
 from fedstream.coordinator.gateway.fleet import models, objects, protobuf, routes, works
 from fedstream.coordinator.gateway.fleet.objects import Received
 from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.replicas import OtherReplicas
+from fedstream.core.errors import ConfigError, DataError
 from tests.coordinator.gateway.places import Place, serving
 from tests.coordinator.gateway.supernodes import (
     DEVICE,

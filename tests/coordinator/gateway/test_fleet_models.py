@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.coordinator.gateway.fleet import models, objects
 from fedstream.coordinator.gateway.fleet.objects import Received
+from fedstream.core.layout import Layout, Model, Tensor
 from tests.support import layout_of
 
 LARGE = 3 * objects.CHUNK // 4 + 1000  # parameters of an array of four chunks

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.layout import Payload
-from fedstream.broker.messages import Version
 from fedstream.coordinator.gateway.models import byte_range
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.wire import format_of
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Payload
+from fedstream.core.messages import Encoded, Version
 from tests.coordinator.gateway.places import coordinating, owned_by, serving
 from tests.support import Hand, layout_of, model_of, wait_until
 

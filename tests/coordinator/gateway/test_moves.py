@@ -10,12 +10,12 @@ from itertools import pairwise
 
 import pytest
 
-from fedstream.broker import reasons
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
-from fedstream.broker.messages import HandOver, Seating
-from fedstream.broker.records import NO_QUARANTINES
+from fedstream.core import reasons
+from fedstream.core.messages import HandOver, Seating
+from fedstream.core.records import NO_QUARANTINES
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
 from tests.coordinator.gateway.uploading import SEVERAL, Scene, trained
 from tests.support import Hand, Proxy, layout_of, wait_until

@@ -19,9 +19,9 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.gateway.auth import DEVICES, TOKEN
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import ConfigError
 from fedstream.protocol.messages import Access, Enrolment, Offer
 from fedstream.protocol.signatures import pem_of, sign
 from fedstream.settings import services

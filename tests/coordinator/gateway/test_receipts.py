@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from fedstream.broker.errors import Unavailable
 from fedstream.broker.ledger.gateway import Fate
 from fedstream.coordinator.gateway.receipts import ADMITTED, RECEIVED, Receipts, receipt_of
 from fedstream.coordinator.gateway.turns import Turn
+from fedstream.core.errors import Unavailable
 from fedstream.protocol.messages import Receipt
 
 OWN, ANOTHER = "0123456789ab", "ba9876543210"

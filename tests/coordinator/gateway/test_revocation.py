@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from fedstream.broker import reasons
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway.upload_notes import upload_blob
+from fedstream.core import reasons
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import CheckIn, Offer
 from tests.coordinator.gateway.phones import Phone, invite, said

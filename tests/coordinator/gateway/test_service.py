@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from fedstream.broker import reasons
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import member
-from fedstream.broker.messages import Presence, Trigger, Withdraw, decode
-from fedstream.broker.records import NO_QUARANTINES
 from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
-from fedstream.wire import format_of
+from fedstream.core import reasons
+from fedstream.core.errors import ConfigError
+from fedstream.core.formats import format_of
+from fedstream.core.messages import Presence, Trigger, Withdraw, decode
+from fedstream.core.records import NO_QUARANTINES
 from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
 from tests.support import Clock, Hand, Proxy, context, counted, layout_of, running, wait_until
 

@@ -10,8 +10,8 @@ import pytest
 import trustme
 from pydantic import ValidationError
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

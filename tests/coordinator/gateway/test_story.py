@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.messages import Upload
+from fedstream.core.messages import Upload
 from fedstream.protocol.messages import Offer, UpdateReport
 from tests.coordinator.gateway.places import Place, coordinating, serving
 from tests.coordinator.gateway.uploading import Sender

@@ -10,9 +10,9 @@ from typing import Any
 import jwt
 import pytest
 
-from fedstream.broker.digest import digest_of
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.coordinator.gateway import registry
+from fedstream.core.digest import digest_of
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.signatures import pem_of
 from tests.coordinator.gateway.phones import (

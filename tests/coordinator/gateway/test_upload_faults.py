@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import GiveUp
 from fedstream.broker.parts import PUT, PartialBlob
+from fedstream.core.messages import GiveUp
 from tests.coordinator.gateway.places import ends, serving
 from tests.coordinator.gateway.uploading import (
     DEVICE,

@@ -8,7 +8,7 @@ import pytest
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.keys import member
-from fedstream.broker.messages import Withdraw
+from fedstream.core.messages import Withdraw
 from tests.coordinator.gateway.places import SITE
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, queued
 from tests.support import wait_until

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker import reasons
 from fedstream.broker.blobs import CHUNK
-from fedstream.broker.messages import GiveUp
 from fedstream.coordinator.gateway.upload_notes import upload_blob
+from fedstream.core import reasons
+from fedstream.core.messages import GiveUp
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, Sending, connected, trained
 from tests.support import Clock, wait_until

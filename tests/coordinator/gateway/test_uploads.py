@@ -11,7 +11,7 @@ import pytest
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client
 from fedstream.broker.parts import PartialBlob, Written
-from fedstream.wire import format_of
+from fedstream.core.formats import format_of
 from tests.coordinator.gateway.places import SITE
 from tests.coordinator.gateway.uploading import (
     DEVICE,

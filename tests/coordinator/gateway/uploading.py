@@ -16,12 +16,12 @@ from yarl import URL
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Heartbeat, Presence, Upload, decode
 from fedstream.coordinator.gateway.upload_requests import PATH
+from fedstream.core.formats import F32, Format
+from fedstream.core.layout import Model
+from fedstream.core.messages import Heartbeat, Presence, Upload, decode
 from fedstream.protocol import headers
 from fedstream.protocol.messages import Offer
-from fedstream.wire import F32, Format
 from tests.coordinator.gateway.places import SITE, Place, coordinating, serving
 from tests.support import Hand, counted, wait_until
 

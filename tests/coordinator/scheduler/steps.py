@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.messages import GiveUp, Trigger
+from fedstream.core.messages import GiveUp, Trigger
 from tests.support import Hand, wait_until
 
 

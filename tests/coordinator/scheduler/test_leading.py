@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import Fenced, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
-from fedstream.broker.messages import Assignment
-from fedstream.broker.records import Run, Tally
 from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
+from fedstream.core.errors import Fenced, Unavailable
+from fedstream.core.messages import Assignment
+from fedstream.core.records import Run, Tally
 from fedstream.runtime.service import lead
 from tests.coordinator.scheduler.steps import are_open, give_up, has_issued
 from tests.support import Hand, Pauses, Proxy, context, running, wait_until

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.messages import CloseRound, RoundEnd, Trigger
-from fedstream.broker.records import Commit, End
 from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.rounds import Rounds
+from fedstream.core.messages import CloseRound, RoundEnd, Trigger
+from fedstream.core.records import Commit, End
 from tests.coordinator.scheduler.steps import (
     are_open,
     asked,

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import ConfigError, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.scheduler import SchedulerLedger
-from fedstream.broker.messages import Trigger, Withdraw
-from fedstream.broker.records import Changes, Head, Run, Tally
 from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, kept, vectors
+from fedstream.core.errors import ConfigError, Unavailable
+from fedstream.core.messages import Encoded, Trigger, Withdraw
+from fedstream.core.records import Changes, Head, Run, Tally
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS
 from fedstream.trainer.devices import eligible

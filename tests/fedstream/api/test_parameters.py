@@ -11,7 +11,7 @@ from torch import nn
 
 import fedstream
 from fedstream.api.parameters import Tables, check_names, options
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.settings.config import Settings, read
 
 

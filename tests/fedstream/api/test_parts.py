@@ -14,7 +14,7 @@ import pytest
 
 import fedstream
 from fedstream.api.parameters import options
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.settings.config import Settings, read
 from fedstream.strategies import Batch
 from fedstream.strategies.fedbuff import FedBuffSettings

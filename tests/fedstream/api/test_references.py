@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from fedstream.api.references import label, local_name, name_for_others
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.trainer.loading import load_task, pickle_task, unpickled
 from fedstream.trainer.task import Task, TaskSettings
 

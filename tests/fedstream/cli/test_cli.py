@@ -15,9 +15,9 @@ import pytest
 import typer
 
 from fedstream import __version__
-from fedstream.broker.messages import OUTCOMES
 from fedstream.cli import options
 from fedstream.cli.app import application, main
+from fedstream.core.messages import OUTCOMES
 from fedstream.history import display, status
 from fedstream.local import run
 from fedstream.strategies import RULES

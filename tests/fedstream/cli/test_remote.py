@@ -15,10 +15,10 @@ from pydantic import SecretStr
 from fedstream.broker import rights
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import Assignment
 from fedstream.cli.app import main
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import App
+from fedstream.core.messages import Assignment
 from fedstream.history import status
 from tests.support import EveryRole, Hand
 

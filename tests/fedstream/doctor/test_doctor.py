@@ -15,11 +15,11 @@ import torch
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Dead
 from fedstream.broker.rights import ROLES, commands, rights_of, rules
 from fedstream.cli import app as cli
 from fedstream.coordinator.policies import InFlight, Poisson
 from fedstream.coordinator.rounds import Rounds
+from fedstream.core.messages import Dead
 from fedstream.doctor import checkup as doctor
 from fedstream.doctor import rights, server, task, volume
 from fedstream.doctor.findings import Finding

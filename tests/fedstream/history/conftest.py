@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.layout import Payload
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Payload
+from fedstream.core.messages import Upload
 from fedstream.journal import Taken
 from fedstream.settings.config import read
 from fedstream.simulation.run import run

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.trainer import vector
 from fedstream.trainer.descent import solve
 from fedstream.trainer.loading import load_task

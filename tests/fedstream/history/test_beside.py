@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedstream
-from fedstream.broker.errors import ConfigError, DataError
+from fedstream.core.errors import ConfigError, DataError
 from fedstream.history import reporting
 from fedstream.history.report import occupied
 from fedstream.runtime.config import dump

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.history.bisect import search
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at, recorded_versions

@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.text import Text
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import Failing, Head
 from fedstream.coordinator.app import status
+from fedstream.core.messages import Encoded
+from fedstream.core.records import Failing, Head
 from fedstream.history import display, observer, top
 from fedstream.history import status as page
 from fedstream.history.observer import Observer

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import fedstream
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.records import Run
 from fedstream.coordinator.app import status
+from fedstream.core.errors import ConfigError
+from fedstream.core.records import Run
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui.questions import first_bisection, worsening
 from fedstream.journal import opened

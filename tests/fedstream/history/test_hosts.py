@@ -12,9 +12,9 @@ import structlog
 from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.service import Coordinator
+from fedstream.core.errors import ConfigError
 from fedstream.history.live.service import LiveService
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui.server import PageServer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
+from fedstream.core.errors import NoRun
 from fedstream.history.observer import Observer
 from tests.fedstream.views import event
 from tests.support import Hand

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedstream
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.journal import RuleChanged, Segment, opened
 from fedstream.journal.rebuild import rule_of
 from fedstream.journal.replay import Replayer

@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from fedstream.broker.layout import Layout, Tensor
+from fedstream.core.layout import Layout, Tensor
 from fedstream.history.index import columns_of
 from fedstream.history.model_stats import AHEAD, Portraits
 from fedstream.history.models import Past, Unwanted

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import fedstream
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Layout, Tensor
 from fedstream.cli.options import STRATEGIES
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Layout, Tensor
 from fedstream.journal import JournalError, NotRecorded, Taken
 from fedstream.settings.config import read
 from fedstream.settings.recording import settings_of

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
 from fedstream.cli import app as cli
+from fedstream.core.errors import ConfigError
 from fedstream.history import replay, report
 from fedstream.journal import Segment
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from matplotlib import rc_context
 
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.history import pictures, report
 from fedstream.history.timeline import History
 from fedstream.settings.recording import SUMMARY

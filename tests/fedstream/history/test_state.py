@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fedstream
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.history import pictures
 from fedstream.history.report import is_occupied, occupied
 from fedstream.settings import run_toml

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.layout import Layout, Tensor
 from fedstream.cli import journal as journal_commands
+from fedstream.core.layout import Layout, Tensor
 from fedstream.history import journal_text as pages
 from fedstream.history.journal_text import fitting
 from fedstream.journal import opened

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.layout import Layout, Tensor
+from fedstream.core.layout import Layout, Tensor
 from fedstream.journal import Segment
 from fedstream.strategies import FedAsyncSettings
 from tests.fedstream.history.scribes import (

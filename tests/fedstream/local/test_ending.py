@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.messages import Event
-from fedstream.broker.records import NO_QUARANTINES, Failing
+from fedstream.core.messages import Event
+from fedstream.core.records import NO_QUARANTINES, Failing
 from fedstream.history.timeline import History
 from fedstream.local.ending import Ending, ending, notices
 from tests.fedstream.views import event, view

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import InFlight
+from fedstream.core.errors import ConfigError
 from fedstream.device.address import GatewayAddress
 from fedstream.local import preflight, request
 from fedstream.local.preflight import Subject

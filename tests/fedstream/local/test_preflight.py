@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError, Unavailable
+from fedstream.core.errors import ConfigError, DataError, FedstreamError, Unavailable
 from fedstream.history.display import Quiet
 from fedstream.journal import JournalError, RoundClosed
 from fedstream.local import preflight

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BrokerError, FedstreamError
 from fedstream.broker.keys import Keys
+from fedstream.core.errors import BrokerError, FedstreamError
 from fedstream.doctor import checkup as doctor
 from fedstream.local import redis_server
 from fedstream.local.redis_server import RedisServer, find_server, find_servers

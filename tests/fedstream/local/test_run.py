@@ -14,9 +14,9 @@ import pytest
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedstream.broker.errors import BrokerError
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.coordinator.page import PageSettings
+from fedstream.core.errors import BrokerError
 from fedstream.history import observer, report
 from fedstream.history.display import Quiet, doing
 from fedstream.history.timeline import SeenVersion

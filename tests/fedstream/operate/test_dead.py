@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError, OutOfMemory
 from fedstream.broker.keys import COORDINATORS, TRAINERS
-from fedstream.broker.messages import (
+from fedstream.broker.streams import Group
+from fedstream.cli.app import main
+from fedstream.core.errors import FedstreamError, OutOfMemory
+from fedstream.core.messages import (
     Assignment,
     CloseRound,
     Dead,
@@ -24,8 +26,6 @@ from fedstream.broker.messages import (
     Withdraw,
     task_id,
 )
-from fedstream.broker.streams import Group
-from fedstream.cli.app import main
 from fedstream.operate import dead
 from tests.support import Hand, full, snapshot
 

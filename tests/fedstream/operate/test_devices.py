@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.messages import Event, SetQuarantine
-from fedstream.broker.records import NO_QUARANTINES, Commit, Quarantines
 from fedstream.cli.app import main
+from fedstream.core.messages import Event, SetQuarantine
+from fedstream.core.records import NO_QUARANTINES, Commit, Quarantines
 from fedstream.history.display import quarantined
 from fedstream.operate import devices
 from tests.support import Hand, wait_until

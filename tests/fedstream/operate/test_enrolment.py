@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.digest import digest_of
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.cli.app import main
 from fedstream.coordinator.gateway.invites import device_in, new_invite
+from fedstream.core.digest import digest_of
+from fedstream.core.errors import ConfigError
 from fedstream.operate.enrolment import seconds_of
 from tests.support import Hand
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.records import Run
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.core.errors import FedstreamError
+from fedstream.core.records import Run
 from fedstream.journal import JournalSettings
 from fedstream.operate import feed
 from fedstream.operate.feed import Feeder

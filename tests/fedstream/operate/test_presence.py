@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.operate.presence import elsewhere, purge
 from tests.support import Hand
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import dump
 from fedstream.settings.config import Settings, options, read
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream.broker.errors import ConfigError, DataError, TaskError
 from fedstream.broker.keys import Keys
+from fedstream.core.errors import ConfigError, DataError, TaskError
 from fedstream.settings import services
 from fedstream.settings.config import Settings, read
 from fedstream.settings.dry_step import try_task

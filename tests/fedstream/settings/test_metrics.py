@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import GiveUp
+from fedstream.core.messages import GiveUp
 from fedstream.history.live.service import live_page
 from fedstream.runtime.service import Context
 from fedstream.settings.config import read

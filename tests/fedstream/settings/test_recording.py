@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from fedstream.broker.errors import ConfigError
 from fedstream.cli.app import application
+from fedstream.core.errors import ConfigError
 from fedstream.history.ui.work import TaskAccess
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings, initial

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
 from fedstream.coordinator.service import Coordinator
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Model
 from fedstream.history.report import write_model
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.settings.config import read
 
 _DELTAS = "strategy.name=fedbuff"

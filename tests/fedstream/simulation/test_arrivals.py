@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
+from fedstream.core.errors import ConfigError
 from fedstream.settings.config import Settings, read
 from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import fedstream as api
 from fedstream import simulation
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.settings.config import read
 from fedstream.simulation import SimulationResult, VersionMade
 from fedstream.simulation import run as simulate

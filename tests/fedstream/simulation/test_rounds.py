@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.messages import Trigger
 from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import Trigger
 from fedstream.history.index import columns_of
 from fedstream.history.table import NONE
 from fedstream.journal import RoundClosed

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.digest import algorithm_of
-from fedstream.broker.errors import ConfigError, DataError, Fenced
+from fedstream.core.digest import algorithm_of
+from fedstream.core.errors import ConfigError, DataError, Fenced
 from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
 from fedstream.settings import services

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Model
+from fedstream.core.messages import Upload
 from fedstream.journal import Taken
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.replay import Replayer
@@ -24,13 +26,12 @@ from fedstream.trainer.learner import Learner
 from fedstream.trainer.solvers import Trained, Work
 from fedstream.trainer.task import initial, measured
 from fedstream.trainer.workspace import Start
-from fedstream.wire import Undecodable, format_of
 from tests.fedstream.simulation.test_simulation import AFA, DEVICES, RULES, SCAFFOLD, Small, run
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from fedstream.broker.layout import Floats
+    from fedstream.core.layout import Floats
     from fedstream.trainer.task import Task
 
 FEDBUFF = (*RULES["fedbuff"], "simulation.staleness.most=3")

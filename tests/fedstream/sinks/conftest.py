@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.messages import Contribution, Event, Version, task_id
+from fedstream.core.messages import Contribution, Event, Version, task_id
 from fedstream.sinks.choice import named
 from fedstream.sinks.service import Sinks
 from fedstream.sinks.sink import SinkSettings

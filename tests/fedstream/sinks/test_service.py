@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Contribution, Event, Version
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import Contribution, Event, Version
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.sinks import Reached, Sink, SinkSettings, TrackedPoint, TrackedRun, TrackedValue

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.core.errors import FedstreamError
 from fedstream.sweep.parallel import each
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.messages import Goal
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import Goal
 from fedstream.sweep.results import Ranking, SweepFolder, as_csv, lines
 from fedstream.sweep.trials import Configuration, Finished
 

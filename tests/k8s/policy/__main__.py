@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.settings import address
 from fedstream.coordinator.gateway.certificate import certificate_in
+from fedstream.core.errors import ConfigError
 from fedstream.doctor.certificates import in_words, is_idle_star
 from fedstream.settings.services import ROLES
 from tests.k8s.manifests import (

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL
 from fedstream.coordinator.sites import served
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import POOL
 from tests.k8s.manifests import K8S, Manifest, Manifests
 from tests.k8s.policy.linters import schemas
 from tests.k8s.policy.settings import read, settings

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL
 from fedstream.broker.rights import user_of
 from fedstream.coordinator.policies import Anarchic, InFlight
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import POOL
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.settings.services import ROLES

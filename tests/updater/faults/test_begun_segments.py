@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.records import Head
+from fedstream.core.records import Head
 from fedstream.journal import JournalError, segments
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import Change, RunState

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.layout import PAGE, Model
+from fedstream.core.layout import PAGE, Model
 from fedstream.journal import JournalDamaged, JournalError, Segment, Tear, segments
 from fedstream.journal.frames import BEGINNING, packed
 from fedstream.journal.inspection import verify

@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.messages import CloseRound
+from fedstream.core.messages import CloseRound
 from fedstream.journal import RoundClosed, Taken, segments
 from fedstream.strategies import FedAvgSettings
 from fedstream.updater.loop import Loop

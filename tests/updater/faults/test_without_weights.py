@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import ConfigError
-from fedstream.broker.records import End as Ended
-from fedstream.broker.records import Head
+from fedstream.core.errors import ConfigError
+from fedstream.core.records import End as Ended
+from fedstream.core.records import Head
 from fedstream.journal import segments
 from fedstream.updater.loop import Loop
 from fedstream.updater.recovery import Recovery

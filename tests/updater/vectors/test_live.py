@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BlobDamaged, ConfigError, Fenced
 from fedstream.broker.scripts import Script
+from fedstream.core.errors import BlobDamaged, ConfigError, Fenced
 from fedstream.journal import VECTORS, Taken, segments
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import Strategy

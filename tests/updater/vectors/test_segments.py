@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import Fenced
-from fedstream.broker.messages import Upload
+from fedstream.core.errors import Fenced
+from fedstream.core.messages import Upload
 from fedstream.journal import (
     VECTORS,
     JournalDamaged,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedstream.broker import blobs
-from fedstream.broker.layout import Floats, Layout, Model, vector_of
-from fedstream.broker.messages import Upload
+from fedstream.core.layout import Floats, Layout, Model, vector_of
+from fedstream.core.messages import Upload
 from fedstream.journal import Taken, segments
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.rebuild import recovered

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.messages import OUTCOMES
-from fedstream.broker.records import Tally
+from fedstream.core.messages import OUTCOMES
+from fedstream.core.records import Tally
 from fedstream.history.live.scene import (
     GAUGED,
     PHASES,

@@ -13,8 +13,8 @@ import structlog
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import Assignment, Event, GiveUp
 from fedstream.coordinator.access import tokens_of
+from fedstream.core.messages import Assignment, Event, GiveUp
 from fedstream.history.live import broadcast
 from fedstream.history.live.service import LiveService
 from fedstream.runtime.config import load

@@ -12,11 +12,11 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import Assignment
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import PageSettings, has_page
+from fedstream.core.errors import ConfigError
+from fedstream.core.messages import Assignment
 from fedstream.history.live.service import _local, live_page
 from fedstream.history.live.sessions import Sessions
 from fedstream.history.ui.http import HEADERS

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fedstream.broker.errors import Unavailable
+from fedstream.core.errors import Unavailable
 from fedstream.history.live import broadcast
 from fedstream.history.live.broadcast import Broadcast, DrawnGlance
 from fedstream.history.live.collector import Glance

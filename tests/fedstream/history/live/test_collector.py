@@ -10,8 +10,8 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.onlooker import Onlooker
-from fedstream.broker.messages import OUTCOMES, Contribution, Event, GiveUp, Version
 from fedstream.broker.streams import Entry
+from fedstream.core.messages import OUTCOMES, Contribution, Event, GiveUp, Version
 from fedstream.history.live.collector import Collector
 from fedstream.history.live.recent import Recent, Ring
 from fedstream.history.live.scene import PUSHED

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker.messages import GiveUp
+from fedstream.core.messages import GiveUp
 from fedstream.history.live.following import JournalFollower
 from tests.fedstream.history.live.conftest import Serve
 from tests.support import Hand, wait_until

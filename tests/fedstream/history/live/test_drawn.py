@@ -9,7 +9,7 @@ from time import thread_time
 
 import pytest
 
-from fedstream.broker.records import Failing
+from fedstream.core.records import Failing
 from fedstream.history.live.panels import (
     PANELS,
     LivePanel,

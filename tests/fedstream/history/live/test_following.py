@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstream.broker.errors import FedstreamError
-from fedstream.broker.layout import Model
+from fedstream.core.errors import FedstreamError
+from fedstream.core.layout import Model
 from fedstream.history.live import following
 from fedstream.history.live.following import JournalFollower
 from fedstream.history.live.scene import SeenPushes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.layout import Model
+from fedstream.core.layout import Model
 from fedstream.history.model_stats import AHEAD
 from fedstream.strategies import FedAsyncSettings
 from tests.fedstream.history.browsing import Tab

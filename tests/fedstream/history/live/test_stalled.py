@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.messages import Quarantine
-from fedstream.broker.records import Failing, Quarantines
+from fedstream.core.messages import Quarantine
+from fedstream.core.records import Failing, Quarantines
 from fedstream.history.live.scene import RedisMemory, Scene, SeenMetrics, SeenTask
 from fedstream.history.live.stalled import stalled
 from fedstream.settings.config import Settings

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from fedstream.broker.errors import Unavailable
 from fedstream.broker.ledger.onlooker import Onlooker
-from fedstream.broker.messages import GiveUp
+from fedstream.core.errors import Unavailable
+from fedstream.core.messages import GiveUp
 from fedstream.history.live import rendering
 from tests.fedstream.history.live.conftest import Serve, Stream
 from tests.support import Hand, wait_until

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fedstream.broker import reasons
-from fedstream.broker.layout import Floats, Layout, Model, Tensor
-from fedstream.wire import F32, Format, Undecodable, fed_back, format_of
-from fedstream.wire.blocks import BLOCK
+from fedstream.core import reasons
+from fedstream.core.blocks import BLOCK
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import F32, Format, fed_back, format_of
+from fedstream.core.layout import Floats, Layout, Model, Tensor
 
 NAMES = ("f32", "bf16", "int8", "int4", "topk:0.1", "topk:1")
 ALL = (*NAMES, *(f"{name}+zstd" for name in NAMES))

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fedstream.broker import reasons
-from fedstream.wire.refused import Undecodable
+from fedstream.core import reasons
+from fedstream.core.errors import Undecodable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fedstream.broker.layout import Floats
-    from fedstream.wire.dither import Dither
+    from fedstream.core.bf16 import Dither
+    from fedstream.core.layout import Floats
 
 BLOCK = 256  # values
 

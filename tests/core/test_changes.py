@@ -8,7 +8,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.wire import Undecodable, changes, compressed, format_of
+from fedstream.core import changes, compressed
+from fedstream.core.errors import Undecodable
+from fedstream.core.formats import format_of
 from tests.support import layout_of, model_of
 
 WIDTHS = (1, 2, 4)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zstandard
 
-from fedstream.broker import reasons
-from fedstream.wire.refused import Undecodable
+from fedstream.core import reasons
+from fedstream.core.errors import Undecodable
 
 if TYPE_CHECKING:
     import numpy.typing as npt

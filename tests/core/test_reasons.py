@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.broker import reasons, scripts
+from fedstream.broker import scripts
 from fedstream.broker.scripts import Script
+from fedstream.core import reasons
 
 ROOT = Path(__file__).parents[2]
 TABLES = {

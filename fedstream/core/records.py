@@ -9,11 +9,11 @@ from typing import Literal, Self, TypedDict
 
 import msgpack
 
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BrokerError
-from fedstream.broker.layout import Layout
-from fedstream.broker.messages import (
+from fedstream.core.errors import BrokerError
+from fedstream.core.layout import Layout
+from fedstream.core.messages import (
     OUTCOMES,
+    Encoded,
     Goal,
     Outcome,
     Quarantine,

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.broker import reasons
-from fedstream.wire import bf16
-from fedstream.wire.refused import Undecodable
+from fedstream.core import bf16, reasons
+from fedstream.core.errors import Undecodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
-    from fedstream.broker.layout import Floats
+    from fedstream.core.layout import Floats
 
 _HEAD = 4  # bytes of k
 _LONGEST = 5  # bytes of a gap: 35 bits

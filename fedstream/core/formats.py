@@ -1,4 +1,19 @@
-"""The formats by name: ``f32``, ``bf16``, ``int8``, ``int4``, ``topk:0.1``; each also ``+zstd``."""
+"""Wire formats: what a model or an update looks like on the wire and in the journal.
+
+A format turns a model into bytes (:meth:`Format.encoded`) and bytes into a model
+(:meth:`Format.decode`). Only the parameters are encoded; integers, floating-point buffers and
+SCAFFOLD's control variates are sent as they are:
+
+    int64[integers] ++ float32[buffers and controls] ++ the parameters, encoded
+
+little-endian, all of it in one Zstandard frame if the format's name ends in ``+zstd``. The format
+``f32`` without ``+zstd`` is the model's own bytes, with the parameters before the buffers.
+
+Decoding is element-wise float32 arithmetic in a fixed order: the same bytes give the same bits on
+every machine. Whatever a device sends is checked against the layout before it is used.
+
+The formats by name: ``f32``, ``bf16``, ``int8``, ``int4``, ``topk:0.1``; each also ``+zstd``.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +21,27 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from fedstream.broker import reasons
-from fedstream.wire import bf16, blocks, compressed, sparse
-from fedstream.wire.dither import Dither
-from fedstream.wire.refused import Undecodable
+from fedstream.core import bf16, blocks, compressed, reasons, sparse
+from fedstream.core.bf16 import Dither
+from fedstream.core.errors import Undecodable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fedstream.broker.layout import Layout, Model
+    from fedstream.core.layout import Floats, Layout, Model
 
 Encoding = Literal["f32", "bf16", "int8", "int4", "topk"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 
 _NAME = re.compile(r"(f32|bf16|int8|int4|topk:(0\.[0-9]{1,9}|1))(\+zstd)?")
+# A memory may be so many times as long as the update that it is added to, for each share sent. At
+# most 2 times are left of updates of one length (Error Feedback Fixes SignSGD, Karimireddy et al.
+# 2019, lemma 3); more is what an outlier left, which its receiver refused.
+_MOST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +98,7 @@ class Format:
     ) -> npt.NDArray[np.uint8]:
         """The model's bytes in this format; a view of the model's own if :attr:`is_plain`.
 
-        ``seed``: of the numbers to round by (:mod:`fedstream.wire.dither`), in bf16, int8 and int4;
+        ``seed``: of the numbers to round by (:mod:`fedstream.core.bf16`), in bf16, int8 and int4;
         None: rounded to nearest. ``into``: room for exactly these bytes, in bf16, int8 and int4
         without Zstandard; None: new memory.
 
@@ -169,3 +187,40 @@ def format_of(name: str) -> Format:
 def _as_it_is(layout: Layout) -> int:
     """Bytes of what is never encoded: integers, buffers and controls."""
     return 8 * layout.integers + 4 * (layout.floats - layout.parameters)
+
+
+class FedBack(NamedTuple):
+    """An update, encoded, and what becomes of what it loses."""
+
+    data: npt.NDArray[np.uint8]
+    lost: Floats  # so far, for the device's next update
+    dropped: bool  # whether what was lost before was too large to be added
+
+
+def fed_back(update: Model, memory: Floats | None, how: Format) -> FedBack:
+    """Encode an update together with what the device's last one lost: error feedback.
+
+    *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), algorithm 1, lines 4 to 6.
+
+    ``update``'s parameters become what their receiver decodes. ``memory``: what was lost so far, as
+    long as the parameters; None: nothing. It is dropped if it is far larger than the update.
+    If the update is not finite, its receiver refuses it, and the memory stays as it was.
+    """
+    known = memory
+    if memory is not None and not _norm(memory) <= _MOST / how.share * _norm(update.parameters):
+        memory = None
+    dropped = known is not memory
+    if memory is not None:
+        update.parameters[:] += memory
+    wanted = update.parameters.copy()
+    data = how.encoded(update)
+    if np.isfinite(wanted).all():
+        how.decode(data, update)
+        lost = np.subtract(wanted, update.parameters, out=wanted)
+        if np.isfinite(lost).all():  # else its receiver refuses what was rounded to infinity
+            return FedBack(data, lost, dropped)
+    return FedBack(data, memory if memory is not None else np.zeros_like(wanted), dropped)
+
+
+def _norm(values: Floats) -> float:
+    return float(np.linalg.norm(values))

@@ -141,3 +141,14 @@ def distrust(said: str, unsigned: str) -> str:
     if "not yet valid" in said:
         return "its certificate is not valid yet: correct this machine's clock, or wait"
     return f"its certificate is refused ({said.strip()}): {unsigned}"
+
+
+class Undecodable(BrokerError):
+    """Bytes that are not in the format they were announced in.
+
+    ``reason`` is one of :data:`fedstream.core.reasons.REFUSED`, by which it is counted.
+    """
+
+    def __init__(self, reason: str, what: str) -> None:
+        super().__init__(f"{reason}: {what}")
+        self.reason = reason

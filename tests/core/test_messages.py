@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.errors import BadMessage
-from fedstream.broker.messages import (
+from fedstream.core.errors import BadMessage
+from fedstream.core.messages import (
     OUTCOMES,
     SCHEMA,
     Assignment,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import zstandard
 
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BlobDamaged, Unavailable
-from fedstream.broker.layout import Floats, Model, Payload
-from fedstream.broker.messages import Sends
-from fedstream.wire import Format, compressed, format_of
-from fedstream.wire.given import GivenModel, decode, room_for
-from fedstream.wire.given import given as given_by
+from fedstream.core import compressed
+from fedstream.core.errors import BlobDamaged, Unavailable
+from fedstream.core.formats import Format, format_of
+from fedstream.core.given import GivenModel, decode, room_for
+from fedstream.core.given import given as given_by
+from fedstream.core.layout import Floats, Model, Payload
+from fedstream.core.messages import Encoded, Sends
 from tests.support import layout_of, model_of
 
 LAYOUT = layout_of(300, buffers=2, integers=1)

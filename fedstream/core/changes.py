@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedstream.broker import reasons
-from fedstream.wire import compressed
-from fedstream.wire.refused import Undecodable
+from fedstream.core import compressed, reasons
+from fedstream.core.errors import Undecodable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fedstream.wire.formats import Encoding
+    from fedstream.core.formats import Encoding
 
 _WORDS: Final[dict[int, np.dtype[np.unsignedinteger[Any]]]] = {
     1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"),

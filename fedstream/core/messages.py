@@ -21,16 +21,16 @@ import re
 import reprlib
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BadMessage
-from fedstream.broker.keys import POOL
-from fedstream.broker.reasons import Overdue
+from fedstream.core.errors import BadMessage
+from fedstream.core.reasons import Overdue
 
+POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
 SCHEMA = 1  # the schema that this release writes
 READS = (1,)  # the schemas that it reads: also those of the releases before and after it
 
@@ -50,6 +50,30 @@ A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A model in one of the formats of :mod:`fedstream.core.formats`.
+
+    ``digest``: of the encoded model before compression, so that another release of the compressor
+    changes nothing. Devices report it as the digest of x_tau.
+    """
+
+    format: str
+    size: int  # bytes of the blob
+    digest: str
+
+    @property
+    def text(self) -> str:
+        """As blobs and the head in Redis have it."""
+        return f"{self.format} {self.size} {self.digest}"
+
+    @classmethod
+    def parsed(cls, text: bytes) -> Encoded:
+        """What :attr:`text` says."""
+        format_, size, digest = text.decode().split(" ")
+        return cls(format_, int(size), digest)
 
 
 class Message(BaseModel):

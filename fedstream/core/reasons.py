@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 from typing import Literal
 
-from fedstream.broker import errors
+from fedstream.core import errors
 
 Overdue = Literal["timed out", "deadline passed"]
 TIMED_OUT: Overdue = "timed out"  # open for longer than `scheduler.task_timeout_s`

@@ -8,7 +8,7 @@ its devices share; whole models need none.
 
 That holds for strategies that take deltas. One that takes models takes the copy's error with them,
 and would be held back by it for good; so its versions are rounded at random, seeded by the
-version's number: the error is zero in the mean (:mod:`fedstream.wire.dither`).
+version's number: the error is zero in the mean (:mod:`fedstream.core.bf16`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fedstream.broker.digest import DigestAlgorithm, algorithm_of, digest_of
-from fedstream.broker.encoded import Encoded
-from fedstream.broker.errors import BlobDamaged, Unavailable
-from fedstream.broker.layout import Layout, Model, Payload
-from fedstream.wire import compressed
-from fedstream.wire.formats import format_of
-from fedstream.wire.refused import Undecodable
+from fedstream.core import compressed
+from fedstream.core.digest import DigestAlgorithm, algorithm_of, digest_of
+from fedstream.core.errors import BlobDamaged, Unavailable, Undecodable
+from fedstream.core.formats import format_of
+from fedstream.core.layout import Layout, Model, Payload
+from fedstream.core.messages import Encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from fedstream.broker.messages import Sends
-    from fedstream.wire.formats import Format
+    from fedstream.core.formats import Format
+    from fedstream.core.messages import Sends
 
 
 @dataclass(frozen=True, slots=True)

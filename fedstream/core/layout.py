@@ -23,8 +23,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.broker.digest import DigestAlgorithm, algorithm_of, digest_of
-from fedstream.broker.errors import LayoutMismatch
+from fedstream.core.digest import DigestAlgorithm, algorithm_of, digest_of
+from fedstream.core.errors import LayoutMismatch
 
 Kind = Literal["parameter", "buffer", "control", "integer", "counter", "variable"]
 Floats = npt.NDArray[np.float32]
@@ -201,7 +201,7 @@ class Payload:
         return block[first : first + filled].data if first + filled <= block.nbytes else None
 
     def digest(self, algorithm: DigestAlgorithm = "sha256") -> str:
-        """Digest of the bytes; see :mod:`fedstream.broker.digest`."""
+        """Digest of the bytes; see :mod:`fedstream.core.digest`."""
         return digest_of(self.buffer.data, algorithm)
 
     def digest_like(self, digest: str) -> str:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstream.broker.errors import LayoutMismatch
-from fedstream.broker.layout import PAGE, Layout, Model, Tensor
+from fedstream.core.errors import LayoutMismatch
+from fedstream.core.layout import PAGE, Layout, Model, Tensor
 
 BATCH_NORM = Layout(
     (

@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from fedstream.broker.digest import (
+from fedstream.core.digest import (
     DIGEST_PATTERN,
     DigestAlgorithm,
     Digester,
     algorithm_of,
     digest_of,
 )
-from fedstream.broker.layout import Payload
+from fedstream.core.layout import Payload
 from tests.support import layout_of, model_of
 
 BOTH: tuple[DigestAlgorithm, ...] = ("blake3", "sha256")

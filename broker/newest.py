@@ -6,15 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from fedstream.broker import blobs
-from fedstream.wire.formats import format_of
-from fedstream.wire.given import decode, room_for
+from fedstream.core.formats import format_of
+from fedstream.core.given import decode, room_for
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
-    from fedstream.broker.encoded import Encoded
     from fedstream.broker.keys import Keys
-    from fedstream.broker.layout import Model
-    from fedstream.broker.records import Head
+    from fedstream.core.layout import Model
+    from fedstream.core.messages import Encoded
+    from fedstream.core.records import Head
 
 
 async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> None:

@@ -1,0 +1,4 @@
+"""The vocabulary of all services: layout, digests, messages, records, errors, wire formats.
+
+Nothing here does I/O.
+"""
