@@ -70,9 +70,18 @@ def _rows(reply: Any) -> list[tuple[bytes, bytes]]:
 
 def _reading(stream: str, name: str, count: int) -> tuple[Any, ...]:
     return (
-        "XREADGROUP", "GROUP", _ALL, name, "COUNT", count, "BLOCK", _BLOCK_MS, "STREAMS", stream,
+        "XREADGROUP",
+        "GROUP",
+        _ALL,
+        name,
+        "COUNT",
+        count,
+        "BLOCK",
+        _BLOCK_MS,
+        "STREAMS",
+        stream,
         ">",
-    )  # fmt: skip
+    )
 
 
 def _scheduler(url: str, in_flight: int) -> None:
@@ -250,14 +259,17 @@ def main() -> None:
 def page(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = [
-        "# A chain of processes without logic", "",
+        "# A chain of processes without logic",
+        "",
         "`python -m benchmarks.chain`: what the pipeline's hops cost by themselves, next to the",
         f"bare loop and the pipeline, with {PARAMETERS:,} parameters. All take turns, each with a",
         "new Redis. Medians; a ratio is one round's, to the bare loop's updates/s.",
-        "", conditions(results["machine"]), "",
+        "",
+        conditions(results["machine"]),
+        "",
         "| in flight | | updates/s | ratio | every round's | processor, ms an update |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     runs = results["runs"]
     for in_flight in dict.fromkeys(run["in_flight"] for run in runs):
         of = {

@@ -45,8 +45,11 @@ def whole(old: Bytes, new: Bytes, width: int) -> Bytes:
 
 
 WAYS: dict[str, Callable[[Bytes, Bytes, int], Bytes]] = {
-    "changes": changes.encode, "xor, planes": xor_planes, "xor": xor, "model+zstd": whole,
-}  # fmt: skip
+    "changes": changes.encode,
+    "xor, planes": xor_planes,
+    "xor": xor,
+    "model+zstd": whole,
+}
 
 
 def main() -> None:

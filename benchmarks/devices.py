@@ -28,8 +28,9 @@ def _run(*options: str) -> tuple[dict[str, Any], list[dict[str, str]]]:
         out = Path(folder) / "run"
         subprocess.run(
             [sys.executable, "-m", "fedstream", "run", "--json", "--out", str(out), *options],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
         with (out / "metrics.csv").open() as table:
             return summary, list(csv.DictReader(table))
@@ -48,9 +49,12 @@ def scaling() -> dict[str, float]:
     found = {}
     for trainers in (1, 4):
         _, rows = _run(
-            "--trainers", str(trainers), "--versions", str(40 * trainers),
+            "--trainers",
+            str(trainers),
+            "--versions",
+            str(40 * trainers),
             *_sets(devices__latency__kind="fixed", devices__latency__mean_s=0.5),
-        )  # fmt: skip
+        )
         first, last = rows[trainers], rows[-1]  # by then every trainer has started
         updates = int(last["version"]) - int(first["version"])
         found[str(trainers)] = updates / (float(last["seconds"]) - float(first["seconds"]))
@@ -60,10 +64,13 @@ def scaling() -> dict[str, float]:
 def straggler() -> dict[str, dict[str, float]]:
     """Seconds from version 0 to an accuracy of .90, and the versions and updates it took."""
     slow = _sets(
-        devices__latency__kind="fixed", devices__latency__mean_s=0.2,
-        devices__slow_devices="[0]", devices__slow_factor=20, evaluator__every=1,
+        devices__latency__kind="fixed",
+        devices__latency__mean_s=0.2,
+        devices__slow_devices="[0]",
+        devices__slow_factor=20,
+        evaluator__every=1,
         run__target_accuracy=0.9,
-    )  # fmt: skip
+    )
     found = {}
     for strategy in ("fedasync", "fedavg"):
         summary, rows = _run("--strategy", strategy, "--trainers", "4", "--versions", "2000", *slow)

@@ -93,8 +93,9 @@ class Pipeline:
         module = "fedstream" if self._recorded else "benchmarks.unrecorded"
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", module, name.partition("-")[0], "--name", name],
-            env=env, cwd=Path(__file__).parent.parent,
-        )  # fmt: skip
+            env=env,
+            cwd=Path(__file__).parent.parent,
+        )
 
     def measure(self) -> dict[str, Any]:
         """Updates per second, and their cost, from a tenth of the versions to the last."""
@@ -191,9 +192,12 @@ def main() -> None:
         runs = []
         for _ in range(options.runs):
             runs.append(run := _run(size, in_flight))
-            print(f"{size:>11,}, {in_flight} in flight: {run['updates_per_s']:8.1f}/s  "
-                  f"bare {run['bare_updates_per_s']:8.1f}/s  ratio {run['ratio']:.2f}  "
-                  f"processor {run['cpu_ms_per_update']['all']:.2f} ms", flush=True)  # fmt: skip
+            print(
+                f"{size:>11,}, {in_flight} in flight: {run['updates_per_s']:8.1f}/s  "
+                f"bare {run['bare_updates_per_s']:8.1f}/s  ratio {run['ratio']:.2f}  "
+                f"processor {run['cpu_ms_per_update']['all']:.2f} ms",
+                flush=True,
+            )
         kept = max(run.pop("kept") for run in runs)
         found = {"parameters": size, "in_flight": in_flight, "kept": kept}
         results["measured"].append(found | {"median": _median(runs), "runs": runs})
@@ -239,14 +243,18 @@ def _verdicts(results: dict[str, Any]) -> list[str]:
         verdicts = [
             ("ratio to the bare loop", median["ratio"], bound, median["ratio"] >= bound),
             (
-                "updater's peak, MB", median["updater_peak_mb"], 4 * model_mb + 350,
+                "updater's peak, MB",
+                median["updater_peak_mb"],
+                4 * model_mb + 350,
                 median["updater_peak_mb"] <= 4 * model_mb + 350,
             ),
             (
-                "Redis's peak, MB", median["redis_peak_mb"], models * model_mb + REDIS_MB,
+                "Redis's peak, MB",
+                median["redis_peak_mb"],
+                models * model_mb + REDIS_MB,
                 median["redis_peak_mb"] <= models * model_mb + REDIS_MB,
             ),
-        ]  # fmt: skip
+        ]
         if (unloaded := median.get("unloaded_ms")) is not None:  # of small models only
             what = "trigger to version, unloaded, ms"
             verdicts.append((what, unloaded, UNLOADED_MS, unloaded <= UNLOADED_MS))
@@ -275,13 +283,16 @@ def _table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     about = conditions(results["machine"])
     lines = [
-        "# End to end, without training", "",
+        "# End to end, without training",
+        "",
         "`make bench`: two trainers that return the model as it came, next to a bare loop, each",
         "with a new Redis. Medians; the ratios are of pairs measured one after the other.",
-        "", about, "",
+        "",
+        about,
+        "",
         "| parameters | updates/s | bare loop | ratio | every run's ratio |",
         "|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for found in results["measured"]:
         median, ratios = found["median"], [f"{run['ratio']:.2f}" for run in found["runs"]]
         lines.append(

@@ -120,9 +120,11 @@ class Deployment:
             waiting: Any = self._client.xlen(run + "triggers")  # tasks not handed out yet
             return bool(
                 waiting < 10
-                and alive == cell.trainers and opened >= 0.9 * cell.tasks and self._version() >= 100
+                and alive == cell.trainers
+                and opened >= 0.9 * cell.tasks
+                and self._version() >= 100
                 and (not cell.owned or owned == cell.devices)
-            )  # fmt: skip
+            )
 
         self._wait(is_ready)
         begin, cpu = self._version(), self._cpu_s()
@@ -176,13 +178,16 @@ def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     about = conditions(results["machine"])
     lines = [
-        "# Flat cost", "",
+        "# Flat cost",
+        "",
         "`python -m benchmarks.flat`: processor time per update, in ms, of all trainers, the",
-        f"services and Redis; 1,000 parameters. Medians of {len(results['runs'])} runs.", "",
-        f"{about}; load when it began {results['load']:.1f}", "",
+        f"services and Redis; 1,000 parameters. Medians of {len(results['runs'])} runs.",
+        "",
+        f"{about}; load when it began {results['load']:.1f}",
+        "",
         f"| | updates/s | {' | '.join(SHARES)} | all | ratio | |",
         "|---" * 10 + "|",
-    ]  # fmt: skip
+    ]
     first: dict[str, float] = {}
     for cell in CELLS:
         found = [run[cell.name] for run in results["runs"] if cell.name in run]
@@ -194,9 +199,10 @@ def table(results: dict[str, Any]) -> str:
         ratio = ms["all"] / first.setdefault(cell.group, ms["all"])
         rate = statistics.median(each["updates_per_s"] for each in found)
         lines.append(
-            f"| {cell.name} | {rate:.0f} | " + " | ".join(f"{n:.2f}" for n in ms.values())
+            f"| {cell.name} | {rate:.0f} | "
+            + " | ".join(f"{n:.2f}" for n in ms.values())
             + f" | {ratio:.2f} | {'held' if ratio <= FLAT else 'MISSED'} |"
-        )  # fmt: skip
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -216,8 +222,11 @@ def main() -> None:
             if options.only in cell.name or options.only in cell.group:
                 runs[-1][cell.name] = found = measured(cell, options.seconds)
                 shares = "  ".join(f"{name} {ms:.2f}" for name, ms in found["cpu_ms"].items())
-                print(f"{cell.name:>22}: {found['updates_per_s']:6.1f}/s  "
-                      f"{found['all_ms']:7.2f} ms: {shares}", flush=True)  # fmt: skip
+                print(
+                    f"{cell.name:>22}: {found['updates_per_s']:6.1f}/s  "
+                    f"{found['all_ms']:7.2f} ms: {shares}",
+                    flush=True,
+                )
     results = {"machine": machine.described(), "load": load, "runs": runs}
     print(table(results))
     keep("flat", results, table(results), options.out)

@@ -83,12 +83,17 @@ def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     about = conditions(results["machine"])
     lines = [
-        "# Flower apps, without training", "",
+        "# Flower apps, without training",
+        "",
         "`.venv-flower/bin/python -m benchmarks.flower`: two trainers whose client returns what it",
         f"gets, {PARAMETERS:,} parameters, four tasks in flight, next to the same as a task of our",
-        "own. Medians; every run's ratio.", "", f"{about}, load {results['load']:.1f}", "",
-        "| app | a call, ms | updates/s | own task, updates/s | ratios |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "own. Medians; every run's ratio.",
+        "",
+        f"{about}, load {results['load']:.1f}",
+        "",
+        "| app | a call, ms | updates/s | own task, updates/s | ratios |",
+        "|---|---|---|---|---|",
+    ]
     runs = results["runs"]
     own = statistics.median(run["own"] for run in runs)
     for name, call in results["call_ms"].items():
@@ -113,12 +118,26 @@ def quickstart(folder: Path, versions: dict[str, int]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as out:
             subprocess.run(
                 [
-                    sys.executable, "-m", "fedstream", "run", "--flower", folder,
-                    "--strategy", strategy, "--versions", str(last), "--out", f"{out}/run",
-                    "--set", "evaluator.every=4", "--set", "task.args.evaluate_on=2",
+                    sys.executable,
+                    "-m",
+                    "fedstream",
+                    "run",
+                    "--flower",
+                    folder,
+                    "--strategy",
+                    strategy,
+                    "--versions",
+                    str(last),
+                    "--out",
+                    f"{out}/run",
+                    "--set",
+                    "evaluator.every=4",
+                    "--set",
+                    "task.args.evaluate_on=2",
                 ],
-                check=True, env=os.environ | {"PYTHONPATH": str(STAND_INS)},
-            )  # fmt: skip
+                check=True,
+                env=os.environ | {"PYTHONPATH": str(STAND_INS)},
+            )
             found[strategy] = json.loads(Path(out, "run", "summary.json").read_text())
     after = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in sources}
     assert after == sources, "the app was changed"

@@ -118,8 +118,11 @@ class Cluster:
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, words)],
-                env=self.env, cwd=ROOT, stdout=stdout, stderr=log,
-            )  # fmt: skip
+                env=self.env,
+                cwd=ROOT,
+                stdout=stdout,
+                stderr=log,
+            )
 
     def start_gateway(self) -> None:
         """Start the gateway, again where it was if it has been there before."""
@@ -228,9 +231,13 @@ def cluster(asked: Asked) -> Iterator[Cluster]:
 def fedstream(at: Cluster, *words: str) -> str:
     """What a command prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "fedstream", *words], env=at.env, cwd=ROOT, check=True,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "fedstream", *words],
+        env=at.env,
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return done.stdout
 
 
@@ -247,10 +254,20 @@ class Devices:
         for part, file in enumerate(self._files):
             with file.open("wb") as out:
                 at.begin(
-                    file.name, "benchmarks.gateway_devices", "--url", at.url, "--ca", at.ca,
-                    "--invites", invites, "--part", f"{part}/{parts}",
-                    "--arrivals", asked.arrivals / parts, stdout=out,
-                )  # fmt: skip
+                    file.name,
+                    "benchmarks.gateway_devices",
+                    "--url",
+                    at.url,
+                    "--ca",
+                    at.ca,
+                    "--invites",
+                    invites,
+                    "--part",
+                    f"{part}/{parts}",
+                    "--arrivals",
+                    asked.arrivals / parts,
+                    stdout=out,
+                )
 
     def events(self, begin: float, end: float) -> list[tuple[float, str]]:
         """Milliseconds and name of each event between two moments of the monotonic clock."""
@@ -343,12 +360,10 @@ def idle(at: Cluster, seconds: float) -> dict[str, Any]:
     return {
         "memory_mb": at.memory_mb("gateway"),
         "polls": sum(polls) / len(polls),
-        "share": {
-            role: (after.usage[role] - before.usage[role]) / seconds for role in after.usage
-        },
+        "share": {role: (after.usage[role] - before.usage[role]) / seconds for role in after.usage},
         "commands_per_s": (after.redis["commands"] - before.redis["commands"]) / seconds,
         "redis_memory": after.redis["memory"],
-    }  # fmt: skip
+    }
 
 
 def check_ins_per_s(devices: int) -> float:
@@ -394,10 +409,14 @@ def verdicts(found: dict[str, Any]) -> list[str]:
     memory = max(found["idle"]["memory_mb"], found["work"]["memory_mb"])
     rows = (
         ("gateway's memory, MB", memory, MEMORY_MB, memory <= MEMORY_MB),
-        ("gateway's share of a core, idle", share := found["idle"]["share"]["gateway"], IDLE_SHARE,
-         share <= IDLE_SHARE),
+        (
+            "gateway's share of a core, idle",
+            share := found["idle"]["share"]["gateway"],
+            IDLE_SHARE,
+            share <= IDLE_SHARE,
+        ),
         ("tasks per second", rate := found["work"]["per_s"], TASKS_PER_S, rate >= TASKS_PER_S),
-    )  # fmt: skip
+    )
     return [
         f"{what:>32}: {reached:.3g}, bound {bound:g}: {'held' if good else 'MISSED'}"
         for what, reached, bound, good in rows
@@ -408,6 +427,7 @@ def page(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     about = conditions(results["machine"])
     found, asked = results["found"], results["asked"]
+    arrival = found["arrivals"]["ms"]["gateway"]
     idle_, work, back = found["idle"], found["work"], found["restart"]
     share, rate = idle_["share"]["gateway"], check_ins_per_s(asked["devices"])
     task, late = work["events"][ADMITTED], work["events"][LATE]
@@ -417,8 +437,7 @@ def page(results: dict[str, Any]) -> str:
         "gateway's memory, idle": f"{idle_['memory_mb']:.0f} MB",
         "gateway's memory, at work": f"{work['memory_mb']:.0f} MB",
         f"gateway's share of a core, idle, {rate:.0f} check-ins/s": f"{share:.1%}",
-        "gateway, for an arrival (TLS, enrolment, token)":
-            f"{found['arrivals']['ms']['gateway']:.2f} ms",
+        "gateway, for an arrival (TLS, enrolment, token)": f"{arrival:.2f} ms",
         "tasks handed out and taken back": f"{work['per_s']:.1f}/s",
         "tasks that would keep all cores busy, by what each cost": f"{most:.0f}/s",
         "offer to receipt, p50": f"{task['p50']:.1f} ms",
@@ -427,20 +446,32 @@ def page(results: dict[str, Any]) -> str:
         "after a restart: half of the devices are back": said(back["half_s"]),
         "after a restart: all devices are back": said(back["all_s"]),
         "after a restart: the most that came within a second": f"{back['most_per_s']:.0f}",
-    }  # fmt: skip
+    }
     ms = work["ms"]
     lines = [
-        "# One gateway, many devices", "",
+        "# One gateway, many devices",
+        "",
         f"`python -m benchmarks.gateway --devices {asked['devices']}`: Redis, services and devices",
         "on one machine, over TLS; each task with a download and an upload of",
-        f"{asked['parameters']:,} float32 parameters, {asked['in_flight']} tasks in flight.", "",
-        f"{about}; load when it began {results['load']:.1f}", "", "| | |", "|---|---|",
+        f"{asked['parameters']:,} float32 parameters, {asked['in_flight']} tasks in flight.",
+        "",
+        f"{about}; load when it began {results['load']:.1f}",
+        "",
+        "| | |",
+        "|---|---|",
         *(f"| {what} | {value} |" for what, value in rows.items()),
-        "", "Processor time per task, in ms, with that of devices which wait meanwhile:", "",
-        f"| {' | '.join(ms)} |", "|---" * len(ms) + "|",
+        "",
+        "Processor time per task, in ms, with that of devices which wait meanwhile:",
+        "",
+        f"| {' | '.join(ms)} |",
+        "|---" * len(ms) + "|",
         f"| {' | '.join(f'{one:.2f}' for one in ms.values())} |",
-        "", "```", *verdicts(found), "```", "",
-    ]  # fmt: skip
+        "",
+        "```",
+        *verdicts(found),
+        "```",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -465,9 +496,11 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = measured(asked)
     results = {
-        "machine": machine.described(), "load": load, "found": found,
+        "machine": machine.described(),
+        "load": load,
+        "found": found,
         "asked": {**vars(asked), "poll_s": POLL_S, "pause_s": PAUSE_S},
-    }  # fmt: skip
+    }
     text = page(results)
     print(text)
     keep("gateway", results, text, options.out)

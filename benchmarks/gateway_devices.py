@@ -122,9 +122,15 @@ async def live(
             gateway = TimedGateway(connection, key, None)
             await gateway.enrol(Enrolment(invite=invite, public_key=pem_of(key.public_key())))
             await DeviceWorker(
-                gateway, own, NoTraining(device), layout, run_devices=None,
-                devices=DeviceSettings(), say=say, show=lambda _: None,
-            ).work()  # fmt: skip
+                gateway,
+                own,
+                NoTraining(device),
+                layout,
+                run_devices=None,
+                devices=DeviceSettings(),
+                say=say,
+                show=lambda _: None,
+            ).work()
     except FedstreamError as error:
         tell(f"ended: {error}", 0.0)
 

@@ -68,8 +68,10 @@ def main() -> None:
                 order = ("none", sync) if n % 2 else (sync, "none")
                 rates = {kind: updates_per_second(size, kind) for kind in order}
                 pairs.append((rates["none"], rates[sync]))
-                print(f"{size:>11,} {sync}: {rates[sync]:.1f}/s, none {rates['none']:.1f}/s",
-                      flush=True)  # fmt: skip
+                print(
+                    f"{size:>11,} {sync}: {rates[sync]:.1f}/s, none {rates['none']:.1f}/s",
+                    flush=True,
+                )
             costs = [1 - with_it / without for without, with_it in pairs]
             cost = statistics.median(costs)
             results["cost"][f"{size} {sync}"] = {"pairs": pairs, "median": cost}
@@ -90,13 +92,21 @@ def main() -> None:
     rest = [f"- {line}" for line in lines if not line.startswith("|")]
     text = "\n".join(
         [
-            "# What the journal costs", "",
+            "# What the journal costs",
+            "",
             "`python -m benchmarks.journal`: updates per second end to end, without training, next",
-            "to the same pipeline that records nothing; medians of pairs.", "", about, "",
+            "to the same pipeline that records nothing; medians of pairs.",
+            "",
+            about,
+            "",
             "| parameters | sync | none, updates/s | with it | cost | at most | | every pair |",
-            "|---|---|---|---|---|---|---|---|", *table, "", *rest, "",
+            "|---|---|---|---|---|---|---|---|",
+            *table,
+            "",
+            *rest,
+            "",
         ]
-    )  # fmt: skip
+    )
     print(text)
     keep("journal", results, text)
 

@@ -51,18 +51,30 @@ def write(folder: Path, versions: int, parameters: int = 4, *, weights: int | No
     ``weights``: only updates of the newest segments, with at least so many versions, have their
     bytes; None: all have.
     """
-    layout = Layout((
-        Tensor("weight", (parameters - 1,), "float32", "parameter"),
-        Tensor("bias", (1,), "float32", "parameter"),
-    ))  # fmt: skip
+    layout = Layout(
+        (
+            Tensor("weight", (parameters - 1,), "float32", "parameter"),
+            Tensor("bias", (1,), "float32", "parameter"),
+        )
+    )
     rule, sample = FedAsyncSettings(), _sample(layout)
     weigh = [rule.build().weigh(LATE, LATE - late, 10) for late in range(LATE)]
     drawn = _Drawn(layout, 8 if parameters > 1000 else 512)
     head = SegmentHead(
-        epoch=1, number=0, lineage="long", run="long", task="none", devices=DEVICES,
-        versions=versions, seed=0, created=1.7e9, strategy=rule.model_dump(mode="json"),
-        layout=layout.encode(), release="benchmark", time=1.7e9,
-    )  # fmt: skip
+        epoch=1,
+        number=0,
+        lineage="long",
+        run="long",
+        task="none",
+        devices=DEVICES,
+        versions=versions,
+        seed=0,
+        created=1.7e9,
+        strategy=rule.model_dump(mode="json"),
+        layout=layout.encode(),
+        release="benchmark",
+        time=1.7e9,
+    )
     x, step = Model(layout), np.empty(layout.floats, np.float32)
     x.floats[:] = 0.0
     ends = [*range(0, versions, SEGMENT), versions]
@@ -83,8 +95,9 @@ def write(folder: Path, versions: int, parameters: int = 4, *, weights: int | No
                 np.multiply(step, np.float32(weigh[late]), out=step)
                 apart = float(np.sqrt(np.dot(step, step))) / weigh[late]
                 np.add(x.floats, step, out=x.floats)
-                message = _message(sample, version, late, device, drawn.digests[which], apart, x,
-                                   weigh[late])  # fmt: skip
+                message = _message(
+                    sample, version, late, device, drawn.digests[which], apart, x, weigh[late]
+                )
                 size = update.buffer.nbytes if kept else 0
                 record, chain = packed(
                     message, payload=size, synced=0, offset=at, follows=chain, salt=parts[1]
@@ -107,9 +120,11 @@ def write(folder: Path, versions: int, parameters: int = 4, *, weights: int | No
 
 def _begun(folder: Path, head: SegmentHead, model: Model, version: int) -> Writer:
     standing, models = standing_of(
-        Progress(State(version, model)), "continued" if version else "begun",
-        digest=model.digest(), time=1.7e9 + version / 20,
-    )  # fmt: skip
+        Progress(State(version, model)),
+        "continued" if version else "begun",
+        digest=model.digest(),
+        time=1.7e9 + version / 20,
+    )
     writer = Writer(folder, head, standing, *models, cached=True)
     writer.close()
     return writer
@@ -118,24 +133,52 @@ def _begun(folder: Path, head: SegmentHead, model: Model, version: int) -> Write
 def _sample(layout: Layout) -> Taken:
     """A record of which only some fields differ from one to the next."""
     upload = Upload(
-        task="task", attempt="a1", device=0, trainer="trainer-1", tau=0, base="b" * 64,
-        layout=layout.signature, digest="d" * 64, size=layout.nbytes, samples=10, steps=5, lr=0.1,
-    )  # fmt: skip
+        task="task",
+        attempt="a1",
+        device=0,
+        trainer="trainer-1",
+        tau=0,
+        base="b" * 64,
+        layout=layout.signature,
+        digest="d" * 64,
+        size=layout.nbytes,
+        samples=10,
+        steps=5,
+        lr=0.1,
+    )
     return Taken(
-        entry="0-0", upload=upload, outcome="applied", staleness=0, weight=0.0, version=1,
-        digest="d" * 64, time=0.0, received=0.0,
-    )  # fmt: skip
+        entry="0-0",
+        upload=upload,
+        outcome="applied",
+        staleness=0,
+        weight=0.0,
+        version=1,
+        digest="d" * 64,
+        time=0.0,
+        received=0.0,
+    )
 
 
 def _message(
-    sample: Taken, version: int, late: int, device: int, digest: str, apart: float, made: Model,
+    sample: Taken,
+    version: int,
+    late: int,
+    device: int,
+    digest: str,
+    apart: float,
+    made: Model,
     weight: float,
-) -> bytes:  # fmt: skip
+) -> bytes:
     time = 1.7e9 + version / 20
     upload = sample.upload.__dict__ | {
-        "task": f"task-{version:08}", "device": device, "tau": version - 1 - late, "digest": digest,
-        "samples": 10 + device, "loss": 2.0 / (1 + version / 1000), "seconds": 0.1 * (1 + late),
-    }  # fmt: skip
+        "task": f"task-{version:08}",
+        "device": device,
+        "tau": version - 1 - late,
+        "digest": digest,
+        "samples": 10 + device,
+        "loss": 2.0 / (1 + version / 1000),
+        "seconds": 0.1 * (1 + late),
+    }
     return sample.encode(
         entry=f"{version}-0",
         upload=upload,

@@ -42,14 +42,21 @@ LOOKS = 100  # for a median
 FILLING_S = 60.0  # at most, for copies everywhere
 READING_S = 2.0  # for which somebody looks at the overview
 BOUNDS = {
-    "command to first page, first time": 1.0, "command to first page, again": 1.0,
-    "link to drawn overview": 1.0, "a version, far": 0.1, "a version, next": 0.1,
-    "models, first look at once": 0.1, "models, first look, overview just drawn": 0.1,
+    "command to first page, first time": 1.0,
+    "command to first page, again": 1.0,
+    "link to drawn overview": 1.0,
+    "a version, far": 0.1,
+    "a version, next": 0.1,
+    "models, first look at once": 0.1,
+    "models, first look, overview just drawn": 0.1,
     "models, first look, 2 s after the overview": 0.1,
-    "models, next": 0.1, "models, far, later": 0.1,
-    "key to version, next": 0.1, "key to version, a tenth on": 0.1, "key to models, next": 0.1,
+    "models, next": 0.1,
+    "models, far, later": 0.1,
+    "key to version, next": 0.1,
+    "key to version, a tenth on": 0.1,
+    "key to models, next": 0.1,
     "key to models, a tenth on": 0.1,
-}  # fmt: skip
+}
 """What the project aims for, in seconds."""
 
 _WATCH = """() => {
@@ -80,8 +87,10 @@ class Serving:
         self.began = time.perf_counter()
         self._process = subprocess.Popen(
             [Path(sys.executable).with_name("fedstream"), "ui", folder],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         assert self._process.stdout
         link = re.match(r"(http://\S+)/ ", self._process.stdout.readline())
         assert link, "fedstream ui printed no link"
@@ -336,8 +345,9 @@ def main() -> None:
     asked = parser.parse_args()
     about: dict[str, Any] = {
         "machine": machine.described() | {"load when it began": f"{os.getloadavg()[0]:.1f}"},
-        "versions": asked.versions, "models": asked.models,
-    }  # fmt: skip
+        "versions": asked.versions,
+        "models": asked.models,
+    }
     found: Found = {}
     with tempfile.TemporaryDirectory(prefix="fedstream-page-") as name, browser() as chromium:
         many = write(Path(name) / "many", asked.versions)
@@ -367,10 +377,15 @@ def main() -> None:
         table.writerow(("what", "median_ms", "p95_ms", "looks", "bound_ms"))
         for what, values in found.items():
             bound = BOUNDS.get(what)
-            table.writerow((
-                what, round(1000 * statistics.median(values), 2), round(1000 * _high(values), 2),
-                len(values), "" if bound is None else 1000 * bound,
-            ))  # fmt: skip
+            table.writerow(
+                (
+                    what,
+                    round(1000 * statistics.median(values), 2),
+                    round(1000 * _high(values), 2),
+                    len(values),
+                    "" if bound is None else 1000 * bound,
+                )
+            )
 
 
 def _shown(measure: Callable[..., Found], *about: Any) -> Found:

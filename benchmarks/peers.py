@@ -48,9 +48,12 @@ class Size:
 
 WAYS = {"fedstream": ("f32", IN_FLIGHT), "fedstream, bf16": ("bf16", IN_FLIGHT)}
 SMALL = Size(
-    bare=1500, versions=2000, fedlab=600, clients=(2, 8),
+    bare=1500,
+    versions=2000,
+    fedlab=600,
+    clients=(2, 8),
     ways=WAYS | {f"fedstream, {MANY} in flight": ("f32", MANY)},
-)  # fmt: skip
+)
 LARGE = Size(bare=25, versions=40, fedlab=60, clients=(2,), ways=WAYS)
 # Of a ratio of the first to the better of the others.
 BOUNDS = {
@@ -72,8 +75,11 @@ def fedlab(parameters: int, clients: int, updates: int) -> float:
     """FedLab's updates per second. Raises SystemExit if it says none."""
     ended = subprocess.run(
         [FEDLAB, "-W", "ignore", SCRIPT, str(parameters), str(clients), str(updates)],
-        capture_output=True, text=True, timeout=WITHIN_S, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
     found = re.search(r"= ([\d.]+) upd/s", ended.stdout)
     if found is None:
         raise SystemExit(f"FedLab made no updates:\n{ended.stdout}{ended.stderr}")
@@ -121,16 +127,19 @@ def ratio(run: Mapping[str, float], ours: str, other: str) -> float:
 def page(runs: Mapping[int, list[dict[str, float]]], about: Mapping[str, object]) -> str:
     """The results as Markdown."""
     lines = [
-        "# Beside others, without training", "",
+        "# Beside others, without training",
+        "",
         "`python -m benchmarks.peers`: updates per second. fedstream has two trainers, a journal",
         f"and all checks, and {IN_FLIGHT} tasks in flight unless said otherwise; bf16 is the",
         "format of updates and models. FedLab has one task in flight for each client.",
         "FedLab 1.3.0 (gloo) and the bare loop over the same Redis keep and check nothing.",
-        "Medians; the ratios are of what was measured one after the other.", "",
-        conditions(about), "",
+        "Medians; the ratios are of what was measured one after the other.",
+        "",
+        conditions(about),
+        "",
         "| parameters | | updates/s | of the bare loop | of FedLab's better figure |",
         "|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for size, found in runs.items():
         for name in found[0]:
             rate = statistics.median(run[name] for run in found)

@@ -51,29 +51,55 @@ def write(folder: Path, parameters: int, most: int = 5000) -> int:
     model.floats[:] = 0.0
     progress = Progress(State(0, model))
     head = SegmentHead(
-        epoch=1, number=0, lineage="benchmark", run="benchmark", task="none", devices=10,
-        versions=count, seed=0, created=0.0, strategy=settings.model_dump(mode="json"),
-        layout=layout.encode(), release="benchmark", time=0.0,
-    )  # fmt: skip
+        epoch=1,
+        number=0,
+        lineage="benchmark",
+        run="benchmark",
+        task="none",
+        devices=10,
+        versions=count,
+        seed=0,
+        created=0.0,
+        strategy=settings.model_dump(mode="json"),
+        layout=layout.encode(),
+        release="benchmark",
+        time=0.0,
+    )
     standing, models = standing_of(progress, "begun", digest=model.digest(), time=0.0)
     writer = Writer(folder, head, standing, *models)
     update, spare = Model(layout), Model(layout)
     for n in range(count):
         update.floats[:] = rng.standard_normal(parameters, np.float32)
         upload = Upload(
-            task=f"task-{n}", attempt="a", device=n % 10, trainer="t", tau=max(0, n - 1),
-            base="b", layout=layout.signature, digest=update.digest(), size=layout.nbytes,
-            samples=10, steps=5, lr=0.1, loss=0.5,
-        )  # fmt: skip
+            task=f"task-{n}",
+            attempt="a",
+            device=n % 10,
+            trainer="t",
+            tau=max(0, n - 1),
+            base="b",
+            layout=layout.signature,
+            digest=update.digest(),
+            size=layout.nbytes,
+            samples=10,
+            steps=5,
+            lr=0.1,
+            loss=0.5,
+        )
         before = progress.state.model
         step = take(rule, progress, upload, update, spare)
         assert step.decision
         progress, spare = step.after, before
         record = Taken(
-            entry=f"{n}-0", upload=upload, outcome="applied", staleness=step.decision.staleness,
-            weight=step.decision.weight, version=n + 1, digest=progress.state.model.digest(),
-            time=float(n), received=float(n),
-        )  # fmt: skip
+            entry=f"{n}-0",
+            upload=upload,
+            outcome="applied",
+            staleness=step.decision.staleness,
+            weight=step.decision.weight,
+            version=n + 1,
+            digest=progress.state.model.digest(),
+            time=float(n),
+            received=float(n),
+        )
         writer.append(record, update)
     writer.sync()
     writer.close()
@@ -151,18 +177,23 @@ def measured(parameters: int, runs: int) -> dict[str, Any]:
         }
         memory = peak(folder)
     found: dict[str, Any] = {
-        "parameters": parameters, "updates": count, "bytes": count * layout.nbytes,
-        "peak_bytes": memory, "peak_models": round(memory / layout.nbytes, 2),
-    }  # fmt: skip
+        "parameters": parameters,
+        "updates": count,
+        "bytes": count * layout.nbytes,
+        "peak_bytes": memory,
+        "peak_models": round(memory / layout.nbytes, 2),
+    }
     for where, rows in kept.items():
         reading, mixing, seconds, ratio = (
             statistics.median(part) for part in zip(*rows, strict=True)
         )
         found[where] = {
-            "read_per_s": round(count / reading, 1), "mix_per_s": round(count / mixing, 1),
-            "replay_per_s": round(count / seconds, 1), "ratio": round(ratio, 3),
+            "read_per_s": round(count / reading, 1),
+            "mix_per_s": round(count / mixing, 1),
+            "replay_per_s": round(count / seconds, 1),
+            "ratio": round(ratio, 3),
             "ratios": [round(row[3], 3) for row in rows],
-        }  # fmt: skip
+        }
     return found
 
 

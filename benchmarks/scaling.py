@@ -101,7 +101,7 @@ class Deployment:
             [sys.executable, "-m", "fedstream", name.partition("-")[0], "--name", name],
             env=self._env | {"FEDSTREAM_HTTP__HEALTH_PORT": str(port.number)},
             cwd=Path(__file__).parent.parent,
-        )  # fmt: skip
+        )
         return port.number
 
     def grow(self, trainers: int) -> None:
@@ -121,10 +121,13 @@ class Deployment:
         first = self._newest()
         cpu = {name: self.cpu_s(name) for name in MEASURED}
         last = self._wait(
-            lambda: seen if (seen := self._newest()).version >= first.version + cycles * trainers
-            else None,
+            lambda: (
+                seen
+                if (seen := self._newest()).version >= first.version + cycles * trainers
+                else None
+            ),
             f"{cycles * trainers} updates",
-        )  # fmt: skip
+        )
         used = {name: self.cpu_s(name) - cpu[name] for name in MEASURED}
         tasks = last.version - first.version
         whole = self._at(first.version + cycles * trainers)
@@ -193,9 +196,11 @@ def measured(trainers: list[int], cycles: int) -> dict[str, Any]:
             services.grow(n)
             rate, cpu = services.rate(n, cycles)
             found["trainers"][str(n)] = {"updates_per_s": rate, "cpu_ms_per_task": cpu}
-            print(f"{n:>3} trainers: {rate:6.2f}/s  "
-                  + "  ".join(f"{name} {ms:.2f} ms" for name, ms in cpu.items()),
-                  flush=True)  # fmt: skip
+            print(
+                f"{n:>3} trainers: {rate:6.2f}/s  "
+                + "  ".join(f"{name} {ms:.2f} ms" for name, ms in cpu.items()),
+                flush=True,
+            )
     for about in found["trainers"].values():
         alone = found["trainers"][str(trainers[0])]["updates_per_s"] / trainers[0]
         about["of_one"] = about["updates_per_s"] / alone
@@ -223,13 +228,16 @@ def table(results: dict[str, Any]) -> str:
     median = results["median"]
     about = conditions(results["machine"])
     lines = [
-        "# Scaling", "",
+        "# Scaling",
+        "",
         "`python -m benchmarks.scaling`: trainer processes beside every other service on one",
         f"machine; a device takes {LATENCY_S:.0f} s. Medians of {len(results['runs'])} runs.",
-        "", f"{about}; load when it began {results['load']:.1f}", "",
+        "",
+        f"{about}; load when it began {results['load']:.1f}",
+        "",
         "| trainers | updates/s | times one's | of linear | coordinator, ms | scheduler, ms |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for n, row in median["trainers"].items():
         cpu = row["cpu_ms_per_task"]
         lines.append(
@@ -239,12 +247,17 @@ def table(results: dict[str, Any]) -> str:
     memory = median["trainer_mb"]
     ready = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in median["ready_s"].items())
     lines += [
-        "", "ms: of processor time for each task, with what is done by the clock.", "",
-        f"From start to ready: {ready}.", "",
+        "",
+        "ms: of processor time for each task, with what is done by the clock.",
+        "",
+        f"From start to ready: {ready}.",
+        "",
         f"A trainer that waits for its first task: {memory['rss']:.0f} MB resident,",
         f"{memory['pss']:.0f} MB as its share of what is shared, {memory['uss']:.0f} MB its alone.",
-        "", "| | measured | bound | |", "|---|---|---|---|",
-    ]  # fmt: skip
+        "",
+        "| | measured | bound | |",
+        "|---|---|---|---|",
+    ]
     for what, value, bound, held in verdicts(median):
         lines.append(f"| {what} | {value:.2f} | {bound} | {'held' if held else 'MISSED'} |")
     return "\n".join(lines) + "\n"
@@ -272,8 +285,11 @@ def main() -> None:
     load = os.getloadavg()[0]
     runs = [measured(trainers, options.cycles) for _ in range(options.runs)]
     results = {
-        "machine": machine.described(), "load": load, "median": _median(runs), "runs": runs,
-    }  # fmt: skip
+        "machine": machine.described(),
+        "load": load,
+        "median": _median(runs),
+        "runs": runs,
+    }
     print(table(results))
     keep("scaling", results, table(results), options.out)
 

@@ -35,19 +35,31 @@ from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task
 
 LR = (
-    "task.name=mnist", "task.devices=100", "task.partition.kind=iid", "solver.batch_size=64",
-    "solver.lr=0.1", "scheduler.steps.kind=epochs", "simulation.evaluate_every=0",
-)  # fmt: skip
+    "task.name=mnist",
+    "task.devices=100",
+    "task.partition.kind=iid",
+    "solver.batch_size=64",
+    "solver.lr=0.1",
+    "scheduler.steps.kind=epochs",
+    "simulation.evaluate_every=0",
+)
 AFL = ("strategy.name=afa-cd", "strategy.server_lr=0.1", "simulation.staleness.kind=recent")
 CNN = (
-    "task.name=cifar10-fedasync", "task.devices=100", "solver.kind=proximal", "solver.rho=0.005",
-    "solver.batch_size=50", "solver.lr=0.1", "scheduler.steps.kind=epochs",
+    "task.name=cifar10-fedasync",
+    "task.devices=100",
+    "solver.kind=proximal",
+    "solver.rho=0.005",
+    "solver.batch_size=50",
+    "solver.lr=0.1",
+    "scheduler.steps.kind=epochs",
     "simulation.evaluate_every=0",
-)  # fmt: skip
+)
 BARS = {
-    "LR, AFA-CD, 20 of 100": 5.0, "LR, rounds of all 100": 5.0,
-    "CNN, float32": 1.0, "CNN, bfloat16": 2.0,
-}  # fmt: skip
+    "LR, AFA-CD, 20 of 100": 5.0,
+    "LR, rounds of all 100": 5.0,
+    "CNN, float32": 1.0,
+    "CNN, bfloat16": 2.0,
+}
 TABLE_2 = {(10, 5, 5): 4, (10, 5, 10): 4, (100, 20, 5): 4}  # (M, m, c): rows
 TABLE_2_S = 15 * 60
 TABLE_2_RUN = Path(__file__).parents[1] / "experiments/results/afl-mnist-table2/about.json"
@@ -118,14 +130,17 @@ def compared(runs: int, threads: int) -> dict[str, dict[str, Any]]:
         "LR, AFA-CD, 20 of 100": (LR, (*AFL, "strategy.buffer_size=20"), 250, 500),
         "LR, rounds of all 100": (
             LR,
-            ("strategy.name=fedavg", "strategy.clients_per_round=100",
-             "simulation.staleness.kind=none"),
+            (
+                "strategy.name=fedavg",
+                "strategy.clients_per_round=100",
+                "simulation.staleness.kind=none",
+            ),
             50,
             500,
         ),
         "CNN, float32": (CNN, (), 2, 2),
         "CNN, bfloat16": (CNN, ("simulation.precision=bfloat16",), 2, 2),
-    }  # fmt: skip
+    }
     if not has_bfloat16():  # emulated, it takes ten times as long
         del cases["CNN, bfloat16"]
     tasks: dict[str, Task] = {}
@@ -152,17 +167,27 @@ def table_2(threads: int) -> dict[str, Any]:
     total, kinds = 0.0, {}
     for (devices, m, c), rows in TABLE_2.items():
         sets = (
-            "task.name=mnist", f"task.devices={devices}", "task.partition.p=2", "run.versions=150",
-            "solver.batch_size=64", "solver.lr=0.1", "solver.sampling=fresh",
-            "scheduler.steps.kind=uniform", f"scheduler.steps.c={c}", f"strategy.buffer_size={m}",
-            "simulation.evaluate_every=1", f"simulation.threads={threads}", *AFL,
-        )  # fmt: skip
+            "task.name=mnist",
+            f"task.devices={devices}",
+            "task.partition.p=2",
+            "run.versions=150",
+            "solver.batch_size=64",
+            "solver.lr=0.1",
+            "solver.sampling=fresh",
+            "scheduler.steps.kind=uniform",
+            f"scheduler.steps.c={c}",
+            f"strategy.buffer_size={m}",
+            "simulation.evaluate_every=1",
+            f"simulation.threads={threads}",
+            *AFL,
+        )
         settings = read(None, sets)
         task = load_task(settings.task.name, settings.task)
         outcome = simulate(settings, task)
         kinds[f"M={devices}, m={m}, c={c}"] = {
-            "seconds": round(outcome.seconds, 2), "best": outcome.best(),
-        }  # fmt: skip
+            "seconds": round(outcome.seconds, 2),
+            "best": outcome.best(),
+        }
         total += outcome.seconds * rows * 4 * 3
         print(kinds, flush=True)
     return {"kinds": kinds, "whole_table_s": round(total), "at_most_s": TABLE_2_S}
@@ -174,9 +199,14 @@ def accuracy(threads: int, versions: int) -> dict[str, float]:
     for precision in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
         settings = read(
             None,
-            [*CNN, "strategy.alpha=0.6", f"run.versions={versions}",
-             f"simulation.threads={threads}", f"simulation.precision={precision}"],
-        )  # fmt: skip
+            [
+                *CNN,
+                "strategy.alpha=0.6",
+                f"run.versions={versions}",
+                f"simulation.threads={threads}",
+                f"simulation.precision={precision}",
+            ],
+        )
         found[precision] = simulate(settings).last()
         print(precision, found[precision], flush=True)
     return found
@@ -190,8 +220,10 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=20, help="versions per run")
     wanted = parser.parse_args()
     results: dict[str, Any] = {
-        "machine": machine.described(), "load": os.getloadavg()[0], "threads": wanted.threads,
-    }  # fmt: skip
+        "machine": machine.described(),
+        "load": os.getloadavg()[0],
+        "threads": wanted.threads,
+    }
     torch.set_num_threads(wanted.threads)
     results["peak_gflops"] = round(peak() / 1e9, 1)
     results["compared"] = compared(wanted.runs, wanted.threads)
@@ -219,17 +251,24 @@ def main() -> None:
     )
     text = "\n".join(
         [
-            "# Simulation", "",
+            "# Simulation",
+            "",
             "`python -m benchmarks.simulation`: device-epochs a second beside a plain PyTorch loop",
-            "in float32, one device after the other; medians of pairs.", "",
+            "in float32, one device after the other; medians of pairs.",
+            "",
             conditions(results["machine"])
             + f"; {wanted.threads} threads, load {results['load']:.1f}, "
-            f"matrix peak {results['peak_gflops']} GFLOP/s", "",
+            f"matrix peak {results['peak_gflops']} GFLOP/s",
+            "",
             "| | plain | simulated | ratio | at least | | share of the peak | every pair |",
-            "|---|---|---|---|---|---|---|---|", *lines, "",
-            said, cost, "",
+            "|---|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+            said,
+            cost,
+            "",
         ]
-    )  # fmt: skip
+    )
     print(text)
     keep("simulation", results, text)
 

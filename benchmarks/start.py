@@ -25,10 +25,12 @@ from fedstream.history.record import open_run
 
 BOUNDS = {"first": 3.0, "after": 1.0}
 NAMES = {
-    "first": "command to version 1", "training": "version 1 to the last",
-    "after": "last version to the end", "whole": "whole command",
+    "first": "command to version 1",
+    "training": "version 1 to the last",
+    "after": "last version to the end",
+    "whole": "whole command",
     "processor": "processor time of all processes",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ def measured(versions: int, folder: Path) -> Timing:
     cpu, began = _cpu_s(), time.time()
     subprocess.run(
         [program, "run", "--versions", str(versions), "--out", folder],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     ended, cpu = time.time(), _cpu_s() - cpu
     times = open_run(folder).columns()[0].made["time"].tolist()
     first, last = times[1], times[-1]

@@ -77,8 +77,10 @@ class Viewers:
     def __init__(self, port: int, viewers: int) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.viewers", "--read", f"{port} {viewers}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def change(self) -> int:
         """Come, or go: the bytes that were read since the last change."""
@@ -152,9 +154,12 @@ def compared(pipeline: Watched, viewers: int, pairs: int, seconds: float) -> lis
                     some["kib_per_s"] = readers.change() / (seconds + SETTLE_S) / 1024
                 pair["with" if is_watched else "without"] = some
             pair["ratio"] = pair["with"]["updates_per_s"] / pair["without"]["updates_per_s"]
-            print(f"without {pair['without']['updates_per_s']:7.1f}/s  "
-                  f"with {viewers} {pair['with']['updates_per_s']:7.1f}/s  "
-                  f"ratio {pair['ratio']:.3f}", flush=True)  # fmt: skip
+            print(
+                f"without {pair['without']['updates_per_s']:7.1f}/s  "
+                f"with {viewers} {pair['with']['updates_per_s']:7.1f}/s  "
+                f"ratio {pair['ratio']:.3f}",
+                flush=True,
+            )
             found.append(pair)
     finally:
         readers.end()
@@ -175,12 +180,16 @@ def table(viewers: int, seconds: float, pairs: list[dict[str, Any]], about: dict
         (f"sent to all {viewers}, KiB/s", "kib_per_s", False),
     ]
     lines = [
-        "# Viewers of the live page", "",
+        "# Viewers of the live page",
+        "",
         f"`python -m benchmarks.viewers`: {viewers} viewers on the same machine,",
         f"{len(pairs)} pairs of {seconds:g} s, {PARAMETERS:,} parameters, no training. Medians.",
         "",
-        conditions(about), "", "| | nobody looks | viewers |", "|---|---|---|",
-    ]  # fmt: skip
+        conditions(about),
+        "",
+        "| | nobody looks | viewers |",
+        "|---|---|---|",
+    ]
     for name, what, both in rows:
         without = f"{median('without', what):.1f}" if both else ""
         lines.append(f"| {name} | {without} | {median('with', what):.1f} |")

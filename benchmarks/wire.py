@@ -36,9 +36,16 @@ PLAIN = ("f32", "bf16", "int8", "int4", "topk:0.1", "topk:0.01")
 CODEC = (*PLAIN, *(f"{name}+zstd" for name in PLAIN))
 # What updates and models are sent in.
 PAIRS = (
-    ("f32", "f32"), ("bf16", "f32"), ("bf16", "bf16"), ("int8", "f32"), ("int8", "int8"),
-    ("int8+zstd", "int8"), ("int4", "bf16"), ("topk:0.1", "bf16"), ("topk:0.01", "bf16"),
-)  # fmt: skip
+    ("f32", "f32"),
+    ("bf16", "f32"),
+    ("bf16", "bf16"),
+    ("int8", "f32"),
+    ("int8", "int8"),
+    ("int8+zstd", "int8"),
+    ("int4", "bf16"),
+    ("topk:0.1", "bf16"),
+    ("topk:0.01", "bf16"),
+)
 
 Rows = dict[str, dict[str, float]]  # by format, or formats
 Lines = list[str]
@@ -88,19 +95,27 @@ def codec(size: int, name: str) -> dict[str, float]:
 def pipeline(size: int, update: str, model: str) -> dict[str, float]:
     """Updates per second through every service, and processor time of all processes for each."""
     settings = {
-        "WIRE__UPDATE": update, "WIRE__MODEL": model, "STRATEGY__NAME": "fedbuff",
+        "WIRE__UPDATE": update,
+        "WIRE__MODEL": model,
+        "STRATEGY__NAME": "fedbuff",
         "STRATEGY__BUFFER_SIZE": "1",
-    }  # fmt: skip
+    }
     with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
         versions = 600 if size < 1_000_000 else 24
         run = Pipeline(
-            server.url, size, versions, Path(journal), task="benchmarks.wire:task",
+            server.url,
+            size,
+            versions,
+            Path(journal),
+            task="benchmarks.wire:task",
             settings=settings,
-        ).measure()  # fmt: skip
+        ).measure()
     return {
-        "updates_per_s": run["updates_per_s"], "cpu_ms": run["cpu_ms_per_update"]["all"],
-        "updater_peak_mb": run["updater_peak_mb"], "redis_peak_mb": run["redis_peak_mb"],
-    }  # fmt: skip
+        "updates_per_s": run["updates_per_s"],
+        "cpu_ms": run["cpu_ms_per_update"]["all"],
+        "updater_peak_mb": run["updater_peak_mb"],
+        "redis_peak_mb": run["redis_peak_mb"],
+    }
 
 
 def main() -> None:
@@ -154,29 +169,39 @@ def _keep(
 def _coded(rows: Rows) -> Lines:
     """What encoding and decoding came to."""
     return [
-        "Processor time, in ms.", "",
-        "| format | bytes | smaller by | encode | decode |", "|---" * 5 + "|",
+        "Processor time, in ms.",
+        "",
+        "| format | bytes | smaller by | encode | decode |",
+        "|---" * 5 + "|",
         *(
             f"| {name} | {row['bytes']:,.0f} | {row['smaller']:.1f} | {row['encode_ms']:.2f} | "
             f"{row['decode_ms']:.2f} |"
             for name, row in rows.items()
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _piped(rows: Rows) -> Lines:
     """What whole runs came to."""
-    columns = ("updates", "models", "updates/s", "processor, ms an update",
-               "updater's peak, MB", "Redis's peak, MB")  # fmt: skip
+    columns = (
+        "updates",
+        "models",
+        "updates/s",
+        "processor, ms an update",
+        "updater's peak, MB",
+        "Redis's peak, MB",
+    )
     return [
-        "Through every service, the journal synced at intervals, four in flight:", "",
-        f"| {' | '.join(columns)} |", "|---" * len(columns) + "|",
+        "Through every service, the journal synced at intervals, four in flight:",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
         *(
             f"| {name} | {row['updates_per_s']:.1f} | {row['cpu_ms']:.2f} | "
             f"{row['updater_peak_mb']:.0f} | {row['redis_peak_mb']:.0f} |"
             for name, row in rows.items()
         ),
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -58,12 +58,30 @@ _TIME: Command = ("TIME",)
 # Options allowed in a URL. redis-py also accepts options that take an object, but keeps the text
 # as it is and fails later with a traceback.
 _OPTIONS = {
-    "connection_class", "host", "port", "path", "db", "username", "password", "client_name",
-    "socket_timeout", "socket_connect_timeout", "socket_keepalive", "retry_on_timeout",
-    "health_check_interval", "decode_responses", "protocol", "ssl_ca_certs", "ssl_ca_path",
-    "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs", "ssl_check_hostname",
+    "connection_class",
+    "host",
+    "port",
+    "path",
+    "db",
+    "username",
+    "password",
+    "client_name",
+    "socket_timeout",
+    "socket_connect_timeout",
+    "socket_keepalive",
+    "retry_on_timeout",
+    "health_check_interval",
+    "decode_responses",
+    "protocol",
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_password",
+    "ssl_cert_reqs",
+    "ssl_check_hostname",
     "ssl_ciphers",
-}  # fmt: skip
+}
 _OF_THE_URL = {"connection_class", "host", "port"}  # redis-py accepts them as options too
 
 
@@ -211,9 +229,14 @@ class Client:
             link, seconds = await self._new(seconds)
         try:
             whole = link.exchange(
-                encoded(commands), len(commands), seconds=seconds, most=most, early=early,
-                late=late, wait_s=wait_s,
-            )  # fmt: skip
+                encoded(commands),
+                len(commands),
+                seconds=seconds,
+                most=most,
+                early=early,
+                late=late,
+                wait_s=wait_s,
+            )
             replies = await early
             if link.has_erred:
                 _raise_passing(replies)
@@ -455,9 +478,11 @@ class Client:
         return link
 
     async def _logged_in(
-        self, place: Address | None, options: dict[str, Any],
+        self,
+        place: Address | None,
+        options: dict[str, Any],
         login: RedisSettings | SentinelSettings,
-    ) -> Connection:  # fmt: skip
+    ) -> Connection:
         """Connect, and log in with the first of the passwords that is accepted."""
         tries: list[str | None] = [*passwords(login)] or [options.get("password")]
         *others, last = tries

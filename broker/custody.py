@@ -46,16 +46,34 @@ _LONGEST_MS = 24 * 3600 * 1000  # longer expiries are cut to this
 _STEP = 1000  # keys per scan step, or tasks: there may be any number
 
 _MENDED = {
-    "triggers": "stream", "tasks": "stream", "events": "stream", "changes": "stream",
-    "alive": "zset", "trainers": "hash", "working": "hash", "concurrent": "hash",
-    "owners": "hash", "rates": "hash", "failing": "hash",
-    "sites": "set", "pool": "set", "letters": "zset",
-}  # fmt: skip
+    "triggers": "stream",
+    "tasks": "stream",
+    "events": "stream",
+    "changes": "stream",
+    "alive": "zset",
+    "trainers": "hash",
+    "working": "hash",
+    "concurrent": "hash",
+    "owners": "hash",
+    "rates": "hash",
+    "failing": "hash",
+    "sites": "set",
+    "pool": "set",
+    "letters": "zset",
+}
 _NAMED = {
-    "run": "hash", "head": "hash", "kept": "zset", "lineage": "hash", "open": "hash",
-    "admitted": "hash", "ended": "zset", "counts": "hash", "queue": "stream", "models": "stream",
+    "run": "hash",
+    "head": "hash",
+    "kept": "zset",
+    "lineage": "hash",
+    "open": "hash",
+    "admitted": "hash",
+    "ended": "zset",
+    "counts": "hash",
+    "queue": "stream",
+    "models": "stream",
     "dead": "stream",
-}  # fmt: skip
+}
 
 
 def in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -79,9 +97,12 @@ async def mend(
     for some in in_parts(list(wanted)):
         about = (part for key in some for part in wanted[key])
         mended = await _MEND(
-            client, keys.__dict__, _ASIDE_MS, *about,
+            client,
+            keys.__dict__,
+            _ASIDE_MS,
+            *about,
             rest=[name for key in some for name in (key, keys.quarantine(key))],
-        )  # fmt: skip
+        )
         found += [(key.decode(), why.decode()) for key, why in mended]
     return found
 
@@ -147,9 +168,13 @@ async def trim_registers(
     Of a register with over 1,000 devices, another 1,000 are looked at each time.
     """
     trimmed = await TRIM(
-        client, keys.__dict__, devices, _REGISTERED, *_MOVES,
+        client,
+        keys.__dict__,
+        devices,
+        _REGISTERED,
+        *_MOVES,
         rest=[name.decode(errors="surrogateescape") for name in names],
-    )  # fmt: skip
+    )
     return [name.decode(errors="replace") for name in trimmed]
 
 

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> None:
     """Read the newest version's model, as devices are given it. Raises as :func:`read_model`."""
     await read_model(
-        client, keys.model(head.blob), into,
-        digest=head.digest, chunks=head.chunks, encoded=head.encoded,
-    )  # fmt: skip
+        client,
+        keys.model(head.blob),
+        into,
+        digest=head.digest,
+        chunks=head.chunks,
+        encoded=head.encoded,
+    )
 
 
 def as_given(head: Head) -> dict[str, str]:

@@ -69,9 +69,14 @@ class PartialBlob:
         expired, was discarded, or begun anew by somebody else: then nothing is written.
         """
         is_written = await PUT(
-            self._client, {"blob": self._key, "note": self._note_key},
-            number, chunk, note, changed or note, self._expire_ms,
-        )  # fmt: skip
+            self._client,
+            {"blob": self._key, "note": self._note_key},
+            number,
+            chunk,
+            note,
+            changed or note,
+            self._expire_ms,
+        )
         if not is_written:
             raise BlobMissing(self._key)
 

@@ -43,8 +43,13 @@ from fedstream.core.messages import POOL
 # the others to set it up. Not SELECT: a user's keys are the same in every database, and clean-up
 # looks in the run's alone.
 _CONNECTION = (
-    "ping", "role", "time", "client|setname", "cluster|slots", "asking",
-)  # fmt: skip
+    "ping",
+    "role",
+    "time",
+    "client|setname",
+    "cluster|slots",
+    "asking",
+)
 
 RIGHTS = {
     "coordinator": coordinator.RIGHTS,

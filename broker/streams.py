@@ -154,9 +154,15 @@ class Group:
         taken, poison = await CLAIM(
             self._client,
             {"stream": self.stream},
-            self.group, self.consumer, idle_ms, most, self.consumer if own else "", count,
-            "quiet" if quiet else "", *((self._largest, PARTS) if self._largest else ()),
-        )  # fmt: skip
+            self.group,
+            self.consumer,
+            idle_ms,
+            most,
+            self.consumer if own else "",
+            count,
+            "quiet" if quiet else "",
+            *((self._largest, PARTS) if self._largest else ()),
+        )
         return entries_of(taken), [(_entry(*row), int(times)) for row, times in poison]
 
     async def renew(self, entry: Entry) -> bool:
@@ -183,8 +189,14 @@ class Group:
         Counts no delivery.
         """
         claim: Command = (
-            "XCLAIM", self.stream, self.group, self.consumer, 0, *entries, "JUSTID",
-        )  # fmt: skip
+            "XCLAIM",
+            self.stream,
+            self.group,
+            self.consumer,
+            0,
+            *entries,
+            "JUSTID",
+        )
         reads: list[Command] = [("XRANGE", self.stream, one, one) for one in entries]
         try:
             ours, *rows = await self._client.pipeline([claim, *reads])
@@ -236,9 +248,16 @@ def reading(groups: Sequence[Group], *, count: int, block_ms: int) -> Command:
     streams = (*(group.stream for group in groups), *(">" for _ in groups))
     first = groups[0]
     return (
-        "XREADGROUP", "GROUP", first.group, first.consumer, "COUNT", count, *block,
-        "STREAMS", *streams,
-    )  # fmt: skip
+        "XREADGROUP",
+        "GROUP",
+        first.group,
+        first.consumer,
+        "COUNT",
+        count,
+        *block,
+        "STREAMS",
+        *streams,
+    )
 
 
 def given(groups: Sequence[Group], reply: Any) -> list[tuple[Group, Entry]]:

@@ -98,9 +98,13 @@ class App:
     """
 
     def __init__(
-        self, client: Client, ledger: CoordinatorLedger, keys: Keys, downloads: int,
+        self,
+        client: Client,
+        ledger: CoordinatorLedger,
+        keys: Keys,
+        downloads: int,
         tokens: Tokens | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ledger = ledger
         self._keys = keys
         self._downloads = Downloads(client, keys, downloads)

@@ -71,13 +71,17 @@ class Entries:
         self._lr_of = lr_of
         # Of both there are few labels: verdicts and reasons are closed sets.
         self._answers = EventCounts(
-            "fedstream_answers", "Trainers' answers, by admission's verdict.",
-            ["verdict", "reason"], registry=context.registry,
-        )  # fmt: skip
-        self._dispatched = EventCounts(
-            "fedstream_tasks_dispatched", "Triggers, by what became of them.", ["verdict"],
+            "fedstream_answers",
+            "Trainers' answers, by admission's verdict.",
+            ["verdict", "reason"],
             registry=context.registry,
-        )  # fmt: skip
+        )
+        self._dispatched = EventCounts(
+            "fedstream_tasks_dispatched",
+            "Triggers, by what became of them.",
+            ["verdict"],
+            registry=context.registry,
+        )
         self._idle: set[str] = set()  # trainers without devices that were reported
         self._layout: Layout | None = None  # of the run, once an encoded update needed it
         self._layout_at = 0.0  # when it was read last
@@ -106,10 +110,15 @@ class Entries:
                     unfit = unfit or self._unusual_rate(answer)
                     answer = self._bounded(answer)
                 decision = self._ledger.admit(
-                    entry, answer, size_limit=self._settings.max_update_bytes,
-                    site=site.name, trusted=site.trusted, most_steps=self._settings.most_steps,
-                    sizes=sizes, unfit=unfit,
-                )  # fmt: skip
+                    entry,
+                    answer,
+                    size_limit=self._settings.max_update_bytes,
+                    site=site.name,
+                    trusted=site.trusted,
+                    most_steps=self._settings.most_steps,
+                    sizes=sizes,
+                    unfit=unfit,
+                )
                 name = member(site.name, answer.trainer)
                 return decision, partial(self._tell_answered, answer, name, time.time())
             case Trigger() as trigger:
@@ -121,12 +130,16 @@ class Entries:
                 return self._ledger.beat(site.name, entry, said, rate=rate), lambda _: None
             case Event(what="error", device=int()) as event:  # no device: the evaluator's
                 told = Event(
-                    what="error", service=member(site.name, event.service),
+                    what="error",
+                    service=member(site.name, event.service),
                     time=self._ledger.now(),
-                    task=event.task, device=event.device, version=event.version,
-                    reason=(event.reason or "")[:200], text=(event.text or "")[-_TEXT:],
+                    task=event.task,
+                    device=event.device,
+                    version=event.version,
+                    reason=(event.reason or "")[:200],
+                    text=(event.text or "")[-_TEXT:],
                     site=site.name,
-                )  # fmt: skip
+                )
                 return self._relayed(site, entry, told, reasons.EVENT_OVER_LIMIT)
             case Dead() as dead:
                 return dead
@@ -195,14 +208,21 @@ class Entries:
             return self._dropped(site, entry, reasons.TRIGGER_TOO_LONG, device=trigger.device)
         own = trigger.model_copy(
             update={
-                "task": task_id(round(entry.time * 1000)), "why": "own initiative",
-                "origin": member(site.name, trigger.origin), "version": None, "deadline": None,
+                "task": task_id(round(entry.time * 1000)),
+                "why": "own initiative",
+                "origin": member(site.name, trigger.origin),
+                "version": None,
+                "deadline": None,
             }
-        )  # fmt: skip
+        )
         decision = self._ledger.take_up(
-            site.name, entry, own, anarchic=self._anarchic,
-            rate=most.trigger_rate, limit=most.open_limit,
-        )  # fmt: skip
+            site.name,
+            entry,
+            own,
+            anarchic=self._anarchic,
+            rate=most.trigger_rate,
+            limit=most.open_limit,
+        )
         return decision, partial(self._tell_dispatched, own, time.time())
 
     def _of_presence(self, site: Site, entry: Entry, said: Presence) -> Decided:
@@ -215,9 +235,13 @@ class Entries:
                 )
             return self._relayed(site, entry, None, reasons.NO_DEVICES)
         decision = self._ledger.hear(
-            site.name, entry, said, denied=site.denied(said.owns),
-            most=self._settings.site_trainers, rate=self._settings.announce_rate,
-        )  # fmt: skip
+            site.name,
+            entry,
+            said,
+            denied=site.denied(said.owns),
+            most=self._settings.site_trainers,
+            rate=self._settings.announce_rate,
+        )
         return decision, lambda _: None
 
     # outcomes
@@ -241,11 +265,19 @@ class Entries:
         if verdict in ("admitted", "given_up"):
             why: dict[str, Any] = {"reason": reason} if reason else {}
             self._context.trace(
-                verdict.replace("_", " "), at=at, task=answer.task, device=answer.device,
-                trainer=trainer, **why,
-            )  # fmt: skip
+                verdict.replace("_", " "),
+                at=at,
+                task=answer.task,
+                device=answer.device,
+                trainer=trainer,
+                **why,
+            )
         if verdict in ("refused", "stray"):
             self._context.log.warning(
-                "answer not admitted", task=answer.task, device=answer.device,
-                trainer=trainer, verdict=verdict, reason=reason,
-            )  # fmt: skip
+                "answer not admitted",
+                task=answer.task,
+                device=answer.device,
+                trainer=trainer,
+                verdict=verdict,
+                reason=reason,
+            )

@@ -96,9 +96,12 @@ class EntryIntake:
             with self._unless_lost(group):
                 await group.ensure()
                 entries, poison = await group.claim(
-                    idle_ms=0, most=self._attempts, own=True, quiet=why == "trouble",
+                    idle_ms=0,
+                    most=self._attempts,
+                    own=True,
+                    quiet=why == "trouble",
                     count=1 if why == "crash" else 64,
-                )  # fmt: skip
+                )
                 await self.bury_all(group, poison)
                 await self._one_by_one([(group, entry) for entry in entries])
             if entries or poison:
@@ -133,8 +136,9 @@ class EntryIntake:
         try:
             *replies, news = await self._client.pipeline(
                 [*[decision.command for decision, _ in decisions], self._next],
-                wait_s=BLOCK_MS / 1000, most=_READ,
-            )  # fmt: skip
+                wait_s=BLOCK_MS / 1000,
+                most=_READ,
+            )
         except BrokerError as error:
             # The entries of a reply that was too large were delivered all the same: claim them in
             # parts.
@@ -193,12 +197,22 @@ class EntryIntake:
             with suppress(BadMessage):
                 task = kind.decode(found.data if found else entry.data)
         self._context.log.error(
-            "dead letter", stream=found.stream if found else group.stream, entry=entry.id,
-            reason=reason[:200], task=task and task.task, deliveries=deliveries,
-        )  # fmt: skip
+            "dead letter",
+            stream=found.stream if found else group.stream,
+            entry=entry.id,
+            reason=reason[:200],
+            task=task and task.task,
+            deliveries=deliveries,
+        )
         if group in self._sites:
             site = self._sites[group].name
         await self._ledger.bury(
-            group.stream, group.group, entry, reason, task=task, deliveries=deliveries,
-            found=found, site=site,
-        )  # fmt: skip
+            group.stream,
+            group.group,
+            entry,
+            reason,
+            task=task,
+            deliveries=deliveries,
+            found=found,
+            site=site,
+        )

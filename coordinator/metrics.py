@@ -22,25 +22,28 @@ class SchedulerMetrics:
         self.triggered = Counter("fedstream_tasks_triggered", "Tasks opened.", registry=registry)
         self.open = 0  # tasks; read when metrics are, as there are many looks between
         self.limit = 0  # tasks that may be open
-        Gauge(
-            "fedstream_tasks_open", "Tasks open.", registry=registry
-        ).set_function(lambda: self.open)  # fmt: skip
+        Gauge("fedstream_tasks_open", "Tasks open.", registry=registry).set_function(
+            lambda: self.open
+        )
         Gauge(
             "fedstream_tasks_limit", "Tasks that may be open now.", registry=registry
-        ).set_function(lambda: self.limit)  # fmt: skip
+        ).set_function(lambda: self.limit)
         self.again = Counter(
-            "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
+            "fedstream_rounds_again",
+            "Rounds that continued past their timeout: too few answers.",
             registry=registry,
-        )  # fmt: skip
+        )
         self._holding = Gauge(
             "fedstream_held_back",
-            "1: fewer tasks are open than the policy wants, for this reason.", ["by"],
+            "1: fewer tasks are open than the policy wants, for this reason.",
+            ["by"],
             registry=registry,
-        )  # fmt: skip
+        )
         Gauge(
-            "fedstream_queue_limit", "Queue entries at which the scheduler stops opening tasks.",
+            "fedstream_queue_limit",
+            "Queue entries at which the scheduler stops opening tasks.",
             registry=registry,
-        ).set(max_queue)  # fmt: skip
+        ).set(max_queue)
         self.show_held("")
 
     def show_held(self, by: str) -> None:
@@ -110,17 +113,20 @@ def _of_run(view: Tally, training: int, event_at: float) -> Iterator[Metric]:
     yield _counter("run_issued", "Tasks ever triggered.", (), {(): view.issued})
     yield _counter("run_tasks", "Ended tasks.", ("outcome", "reason"), _ends(view))
     yield _counter(
-        "run_strays", "Answers and triggers that ended no task.", ("reason",),
+        "run_strays",
+        "Answers and triggers that ended no task.",
+        ("reason",),
         {(reason,): n for reason, n in view.reasons("stray").items()},
-    )  # fmt: skip
+    )
     yield _labelled("run_open", "Open tasks, by state.", "state", open_by_state(view, training))
     yield _gauge("run_queue", "Entries that the updater has not processed.", view.backlog)
     yield _gauge("run_trainers", "Trainers alive.", view.trainers)
     yield _gauge("run_devices", "Devices of the run.", run.devices)
     yield _gauge(
-        "run_failing_devices", "Devices whose tasks fail, time after time: about 1,000 at most.",
+        "run_failing_devices",
+        "Devices whose tasks fail, time after time: about 1,000 at most.",
         len(view.failing),
-    )  # fmt: skip
+    )
     barred = len(head.quarantines.by_device)
     yield _gauge("run_quarantined_devices", "Devices in quarantine.", barred)
     yield _gauge("run_kept_versions", "Models kept in Redis.", view.kept)

@@ -175,10 +175,12 @@ def _accept(value: object) -> type[Policy] | None:
 
 
 POLICIES: Door[type[Policy | Rounds]] = Door(
-    "fedstream.policies", "scheduling policy",
+    "fedstream.policies",
+    "scheduling policy",
     {"in_flight": InFlight, "poisson": Poisson, "rounds": Rounds, "none": Anarchic},
-    accept=_accept, expected="a class derived from fedstream.Policy",
-)  # fmt: skip
+    accept=_accept,
+    expected="a class derived from fedstream.Policy",
+)
 PolicySettings: TypeAlias = Annotated[Policy | Rounds, OneOf(POLICIES)]
 
 

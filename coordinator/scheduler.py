@@ -166,9 +166,12 @@ class Scheduler:
         """
         is_old = time.monotonic() - self._whole_at >= _WHOLE_S
         opened, tally, changes = await self._ledger.changes_after(
-            before, None if is_old else self._mirror.place, block_ms=wait_ms, opening=opening,
+            before,
+            None if is_old else self._mirror.place,
+            block_ms=wait_ms,
+            opening=opening,
             own={trigger.task: trigger for trigger in own},
-        )  # fmt: skip
+        )
         if changes.all_tasks:
             self._whole_at = time.monotonic()
         followed = self._mirror.follow(tally, changes, self._ledger.now())
@@ -181,9 +184,11 @@ class Scheduler:
         if failing := mirror.begin_to_fail:
             reason = mirror.failing[failing[0]].reason
             log.warning(
-                "devices fail and rest", devices=failing[:_NAMED], number=len(failing),
+                "devices fail and rest",
+                devices=failing[:_NAMED],
+                number=len(failing),
                 reason=reason,
-            )  # fmt: skip
+            )
         if working := mirror.work_again:
             log.info("devices work again", devices=working[:_NAMED], number=len(working))
 
@@ -231,9 +236,14 @@ class Scheduler:
 
     async def _planned(self, seen: Situation) -> Plan:
         planned = partial(
-            plan, self._policy, self._participation, self._hold, self._seed, seen,
+            plan,
+            self._policy,
+            self._participation,
+            self._hold,
+            self._seed,
+            seen,
             task_timeout_s=self._settings.task_timeout_s,
-        )  # fmt: skip
+        )
         if seen.is_eligible is None:
             return planned()
         # In a thread: finding the few eligible of many devices is slow, and the lease must be kept.

@@ -124,9 +124,17 @@ class Situation:
     def traffic(self, issued: int, at_work: Collection[int], last: float) -> Traffic:
         """What the policy sees once these tasks are open, the last of them since ``last``."""
         return Traffic(
-            self.now, self.began, issued, self.version, at_work,
-            self.devices, self.trainers, self.mean_staleness, last, self.workers,
-        )  # fmt: skip
+            self.now,
+            self.began,
+            issued,
+            self.version,
+            at_work,
+            self.devices,
+            self.trainers,
+            self.mean_staleness,
+            last,
+            self.workers,
+        )
 
 
 @dataclass(frozen=True)
@@ -272,10 +280,12 @@ def _plan_round(
     if missing > 0 and seen.now < deadline:
         triggers = tuple(_of_round(parts, seed, seen, missing, deadline))
     return Plan(
-        triggers, len(tasks) + len(triggers), held=why,
+        triggers,
+        len(tasks) + len(triggers),
+        held=why,
         wake_at=deadline if seen.now < deadline else None,
         again=what == "again",
-    )  # fmt: skip
+    )
 
 
 def _of_round(
@@ -291,9 +301,14 @@ def _of_round(
             if device is None:
                 return
             yield _trigger(
-                rng, device, parts, seen.now,
-                why="round", version=seen.version, deadline=deadline,
-            )  # fmt: skip
+                rng,
+                device,
+                parts,
+                seen.now,
+                why="round",
+                version=seen.version,
+                deadline=deadline,
+            )
 
 
 def draw(seed: int, n: int) -> random.Random:

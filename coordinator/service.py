@@ -73,22 +73,27 @@ class Coordinator:
         settings, lease, client, keys = self._settings, self._lease, self._client, self._keys
         sites = served(settings.sites, settings.trusted_sites).values()
         intake = EntryIntake(
-            client, self._ledger,
-            Entries(
-                self._ledger, settings, context, anarchic=self._anarchic, lr_of=self._lr_of
-            ), context,
+            client,
+            self._ledger,
+            Entries(self._ledger, settings, context, anarchic=self._anarchic, lr_of=self._lr_of),
+            context,
             triggers=Group(client, keys.triggers, COORDINATORS, self._name),
             inboxes={
                 Group(client, keys.inbox(one.name), COORDINATORS, self._name, largest=LARGEST): one
                 for one in sites
             },
             attempts=lease.attempts,
-        )  # fmt: skip
+        )
         sweep = Sweep(
-            settings, lease, intake, context,
-            client=client, ledger=self._ledger, keys=keys,
+            settings,
+            lease,
+            intake,
+            context,
+            client=client,
+            ledger=self._ledger,
+            keys=keys,
             sites=tuple(site.name for site in sites),
-        )  # fmt: skip
+        )
         context.watch(client)
         try:
             async with asyncio.TaskGroup() as group:

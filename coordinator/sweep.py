@@ -63,9 +63,10 @@ class Sweep:
         self._keys = keys
         self._sites = sites
         self._lost = Counter(
-            "fedstream_trainers_lost", "Trainers removed because they were silent.",
+            "fedstream_trainers_lost",
+            "Trainers removed because they were silent.",
             registry=context.registry,
-        )  # fmt: skip
+        )
         self._metrics = RunMetrics(context.registry, ledger.now)
         context.certificates.append(
             lambda: {f"{host}:{port}": ends for (host, port), ends in client.certificates.items()}
@@ -125,9 +126,12 @@ class Sweep:
     async def _mend(self, owners: set[str]) -> None:
         """Quarantine foreign data in the run's keys; log keys of its state with the wrong type."""
         mended = await mend(
-            self._client, self._keys, inboxes=self._sites, owners=owners,
+            self._client,
+            self._keys,
+            inboxes=self._sites,
+            owners=owners,
             most=self._settings.inbox_limit,
-        )  # fmt: skip
+        )
         for key, why in mended:
             self._context.log.error(
                 "foreign value moved aside", key=key, why=why, aside=self._keys.quarantine(key)
@@ -139,8 +143,9 @@ class Sweep:
             self._context.log.error(
                 "a key of the run's state holds a foreign value: restore it from a backup, or "
                 "delete the run's keys (fedstream purge) and resume from the journal",
-                key=key, why=why,
-            )  # fmt: skip
+                key=key,
+                why=why,
+            )
         self._named = found
 
     async def _clear_away(self, owners: set[str]) -> None:
@@ -158,8 +163,9 @@ class Sweep:
         if found := await expire_forgotten(self._client, self._keys, some):
             self._context.log.warning(
                 "site left keys without an expiry: they now expire",
-                keys=len(found), first=min(found),
-            )  # fmt: skip
+                keys=len(found),
+                first=min(found),
+            )
         if names := registers(self._keys, some):
             with suppress(NoRun):
                 devices = (await self._ledger.run()).devices

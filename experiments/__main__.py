@@ -57,10 +57,19 @@ def reproduce(
     for name in names:
         folder = out or RESULTS / name
         results = run(
-            known[name], folder, repeats=repeats, scale=scale, data_root=data_root,
-            cells=cells, seed=seed, processes=processes, again=again, command=command,
-            program=program, say=say,
-        )  # fmt: skip
+            known[name],
+            folder,
+            repeats=repeats,
+            scale=scale,
+            data_root=data_root,
+            cells=cells,
+            seed=seed,
+            processes=processes,
+            again=again,
+            command=command,
+            program=program,
+            say=say,
+        )
         show(known[name], results, folder)
         say(f"{name}: {folder / TABLE}")
 
@@ -116,10 +125,18 @@ def main(
         return
     try:
         reproduce(
-            names or (), repeats=repeats, cells=cell or (), seed=seed, scale=scale,
-            data_root=data_root, processes=jobs, out=out, again=again,
-            command=f"python -m experiments {shlex.join(sys.argv[1:])}", say=print,
-        )  # fmt: skip
+            names or (),
+            repeats=repeats,
+            cells=cell or (),
+            seed=seed,
+            scale=scale,
+            data_root=data_root,
+            processes=jobs,
+            out=out,
+            again=again,
+            command=f"python -m experiments {shlex.join(sys.argv[1:])}",
+            say=print,
+        )
     except FedstreamError as error:
         print(f"experiments: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None

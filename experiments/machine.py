@@ -19,10 +19,14 @@ def described(program: str | None = None) -> dict[str, str | int]:
     """
     cpuinfo = Path("/proc/cpuinfo")
     models = (
-        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
-         if line.startswith("model name")]
-        if cpuinfo.exists() else []
-    )  # fmt: skip
+        [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if cpuinfo.exists()
+        else []
+    )
     packages = ("fedstream", "numpy", "redis", "hiredis", "torch", "uvloop")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

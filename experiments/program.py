@@ -22,6 +22,9 @@ def commit(checkout: Path = _CHECKOUT) -> str:
 def _git(checkout: Path, *arguments: str) -> str:
     done = subprocess.run(  # noqa: S603  (no words but ours)
         ["git", *arguments],  # noqa: S607  (the user's git, wherever that is)
-        cwd=checkout, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=checkout,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout.strip()

@@ -73,9 +73,14 @@ def job_of(
     """One of an experiment's runs."""
     given = {} if data_root is None else {"task.data_root": data_root}
     return PlannedRun(
-        cell.label, repeat, scale, experiment.sets(cell, repeat, scale) | given,
-        experiment.metric, experiment.higher, experiment.points,
-    )  # fmt: skip
+        cell.label,
+        repeat,
+        scale,
+        experiment.sets(cell, repeat, scale) | given,
+        experiment.metric,
+        experiment.higher,
+        experiment.points,
+    )
 
 
 def jobs_of(
@@ -113,10 +118,11 @@ def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
             near = nearest(pattern, labels) or labels[0]
             raise ConfigError(f"{experiment.name} has no cell {pattern!r}; did you mean {near!r}?")
     return [
-        cell for cell in experiment.cells
+        cell
+        for cell in experiment.cells
         if not patterns
         or any(cell.label == one or fnmatch.fnmatchcase(cell.label, one) for one in patterns)
-    ]  # fmt: skip
+    ]
 
 
 def run_job(job: PlannedRun) -> tuple[Row, Points]:
@@ -136,11 +142,22 @@ def run_job(job: PlannedRun) -> tuple[Row, Points]:
     )
     last = outcome.versions[-1]
     row = Row(
-        job.cell, job.repeat, job.scale, job.configuration, outcome.state, last.version,
-        last.used, last.gradients, round(last.epochs, 3), last.communications,
-        sum(outcome.refused.values()), best.metrics[job.metric], best.version,
-        outcome.last(job.metric), round(outcome.seconds, 2),
-    )  # fmt: skip
+        job.cell,
+        job.repeat,
+        job.scale,
+        job.configuration,
+        outcome.state,
+        last.version,
+        last.used,
+        last.gradients,
+        round(last.epochs, 3),
+        last.communications,
+        sum(outcome.refused.values()),
+        best.metrics[job.metric],
+        best.version,
+        outcome.last(job.metric),
+        round(outcome.seconds, 2),
+    )
     return row, thinned(outcome.versions, job.points)
 
 
@@ -226,12 +243,13 @@ class Store:
         cells = {cell.label: cell for cell in experiment.cells}
         found = self.results()
         kept = [
-            row for row in found.rows
+            row
+            for row in found.rows
             if not (again and (some is None or (row.cell, row.repeat) in some))
             and row.cell in cells
             and job_of(experiment, cells[row.cell], row.repeat, scale).configuration
             == row.configuration
-        ]  # fmt: skip
+        ]
         runs = {(row.cell, row.repeat) for row in kept}
         self._write(CURVES, [line for line in self._lines(CURVES) if _run_of(line) in runs])
         self._write(ROWS, [asdict(row) for row in kept])

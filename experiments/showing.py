@@ -87,10 +87,17 @@ def table(experiment: Experiment, results: Results) -> str:
         f"difference is the {experiment.compare} less the paper's number."
     )
     lines = [
-        f"# {experiment.title}", "", about, "",
-        *(f"* {note}" for note in experiment.notes), *([""] if experiment.notes else []), how, "",
-        "| cell | paper | best | last | difference | repeats |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        f"# {experiment.title}",
+        "",
+        about,
+        "",
+        *(f"* {note}" for note in experiment.notes),
+        *([""] if experiment.notes else []),
+        how,
+        "",
+        "| cell | paper | best | last | difference | repeats |",
+        "|---|---|---|---|---|---|",
+    ]
     far = {cell.label for cell in beyond(experiment, results)}
     for cell in experiment.cells:
         runs = results.of(cell.label)
@@ -117,10 +124,12 @@ def _program(results: Results) -> str:
     """The commits with which the runs were made."""
     runs = Counter(row.commit for row in results.rows)
     named = [
-        commit.removesuffix("+") + " with changes" * commit.endswith("+")
+        commit.removesuffix("+")
+        + " with changes" * commit.endswith("+")
         + f" ({n} {'run' if n == 1 else 'runs'})" * (len(runs) > 1)
-        for commit, n in runs.most_common() if commit
-    ]  # fmt: skip
+        for commit, n in runs.most_common()
+        if commit
+    ]
     told = [f"commit {', '.join(named)}"] if named else []
     if runs[""]:
         told.append(f"{runs['']} runs of a commit that was not recorded")
@@ -158,9 +167,15 @@ def _beside(experiment: Experiment, results: Results) -> list[str]:
         "deviation over the repeats. Differences are between repeats of the same number."
     )
     return [
-        "## Repeat by repeat", "", said, "",
-        "| cell | late | beside | late | difference |", "|---|---|---|---|---|", *found, "",
-    ]  # fmt: skip
+        "## Repeat by repeat",
+        "",
+        said,
+        "",
+        "| cell | late | beside | late | difference |",
+        "|---|---|---|---|---|",
+        *found,
+        "",
+    ]
 
 
 def _claims(experiment: Experiment, results: Results) -> list[str]:
@@ -230,9 +245,11 @@ def draw(experiment: Experiment, results: Results, picture: Picture, path: Path)
             shown, names = axes.get_legend_handles_labels()
             handles |= dict(zip(names, shown, strict=True))
         figure.legend(
-            list(handles.values()), list(handles), loc="outside lower left",
+            list(handles.values()),
+            list(handles),
+            loc="outside lower left",
             ncols=min(4, len(handles)),
-        )  # fmt: skip
+        )
         # No metadata: the same results give the same bytes.
         figure.savefig(path, dpi=120, metadata={"Software": None})
 
@@ -256,9 +273,17 @@ def _sweep(axes: Axes, results: Results, sweep: SweepPanel) -> None:
         mean = [results.mean(cell, sweep.of) for cell in cells.values()]
         deviation = np.nan_to_num([results.deviation(cell, sweep.of) for cell in cells.values()])
         axes.errorbar(
-            x, mean, deviation, color=COLOURS[n % len(COLOURS)], ls=_DASHES[n % len(_DASHES)],
-            marker="o", ms=3, capsize=2, lw=1.3, label=name,
-        )  # fmt: skip
+            x,
+            mean,
+            deviation,
+            color=COLOURS[n % len(COLOURS)],
+            ls=_DASHES[n % len(_DASHES)],
+            marker="o",
+            ms=3,
+            capsize=2,
+            lw=1.3,
+            label=name,
+        )
     axes.set(title=sweep.title, xlabel=sweep.xlabel, ylabel=sweep.ylabel)
     axes.set_ylim(*sweep.ylim)
 
@@ -277,9 +302,15 @@ def differences(experiment: Experiment, results: Results, path: Path) -> None:
             paper = cell.paper or 0.0
             deviation = float(np.nan_to_num(results.deviation(cell.label, of)))
             axes.errorbar(
-                results.mean(cell.label, of) - paper, y, xerr=deviation, color=COLOURS[0],
-                marker="o", ms=4, capsize=2, lw=1.1,
-            )  # fmt: skip
+                results.mean(cell.label, of) - paper,
+                y,
+                xerr=deviation,
+                color=COLOURS[0],
+                marker="o",
+                ms=4,
+                capsize=2,
+                lw=1.1,
+            )
             axes.plot(results.mean(cell.label, "last") - paper, y, "x", color=COLOURS[1], ms=5)
         axes.axvline(0, color=_FAINT, lw=1)
         if experiment.tolerance is not None:

@@ -34,9 +34,17 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
 SUPERNODES = ("supernode-1.40", "supernode-1.42")  # flower.txt has the one between
 LISTS = (
-    "torch-cpu", "torch-cuda", "runtime", "dev", "flower", *SUPERNODES, "fedlab", "tools", "docs",
+    "torch-cpu",
+    "torch-cuda",
+    "runtime",
+    "dev",
+    "flower",
+    *SUPERNODES,
+    "fedlab",
+    "tools",
+    "docs",
     "checkov",
-)  # fmt: skip
+)
 
 _TORCH = ("torch", "torchvision")
 _CUDA = re.compile(r"nvidia-|cuda-|triton$")
@@ -106,12 +114,23 @@ def _compiled(
         out.write_text("".join(known.values()))
         subprocess.run(
             [
-                Path(sys.executable).with_name("uv"), "pip", "compile", "--quiet", "--universal",
-                "--python-version", python, "--generate-hashes", "--no-header", "--no-annotate",
-                "--output-file", out, *arguments,
+                Path(sys.executable).with_name("uv"),
+                "pip",
+                "compile",
+                "--quiet",
+                "--universal",
+                "--python-version",
+                python,
+                "--generate-hashes",
+                "--no-header",
+                "--no-annotate",
+                "--output-file",
+                out,
+                *arguments,
             ],
-            check=True, cwd=ROOT,
-        )  # fmt: skip
+            check=True,
+            cwd=ROOT,
+        )
         return entries(out.read_text())
 
 

@@ -31,12 +31,22 @@ def main() -> None:
     interpreter, out = (Path(argument) for argument in sys.argv[1:])
     done = subprocess.run(
         [
-            Path(sys.executable).with_name("cyclonedx-py"), "environment", "--pyproject",
-            ROOT / "pyproject.toml", "--mc-type", "application", "--output-reproducible",
-            "--output-format", "JSON", "--output-file", "-", interpreter,
+            Path(sys.executable).with_name("cyclonedx-py"),
+            "environment",
+            "--pyproject",
+            ROOT / "pyproject.toml",
+            "--mc-type",
+            "application",
+            "--output-reproducible",
+            "--output-format",
+            "JSON",
+            "--output-file",
+            "-",
+            interpreter,
         ],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     bill = json.loads(done.stdout)
     # The tool reads only pyproject.toml, which does not contain the version.
     own = bill["metadata"]["component"]

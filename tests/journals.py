@@ -80,11 +80,20 @@ class Scribe:
         self.given: dict[int, str] = {}  # the same as devices are given it, if that is encoded
         self.progress = Progress(State(0, model))
         about: dict[str, Any] = {
-            "epoch": 1, "number": 0, "lineage": "line-1", "run": "demo", "task": "digits",
-            "devices": 10, "versions": 1000, "seed": seed, "created": 1.0,
-            "strategy": self.strategy.model_dump(mode="json"), "layout": layout.encode(),
-            "release": "tests", "time": 1.0,
-        }  # fmt: skip
+            "epoch": 1,
+            "number": 0,
+            "lineage": "line-1",
+            "run": "demo",
+            "task": "digits",
+            "devices": 10,
+            "versions": 1000,
+            "seed": seed,
+            "created": 1.0,
+            "strategy": self.strategy.model_dump(mode="json"),
+            "layout": layout.encode(),
+            "release": "tests",
+            "time": 1.0,
+        }
         self.head = SegmentHead(**about | head)
         self._begin("begun")
 
@@ -150,9 +159,12 @@ class Scribe:
         rule = self.strategy.build(self.head.devices)
         made = self._made(close_round(rule, self.progress, round_, drops=drops))
         record = RoundClosed(
-            entry=self._entry(), round=round_, time=self._time, received=self._time,
+            entry=self._entry(),
+            round=round_,
+            time=self._time,
+            received=self._time,
             **{"version": self.version, "dropped": len(held) if drops else 0, **made},
-        )  # fmt: skip
+        )
         self.writer.append(record)
         return record
 
@@ -162,9 +174,14 @@ class Scribe:
             self.head = self.head.model_copy(update={"needs": (QUARANTINES,)})
             self.segment()
         record = QuarantineSet(
-            entry=self._entry(), devices=devices, release=release, why=why, version=self.version,
-            time=self._time, received=self._time,
-        )  # fmt: skip
+            entry=self._entry(),
+            devices=devices,
+            release=release,
+            why=why,
+            version=self.version,
+            time=self._time,
+            received=self._time,
+        )
         self.quarantines = quarantines_after(self.quarantines, record)
         self.writer.append(record)
         return record
@@ -194,11 +211,14 @@ class Scribe:
         self.close()
         self.head = self.head.model_copy(
             update={
-                "epoch": self.head.epoch + 1, "number": 0, "predecessor": before, "cut": cut,
+                "epoch": self.head.epoch + 1,
+                "number": 0,
+                "predecessor": before,
+                "cut": cut,
                 "follows": follows,
                 "lineage": f"line-{self.head.epoch + 1}",
             }
-        )  # fmt: skip
+        )
         model = self.drawn()
         self.progress = Progress(State(self.version + 3, model))
         self.digests[self.version] = model.digest(self.made_by)
@@ -207,9 +227,13 @@ class Scribe:
     def _begin(self, why: str) -> None:
         standing: Standing
         standing, models = standing_of(
-            self.progress, why, digest=self.digests[self.version], time=self._time,
-            quarantines=self.quarantines.taken, quarantined=self.quarantines.groups,
-        )  # fmt: skip
+            self.progress,
+            why,
+            digest=self.digests[self.version],
+            time=self._time,
+            quarantines=self.quarantines.taken,
+            quarantined=self.quarantines.groups,
+        )
         vectors = self.progress.state.memory.devices
         here = sorted(vectors.changed) if vectors else []
         elsewhere = {device: name for device, name in self.stored.items() if device not in here}
@@ -235,13 +259,21 @@ class Scribe:
     def _upload(self, device: int | None, sent: Payload, late: int, **changes: Any) -> Upload:
         n, tau = self.records, max(0, self.version - late)
         about: dict[str, Any] = {
-            "task": f"task-{n}", "attempt": "a1", "device": n % 10 if device is None else device,
-            "trainer": "t", "tau": tau,
+            "task": f"task-{n}",
+            "attempt": "a1",
+            "device": n % 10 if device is None else device,
+            "trainer": "t",
+            "tau": tau,
             "base": self.given.get(tau, self.digests.get(tau, "unknown")),
-            "layout": self.layout.signature, "digest": sent.digest(self.made_by),
-            "size": sent.buffer.nbytes, "samples": 10 + n % 3, "steps": 5, "lr": 0.1, "loss": 0.5,
+            "layout": self.layout.signature,
+            "digest": sent.digest(self.made_by),
+            "size": sent.buffer.nbytes,
+            "samples": 10 + n % 3,
+            "steps": 5,
+            "lr": 0.1,
+            "loss": 0.5,
             "sends": self.strategy.build().sends,
-        }  # fmt: skip
+        }
         return Upload(**about | changes)
 
     def _made(self, step: Step) -> dict[str, Any]:
@@ -266,9 +298,13 @@ class Scribe:
         about.setdefault("version", self.version)
         before = about["version"] - ("digest" in about)  # a version more is this record's own
         record = Taken(
-            entry=self._entry(), upload=upload, time=self._time, received=self._time - 0.5,
-            staleness=before - upload.since, **about,
-        )  # fmt: skip
+            entry=self._entry(),
+            upload=upload,
+            time=self._time,
+            received=self._time - 0.5,
+            staleness=before - upload.since,
+            **about,
+        )
         self.writer.append(record, *([sent] if self.weights else []))
         return record
 
@@ -299,8 +335,9 @@ def write_golden() -> None:
     for how in FORMATS:
         of_changes = format_of(how).of_changes
         journals[f"wire-{how.partition(':')[0]}"] = (
-            FedBuffSettings(buffer_size=3) if of_changes else FedAsyncSettings(), how,
-        )  # fmt: skip
+            FedBuffSettings(buffer_size=3) if of_changes else FedAsyncSettings(),
+            how,
+        )
     journals["wire-scaffold"] = ScaffoldSettings(buffer_size=3), "int4"
     journals["wire-zstd"] = FedAsyncSettings(), "int8+zstd"
     models = blake3 | {"models-int8": "int8", "models-nearest": "bf16+zstd"}
@@ -313,9 +350,12 @@ def write_golden() -> None:
         layout = layout_of(300, 2, 1) if encoded else layout_of(5, 2, 1)  # two blocks
         layout = layout.with_controls() if rule.build().controls else layout
         scribe = Scribe(
-            GOLDEN / name, rule, layout=layout, format=models.get(name, "f32"),
+            GOLDEN / name,
+            rule,
+            layout=layout,
+            format=models.get(name, "f32"),
             made_by="blake3" if name in blake3 else "sha256",
-        )  # fmt: skip
+        )
         for n in range(12):
             late = n % 4 // 3 if rule.name == "fedavg" else n % 5
             # The others of the same run send float32.

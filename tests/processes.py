@@ -15,9 +15,14 @@ import pytest
 MARK = "process"
 SERVERS = {"images", "kustomized", "nodes", "quick_programs", "rendering", "server_of"}  # fixtures
 _EVENTS = {  # of Python's audit hooks
-    "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.system",
     "subprocess.Popen",
-}  # fmt: skip
+}
 
 
 class Processes:

@@ -138,19 +138,28 @@ class Hand:
     def run(self, **changes: Any) -> Run:
         """A run's record."""
         about: dict[str, Any] = {
-            "layout": self.layout, "strategy": "fedasync", "task": "digits", "devices": 10,
-            "versions": 100, "seed": 0, "created": 1.5,
-        }  # fmt: skip
+            "layout": self.layout,
+            "strategy": "fedasync",
+            "task": "digits",
+            "devices": 10,
+            "versions": 100,
+            "seed": 0,
+            "created": 1.5,
+        }
         return Run(**about | changes)
 
     async def publish(self, number: int, *floats: float, write: bool = True) -> Version:
         """A version's model, written; its entry is for a commit."""
         model = model_of(self.layout, *floats)
         version = Version(
-            version=number, time=float(number), epoch=self.updater.number,
-            parent=number - 1 if number else None, digest=model.digest(),
-            blob=f"{number}.{self.updater.number}", size=self.layout.nbytes,
-        )  # fmt: skip
+            version=number,
+            time=float(number),
+            epoch=self.updater.number,
+            parent=number - 1 if number else None,
+            digest=model.digest(),
+            blob=f"{number}.{self.updater.number}",
+            size=self.layout.nbytes,
+        )
         if write:
             await blobs.write(self.client, self.keys.model(version.blob), model, expire_s=60)
         return version
@@ -170,9 +179,11 @@ class Hand:
         """A trigger for the next device."""
         self.devices += 1
         about: dict[str, Any] = {
-            "task": task_id(self.devices, bytes(10)), "device": self.devices % 10,
-            "seed": 1, "epochs": 1,
-        }  # fmt: skip
+            "task": task_id(self.devices, bytes(10)),
+            "device": self.devices % 10,
+            "seed": 1,
+            "epochs": 1,
+        }
         return Trigger(**about | changes)
 
     async def join(self) -> None:
@@ -208,9 +219,13 @@ class Hand:
         model = Model(self.layout)
         key = self.keys.model(version.blob)
         await read_model(
-            self.client, key, model,
-            digest=version.digest, chunks=version.chunks, encoded=version.encoded,
-        )  # fmt: skip
+            self.client,
+            key,
+            model,
+            digest=version.digest,
+            chunks=version.chunks,
+            encoded=version.encoded,
+        )
         return model
 
     async def open(self, n: int = 1, **changes: Any) -> list[Trigger]:
@@ -263,7 +278,7 @@ class Hand:
                 site, entry, Trigger.decode(entry.data), anarchic=anarchic, rate=rate, limit=limit
             )
             for entry in await self.heard(site)
-        ]  # fmt: skip
+        ]
 
     async def words(self, kind: type[M]) -> list[M]:
         """What the pool has said that nobody has dealt with yet, of this kind, oldest first."""
@@ -342,11 +357,19 @@ class Hand:
         assert head
         model = model_of(self.layout, *(floats or (1.0,)))
         about: dict[str, Any] = {
-            "task": task.task, "attempt": "a1", "device": task.device, "trainer": "t",
-            "tau": head.version, "base": head.given, "layout": self.layout.signature,
-            "digest": model.digest(), "size": self.layout.nbytes, "samples": 10, "steps": 5,
+            "task": task.task,
+            "attempt": "a1",
+            "device": task.device,
+            "trainer": "t",
+            "tau": head.version,
+            "base": head.given,
+            "layout": self.layout.signature,
+            "digest": model.digest(),
+            "size": self.layout.nbytes,
+            "samples": 10,
+            "steps": 5,
             "lr": 0.1,
-        }  # fmt: skip
+        }
         upload = Upload(**about | changes)
         if write:
             await blobs.write(self.client, self.keys.update(upload.blob), model, expire_s=60)
@@ -364,11 +387,14 @@ class Hand:
         """The coordinator decides on answers: the verdict and reason for each."""
         return [
             await self.ledger.admit(
-                entry, decode(entry.data, Upload, GiveUp), size_limit=SIZE_LIMIT,
-                site=site, trusted=trusted,
+                entry,
+                decode(entry.data, Upload, GiveUp),
+                size_limit=SIZE_LIMIT,
+                site=site,
+                trusted=trusted,
             )
             for entry in await self.said(*answers, site=site)
-        ]  # fmt: skip
+        ]
 
     async def admitted(self, *floats: float, **changes: Any) -> Upload:
         """A task from its trigger into the queue."""
@@ -408,18 +434,25 @@ class Hand:
             message.blob: id_ for id_, message in await self.queue() if isinstance(message, Upload)
         }
         about: dict[str, Any] = {
-            "versions": [version] if version else [], "held": (), "mean_staleness": 0.5,
+            "versions": [version] if version else [],
+            "held": (),
+            "mean_staleness": 0.5,
             "ends": [
                 End(
-                    task=upload.task, attempt=upload.attempt, device=upload.device,
-                    outcome="applied" if version else "refused", reason="" if version else "digest",
-                    version=number, staleness=0, weight=0.6 if version else None,
+                    task=upload.task,
+                    attempt=upload.attempt,
+                    device=upload.device,
+                    outcome="applied" if version else "refused",
+                    reason="" if version else "digest",
+                    version=number,
+                    staleness=0,
+                    weight=0.6 if version else None,
                 )
                 for upload in uploads
             ],
             "entries": [entries[upload.blob] for upload in uploads if upload.blob in entries],
             "updates": [upload.blob for upload in uploads],
-        }  # fmt: skip
+        }
         return (await self.ledger.commit(self.updater.token, Commit(**about | changes))).what
 
     async def events(self, what: str = "outcome") -> list[Event]:

@@ -47,9 +47,13 @@ crowd.main()
 def test_crowd_that_is_told_to_stop_leaves_nobody() -> None:
     """Its members have its standard output, so that ends only with the last of them."""
     done = subprocess.run(
-        [sys.executable, "-c", STOPPED], cwd=Path(__file__).parents[1], capture_output=True,
-        text=True, timeout=40, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", STOPPED],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
     assert (done.returncode, len(done.stdout.split())) == (0, 3), done.stderr
 
 
@@ -91,10 +95,12 @@ def test_chains_page_compares_what_was_measured_in_the_same_round() -> None:
         {"in_flight": 4, "round": number, "what": name, "updates_per_s": rate} | cost
         for number, bare in enumerate([100.0, 200.0, 400.0])
         for name, rate, cost in (
-            ("bare loop", bare, {}), ("chain", bare / 2, {"cpu_ms": 2.0 + number}),
-            ("chain with digests", bare / 4, {"cpu_ms": 3.0}), ("fedstream", 90.0, {"cpu_ms": 4.0}),
+            ("bare loop", bare, {}),
+            ("chain", bare / 2, {"cpu_ms": 2.0 + number}),
+            ("chain with digests", bare / 4, {"cpu_ms": 3.0}),
+            ("fedstream", 90.0, {"cpu_ms": 4.0}),
         )
-    ]  # fmt: skip
+    ]
     text = chain.page({"machine": {"cores": 2}, "runs": runs})
     assert "| 4 | chain | 100 | 0.50 | 0.50, 0.50, 0.50 | 3.00 |" in text
     assert "| 4 | fedstream | 90 | 0.45 | 0.90, 0.45, 0.23 | 4.00 |" in text
@@ -112,27 +118,34 @@ def gateways(*, tasks: float) -> dict[str, Any]:
     return {
         "arrivals": {"ms": {"gateway": 4.0}},
         "idle": {
-            "polls": 9900.0, "memory_mb": 500.0, "share": {"gateway": 0.04, "devices": 0.06},
+            "polls": 9900.0,
+            "memory_mb": 500.0,
+            "share": {"gateway": 0.04, "devices": 0.06},
         },
         "work": {
-            "per_s": tasks, "memory_mb": 590.0, "ms": {"gateway": 2.0, "devices": 1.0},
+            "per_s": tasks,
+            "memory_mb": 590.0,
+            "ms": {"gateway": 2.0, "devices": 1.0},
             "events": gateway.summed(events),
         },
         "restart": {"half_s": 3.0, "all_s": None, "most_per_s": 900.0},
-    }  # fmt: skip
+    }
 
 
 def test_gateways_page_says_which_bounds_were_held() -> None:
     results = {
-        "machine": {"cores": 2}, "load": 0.1, "found": gateways(tasks=199.0),
+        "machine": {"cores": 2},
+        "load": 0.1,
+        "found": gateways(tasks=199.0),
         "asked": {"devices": 10_000, "parameters": 61_706, "in_flight": 16},
-    }  # fmt: skip
+    }
     text = gateway.page(results)
     held = dict(re.findall(r"^ *(.+?): .*: (held|MISSED)$", text, re.MULTILINE))
     assert held == {
-        "gateway's memory, MB": "held", "gateway's share of a core, idle": "held",
+        "gateway's memory, MB": "held",
+        "gateway's share of a core, idle": "held",
         "tasks per second": "MISSED",
-    }  # fmt: skip
+    }
     # 3 ms a task, of which 0.1 of a core was for devices that wait; 1.9 cores are left.
     most = 1000 * 1.9 / (3.0 - 100 / 199)
     assert f"| tasks that would keep all cores busy, by what each cost | {most:.0f}/s |" in text
@@ -150,10 +163,14 @@ async def test_devices_of_the_gateways_benchmark_do_tasks(
     async with coordinating(hand, redis), serving(hand, redis, identity=None) as at:
         device = asyncio.create_task(
             gateway_devices.live(
-                gateway_devices.SharedTls(at.url), 3, INVITE, tmp_path / "3", hand.layout,
+                gateway_devices.SharedTls(at.url),
+                3,
+                INVITE,
+                tmp_path / "3",
+                hand.layout,
                 lambda *event: events.append(event),
             )
-        )  # fmt: skip
+        )
         await owned_by(hand, 3, "gw-0")
         await hand.open(device=3)
         await wait_until(lambda: events)
@@ -169,8 +186,10 @@ def test_results_are_kept_as_figures_and_as_a_page(tmp_path: Path) -> None:
     keep("gateway", {"machine": {"cores": 2}}, "# A page\n", folder)
     keep("devices", {"ratio": 3.9}, folder=folder)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "devices.json", "gateway.json", "gateway.md",
-    ]  # fmt: skip
+        "devices.json",
+        "gateway.json",
+        "gateway.md",
+    ]
     assert json.loads((folder / "gateway.json").read_text()) == {"machine": {"cores": 2}}
     assert (folder / "gateway.md").read_text() == "# A page\n"
 

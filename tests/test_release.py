@@ -84,9 +84,12 @@ def test_releases_are_tested_and_attested() -> None:
         for step in JOBS["build"]["steps"]
     ]
     wanted = [
-        "make dist", "make sbom", "actions/attest-build-provenance", "actions/attest-sbom",
+        "make dist",
+        "make sbom",
+        "actions/attest-build-provenance",
+        "actions/attest-sbom",
         "actions/upload-artifact",
-    ]  # fmt: skip
+    ]
     assert [one for one in order if one in wanted] == wanted
     made = next(step["with"] for step in STEPS if "attest-build" in step.get("uses", ""))
     bill = next(step["with"] for step in STEPS if "attest-sbom" in step.get("uses", ""))

@@ -59,9 +59,14 @@ class Newest:
     """The newest version, kept for all tasks that start from it."""
 
     def __init__(
-        self, client: Client, ledger: TrainerLedger, keys: Keys, site: str, layout: Layout,
+        self,
+        client: Client,
+        ledger: TrainerLedger,
+        keys: Keys,
+        site: str,
+        layout: Layout,
         metrics: TrainerMetrics,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._client = client
         self._ledger = ledger
         self._keys = keys
@@ -213,13 +218,20 @@ class Attempt:
     def _work(self, start: Start) -> Work:
         task, shop = self._task, self._shop
         return Work(
-            device=task.device, task=task.task, version=start.version, seed=task.seed,
-            steps=task.steps, epochs=task.epochs, seconds=task.seconds,
+            device=task.device,
+            task=task.task,
+            version=start.version,
+            seed=task.seed,
+            steps=task.steps,
+            epochs=task.epochs,
+            seconds=task.seconds,
             solver=chosen(shop.learner.task, task.device, shop.solvers),
             cancelled=lambda: self._is_cancelled() or not shop.is_eligible(task.device),
-            base=start.digest, control=start.model.controls if shop.run.layout.controls else None,
-            device_control=start.device_control, resume=start.saved,
-        )  # fmt: skip
+            base=start.digest,
+            control=start.model.controls if shop.run.layout.controls else None,
+            device_control=start.device_control,
+            resume=start.saved,
+        )
 
     async def _learned(self, start: Start, work: Work, unsent: Floats | None) -> Learned:
         """Train; if the device becomes ineligible midway, finish later. Raises Cancelled.
@@ -231,9 +243,14 @@ class Attempt:
             try:
                 with Guard(self._is_cancelled, self._hangs, patience_s=shop.settings.drain_s):
                     return await shop.thread.run(
-                        shop.learner.train, start, work, shop.out, shop.run.sends, shop.wire,
+                        shop.learner.train,
+                        start,
+                        work,
+                        shop.out,
+                        shop.run.sends,
+                        shop.wire,
                         unsent,
-                    )  # fmt: skip
+                    )
             except Cancelled as stopped:
                 if self._is_cancelled():
                     raise
@@ -256,20 +273,35 @@ class Attempt:
         self.update, self.unsent = learned.update, learned.unsent
         self.dropped = learned.dropped
         return Upload(
-            task=task.task, attempt=self.id, device=task.device, trainer=self._shop.name,
-            tau=start.version, base=start.digest, layout=self._shop.run.layout.signature,
-            digest=learned.digest, size=size, samples=trained.samples,
-            steps=trained.steps, lr=trained.lr or work.solver.lr,
-            loss=trained.loss, seconds=self.seconds, seed=task.seed,
-            sends=self._shop.run.sends, site=self._shop.settings.site,
-            chunks=blobs.chunks_of(size), format=self._shop.wire.name,
-        )  # fmt: skip
+            task=task.task,
+            attempt=self.id,
+            device=task.device,
+            trainer=self._shop.name,
+            tau=start.version,
+            base=start.digest,
+            layout=self._shop.run.layout.signature,
+            digest=learned.digest,
+            size=size,
+            samples=trained.samples,
+            steps=trained.steps,
+            lr=trained.lr or work.solver.lr,
+            loss=trained.loss,
+            seconds=self.seconds,
+            seed=task.seed,
+            sends=self._shop.run.sends,
+            site=self._shop.settings.site,
+            chunks=blobs.chunks_of(size),
+            format=self._shop.wire.name,
+        )
 
     def _give_up(self, reason: str) -> GiveUp:
         return GiveUp(
-            task=self._task.task, attempt=self.id, device=self._task.device,
-            trainer=self._shop.name, reason=reason,
-        )  # fmt: skip
+            task=self._task.task,
+            attempt=self.id,
+            device=self._task.device,
+            trainer=self._shop.name,
+            reason=reason,
+        )
 
     # whether to go on
 

@@ -155,8 +155,9 @@ class Evaluator:
         self._relapses = Gauge(
             "fedstream_metric_relapses",
             "How often a metric fell back, in the newest 20 measurements.",
-            ["metric"], registry=context.registry,
-        )  # fmt: skip
+            ["metric"],
+            registry=context.registry,
+        )
         self._version = Gauge(
             "fedstream_measured_version", "The version measured last.", registry=context.registry
         )
@@ -247,10 +248,13 @@ class Evaluator:
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(
             Event(
-                what="evaluation", service=self._name, time=self._ledger.now(),
-                version=head.version, metrics=metrics,
+                what="evaluation",
+                service=self._name,
+                time=self._ledger.now(),
+                version=head.version,
+                metrics=metrics,
             )
-        )  # fmt: skip
+        )
         if self._is_reached(metrics):
             why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
             await self._ledger.finish(why)
@@ -262,11 +266,14 @@ class Evaluator:
         self._context.log.error("metrics raised", version=head.version, exc_info=error)
         await self._ledger.tell(
             Event(
-                what="error", service=self._name, time=self._ledger.now(), version=head.version,
+                what="error",
+                service=self._name,
+                time=self._ledger.now(),
+                version=head.version,
                 reason=f"metrics: {type(innermost(error)).__name__}",
                 text=(users_traceback(error) or words(error))[-8000:],
             )
-        )  # fmt: skip
+        )
 
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:
         return ends_run(metrics, self._target)
@@ -285,9 +292,12 @@ class Evaluator:
             metrics = measured(self._learning, self._module, self._data)
         if self._settings.per_device != "never" and self._is_spread(metrics, is_last):
             found = device_metrics(
-                self._learning, self._module, devices, self._settings.device,
+                self._learning,
+                self._module,
+                devices,
+                self._settings.device,
                 self._context.stop.is_set,
-            )  # fmt: skip
+            )
             if not self._context.stop.is_set():  # else some are missing
                 metrics |= spread(found, self._learning.goal)
         return metrics

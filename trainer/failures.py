@@ -133,10 +133,16 @@ class Failures:
         self._seen.add(where)
         await self._outbox.say(
             Event(
-                what="error", service=self._name, time=time.time(), task=task.task,
-                device=task.device, version=version, reason=where, text=text[-8000:],
+                what="error",
+                service=self._name,
+                time=time.time(),
+                task=task.task,
+                device=task.device,
+                version=version,
+                reason=where,
+                text=text[-8000:],
             )
-        )  # fmt: skip
+        )
 
 
 _HANGING_S = 1.0  # between checks whether training hangs

@@ -33,8 +33,9 @@ _HIGH = """
 # Where and how a metric is measured, which doesn't change what is good.
 _CONTEXT = "dev eval macro mean micro test top1 top3 top5 train val valid validation weighted"
 _KNOWN: dict[str, Goal] = {
-    **dict.fromkeys(_LOW.split(), "min"), **dict.fromkeys(_HIGH.split(), "max")
-}  # fmt: skip
+    **dict.fromkeys(_LOW.split(), "min"),
+    **dict.fromkeys(_HIGH.split(), "max"),
+}
 # What trainer/evaluator.py derives from the devices' metrics.
 _OVER_DEVICES = re.compile(r"device_(mean|worst_tenth|deviation)_")
 _DEVIATION = "device_deviation_"

@@ -179,9 +179,16 @@ class Delivery:
     """Sends one trainer's answers."""
 
     def __init__(
-        self, client: Client, keys: Keys, outbox: Outbox, leases: Leases, stream: str,
-        expire_s: float, context: Context, metrics: TrainerMetrics,
-    ) -> None:  # fmt: skip
+        self,
+        client: Client,
+        keys: Keys,
+        outbox: Outbox,
+        leases: Leases,
+        stream: str,
+        expire_s: float,
+        context: Context,
+        metrics: TrainerMetrics,
+    ) -> None:
         """``stream``: of the tasks; ``expire_s``: of an update that is never admitted."""
         self._client = client
         self._keys = keys
@@ -251,7 +258,11 @@ class Delivery:
     async def bury(self, entry: Entry, reason: str) -> None:
         """Have a coordinator move an entry to ``dead``; trainers may not write there."""
         dead = Dead(
-            stream=self._stream.removeprefix(self._keys.prefix), entry=entry.id, reason=reason,
-            time=self._client.clock.now(), deliveries=1, data=entry.data,
-        )  # fmt: skip
+            stream=self._stream.removeprefix(self._keys.prefix),
+            entry=entry.id,
+            reason=reason,
+            time=self._client.clock.now(),
+            deliveries=1,
+            data=entry.data,
+        )
         await self._outbox.answer(self._stream, entry, dead)

@@ -23,9 +23,25 @@ WhyLost = Literal["no room", "outlier", "in doubt", "unusable"]  # of error feed
 
 # Histogram buckets: from a small model's download to an hour of training.
 _SECONDS = (
-    0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
-    1, 2, 5, 10, 30, 60, 180, 600, 1800, 3600,
-)  # fmt: skip
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2,
+    5,
+    10,
+    30,
+    60,
+    180,
+    600,
+    1800,
+    3600,
+)
 
 
 class TrainerMetrics:
@@ -33,9 +49,11 @@ class TrainerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._ended = EventCounts(
-            "fedstream_trainer_tasks", "Tasks, by what became of them here.", ["end"],
+            "fedstream_trainer_tasks",
+            "Tasks, by what became of them here.",
+            ["end"],
             registry=registry,
-        )  # fmt: skip
+        )
         self._seconds: dict[str, _Durations] = {}
         registry.register(_Seconds(self._seconds))
 
@@ -47,9 +65,10 @@ class TrainerMetrics:
 
         self._feedback_lost = Counter(
             "fedstream_trainer_feedback_lost",
-            "What devices' updates left unsent, and was dropped, by reason.", ["reason"],
+            "What devices' updates left unsent, and was dropped, by reason.",
+            ["reason"],
             registry=registry,
-        )  # fmt: skip
+        )
         for reason in get_args(WhyLost):
             self._feedback_lost.labels(reason)
 

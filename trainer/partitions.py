@@ -227,11 +227,12 @@ def _accept(value: object) -> type[Partition] | None:
 
 
 PARTITIONS: Door[type[Partition]] = Door(
-    "fedstream.partitions", "partition",
+    "fedstream.partitions",
+    "partition",
     {"iid": Iid, "classes": Classes, "dirichlet": Dirichlet, "natural": Natural},
     accept=_accept,
     expected="a function of labels, devices and seed, or a class derived from fedstream.Partition",
-)  # fmt: skip
+)
 PartitionSettings: TypeAlias = Annotated[Partition, OneOf(PARTITIONS)]
 
 

@@ -125,9 +125,15 @@ class Feedback:
     """What is left unsent of each device's last answered update, for one trainer's devices."""
 
     def __init__(
-        self, client: Client, ledger: TrainerLedger, keys: Keys, settings: TrainerSettings,
-        parameters: int, metrics: TrainerMetrics, log: FilteringBoundLogger,
-    ) -> None:  # fmt: skip
+        self,
+        client: Client,
+        ledger: TrainerLedger,
+        keys: Keys,
+        settings: TrainerSettings,
+        parameters: int,
+        metrics: TrainerMetrics,
+        log: FilteringBoundLogger,
+    ) -> None:
         self._client = client
         self._ledger = ledger
         self._keys = keys
@@ -174,9 +180,11 @@ class Feedback:
                 self._log.warning("no room for error feedback", used=used, maxmemory=most)
                 return staged, key
             await workspaces.write(
-                self._client, staged, unsent.view(np.uint8).data,
+                self._client,
+                staged,
+                unsent.view(np.uint8).data,
                 expire_s=self._settings.workspace_expiry_s,
-            )  # fmt: skip
+            )
             self._has_room = True
         except OutOfMemory as error:
             self._log.warning("error feedback not kept", reason=str(error))

@@ -102,11 +102,16 @@ class Initiative:
         length = self._parts.length(rng, device)
         await self._outbox.say(
             Trigger(
-                task=task_id(time.time_ns() // 1_000_000), device=device, seed=rng.getrandbits(63),
-                steps=length.steps, epochs=length.epochs, seconds=length.seconds,
-                why="own initiative", origin=self._name,
+                task=task_id(time.time_ns() // 1_000_000),
+                device=device,
+                seed=rng.getrandbits(63),
+                steps=length.steps,
+                epochs=length.epochs,
+                seconds=length.seconds,
+                why="own initiative",
+                origin=self._name,
             )
-        )  # fmt: skip
+        )
 
 
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
@@ -271,25 +276,45 @@ class Trainer:
             return SavedWork(key, self._client, self._ledger, self._settings, context.log)
 
         return Workshop(
-            name=self._name, settings=self._settings, context=context, run=run,
+            name=self._name,
+            settings=self._settings,
+            context=context,
+            run=run,
             now=self._ledger.now,
-            solvers=self._solvers, devices=self._devices, is_eligible=is_eligible,
+            solvers=self._solvers,
+            devices=self._devices,
+            is_eligible=is_eligible,
             newest=Newest(self._client, self._ledger, self._keys, site, run.layout, metrics),
-            saved_work=saved_work, learner=learner, thread=thread, out=Model(run.layout),
-            failures=Failures(context, self._outbox, self._name, self._rests), metrics=metrics,
+            saved_work=saved_work,
+            learner=learner,
+            thread=thread,
+            out=Model(run.layout),
+            failures=Failures(context, self._outbox, self._name, self._rests),
+            metrics=metrics,
             wire=self._wire,
             feedback=Feedback(
-                self._client, self._ledger, self._keys, self._settings, run.layout.parameters,
-                metrics, context.log,
+                self._client,
+                self._ledger,
+                self._keys,
+                self._settings,
+                run.layout.parameters,
+                metrics,
+                context.log,
             ),
-        )  # fmt: skip
+        )
 
     def _shift(self, shop: Workshop) -> _Shift:
         leases = Leases(self._group, self._ledger, self._lease, shop.context)
         delivery = Delivery(
-            self._client, self._keys, self._outbox, leases, self._group.stream,
-            self._settings.blob_expiry_s, shop.context, shop.metrics,
-        )  # fmt: skip
+            self._client,
+            self._keys,
+            self._outbox,
+            leases,
+            self._group.stream,
+            self._settings.blob_expiry_s,
+            shop.context,
+            shop.metrics,
+        )
         return _Shift(shop, leases, delivery, self._client)
 
     def _initiative(
@@ -297,19 +322,28 @@ class Trainer:
     ) -> Initiative:
         devices = self._settings.owns or range(shop.run.devices)
         return Initiative(
-            settings, self._participation, devices, name=self._name, outbox=self._outbox,
-            ledger=self._ledger, context=shop.context, is_idle=shift.is_idle,
+            settings,
+            self._participation,
+            devices,
+            name=self._name,
+            outbox=self._outbox,
+            ledger=self._ledger,
+            context=shop.context,
+            is_idle=shift.is_idle,
             is_eligible=shop.is_eligible,
-        )  # fmt: skip
+        )
 
     async def _announce(self, context: Context, shift: _Shift) -> None:
         """Say that this trainer is alive; end with the run if told to."""
         device = shift.task.device if shift.task else None
         with self._patience.asking():
             await self._outbox.announce(
-                self._name, self._settings.owns, device=device, answers=shift.answers,
+                self._name,
+                self._settings.owns,
+                device=device,
+                answers=shift.answers,
                 failing=shift.given_up_in_a_row,
-            )  # fmt: skip
+            )
             if self._settings.ends_with_run:
                 with suppress(NoRun):  # the updater will publish it again
                     if (await self._ledger.run()).state == "finished":
@@ -393,12 +427,15 @@ class _Shift:
             answered_at = time.time()
             feedback, unsent = self._shop.feedback, attempt.unsent
             said = await self._delivery.send(
-                entry, answer, attempt.update, make_room=attempt.saved.discard,
-                stage=None if unsent is None else partial(
-                    feedback.stage, task.device, attempt.id, unsent
-                ),
+                entry,
+                answer,
+                attempt.update,
+                make_room=attempt.saved.discard,
+                stage=None
+                if unsent is None
+                else partial(feedback.stage, task.device, attempt.id, unsent),
                 along=self._goes_on(),
-            )  # fmt: skip
+            )
             if unsent is not None:
                 feedback.answered(task.device, unsent, said=said, dropped=attempt.dropped)
         await attempt.saved.discard()
@@ -409,6 +446,9 @@ class _Shift:
         metrics.took(attempt.seconds)
         tau = answer.tau if isinstance(answer, Upload) else None
         self._context.trace(
-            _SAID[end], at=answered_at, attempt=attempt.id, tau=tau,
+            _SAID[end],
+            at=answered_at,
+            attempt=attempt.id,
+            tau=tau,
             seconds=round(attempt.seconds, 3),
-        )  # fmt: skip
+        )

@@ -223,10 +223,12 @@ def _accept(value: object) -> type[Solver] | None:
 
 
 SOLVERS: Door[type[Solver]] = Door(
-    "fedstream.solvers", "solver",
+    "fedstream.solvers",
+    "solver",
     {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected},
-    accept=_accept, expected="a class derived from fedstream.Solver",
-)  # fmt: skip
+    accept=_accept,
+    expected="a class derived from fedstream.Solver",
+)
 SolverSettings: TypeAlias = Annotated[Solver, OneOf(SOLVERS)]
 
 

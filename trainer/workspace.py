@@ -127,9 +127,13 @@ class Workspace(BaseModel):
             raise BadMessage("the workspace's bytes do not match their checksum")
         try:
             fields = msgpack.unpackb(
-                packed, use_list=False, list_hook=_Few(), object_hook=_Few(),
-                max_array_len=_MOST, max_map_len=2 * _MOST,
-            )  # fmt: skip
+                packed,
+                use_list=False,
+                list_hook=_Few(),
+                object_hook=_Few(),
+                max_array_len=_MOST,
+                max_map_len=2 * _MOST,
+            )
         except (ValueError, msgpack.UnpackException) as error:
             raise BadMessage(f"the workspace is not msgpack: {error}") from error
         if not isinstance(fields, dict) or fields.pop("v", None) != SCHEMA:

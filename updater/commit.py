@@ -211,19 +211,32 @@ class Commits:
             self.context.log.error("Redis lost versions: publishing the newest", found=why)
         progress, model = state.progress, state.progress.state.model
         version, payload = await asyncio.to_thread(
-            version_of, model, self.format, state.strategy.sends,
-            version=state.version, time=state.time, epoch=epoch, digest=state.digest,
-            blob=blob_of(state.version, epoch, self.lease.nonce), updates=state.made,
-        )  # fmt: skip
+            version_of,
+            model,
+            self.format,
+            state.strategy.sends,
+            version=state.version,
+            time=state.time,
+            epoch=epoch,
+            digest=state.digest,
+            blob=blob_of(state.version, epoch, self.lease.nonce),
+            updates=state.made,
+        )
         await self.publisher.write(version, payload)
         # Readers of the version need the vectors.
         if not await self.hand_out(progress, state.strategy):
             return None
         reply = await self.ledger.create(
-            token, state.run, version, counts=state.counts, journalled=state.journalled,
-            done=state.ends.get, held=tuple(one.device for one in progress.held),
-            mean_staleness=progress.mean_staleness, quarantines=state.quarantines,
-        )  # fmt: skip
+            token,
+            state.run,
+            version,
+            counts=state.counts,
+            journalled=state.journalled,
+            done=state.ends.get,
+            held=tuple(one.device for one in progress.held),
+            mean_staleness=progress.mean_staleness,
+            quarantines=state.quarantines,
+        )
         if reply.what != "created":
             await pause(self.context.stop, _LOST_S)
             return None

@@ -91,12 +91,15 @@ class Decider:
         """Check an update and mix it in; None if Redis does not expect it any more."""
         upload = state.progress.norms.weighable(upload, self.max_samples)
         refusal = (
-            reasons.RUN_FINISHED if state.is_over
-            else reasons.DEVICE_QUARANTINED if upload.device in state.quarantines.by_device
+            reasons.RUN_FINISHED
+            if state.is_over
+            else reasons.DEVICE_QUARANTINED
+            if upload.device in state.quarantines.by_device
             # There is no telling whether it was applied before.
-            else reasons.TOO_OLD if upload.tau < state.forgotten
+            else reasons.TOO_OLD
+            if upload.tau < state.forgotten
             else refusals.by_word(upload, state.strategy, state.progress.state)
-        )  # fmt: skip
+        )
         if refusal:
             await self.intake.unfetch(entry)
             return self._refused(entry, upload, state.progress, refusal, state.besides)
@@ -150,9 +153,13 @@ class Decider:
                 )
         with timed("check"):
             refusal, sizes = refusals.by_content(
-                upload, state.strategy, update, before,
-                max_norm=self.max_norm, norm_factor=self.norm_factor,
-            )  # fmt: skip
+                upload,
+                state.strategy,
+                update,
+                before,
+                max_norm=self.max_norm,
+                norm_factor=self.norm_factor,
+            )
         before = before.with_sizes(sizes)
         if refusal:
             return self._refused(entry, upload, before, refusal, state.besides, sizes, unused)
@@ -165,18 +172,32 @@ class Decider:
         version, given, finish = self._made(state, step)
         outcome: Outcome = "applied" if step.decision.outcome == "applied" else "buffered"
         record = Taken(
-            entry=entry.id, upload=_as_recorded(upload), outcome=outcome,
-            staleness=step.decision.staleness, weight=step.decision.weight,
-            version=step.after.state.version, digest=version.digest if version else None,
+            entry=entry.id,
+            upload=_as_recorded(upload),
+            outcome=outcome,
+            staleness=step.decision.staleness,
+            weight=step.decision.weight,
+            version=step.after.state.version,
+            digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else self.ledger.now(), received=entry.time,
-            finished=finish, counts=dict(state.besides), sizes=sizes,
-        )  # fmt: skip
+            time=version.time if version else self.ledger.now(),
+            received=entry.time,
+            finished=finish,
+            counts=dict(state.besides),
+            sizes=sizes,
+        )
         return Change(
-            entry.id, record, (sent,) if self.weights else (), step.after, version,
-            end_of(record), upload.blob, finish, given=given,
+            entry.id,
+            record,
+            (sent,) if self.weights else (),
+            step.after,
+            version,
+            end_of(record),
+            upload.blob,
+            finish,
+            given=given,
             used=(before.state.model, update, spare, sent),
-        )  # fmt: skip
+        )
 
     def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
         """End a round: make a version of what has arrived, unless it was made already.
@@ -191,17 +212,26 @@ class Decider:
         late, dropped = state.is_over or (bool(drops) and is_past), 0
         if drops and not late:
             dropped = len(held)
-        step = Step(before) if late else close_round(
-            state.strategy, before, message.version, drops=dropped > 0
-        )  # fmt: skip
+        step = (
+            Step(before)
+            if late
+            else close_round(state.strategy, before, message.version, drops=dropped > 0)
+        )
         version, given, finish = self._made(state, step)
         record = RoundClosed(
-            entry=entry.id, round=message.version, why=message.why, late=late, dropped=dropped,
-            version=step.after.state.version, digest=version.digest if version else None,
+            entry=entry.id,
+            round=message.version,
+            why=message.why,
+            late=late,
+            dropped=dropped,
+            version=step.after.state.version,
+            digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else self.ledger.now(), received=entry.time,
-            finished=finish, counts=dict(state.besides),
-        )  # fmt: skip
+            time=version.time if version else self.ledger.now(),
+            received=entry.time,
+            finished=finish,
+            counts=dict(state.besides),
+        )
         used = tuple(before.state.models()) if version is not None or dropped else ()
         return Change(
             entry.id, record, (), step.after, version, finish=finish, used=used, given=given
@@ -219,10 +249,18 @@ class Decider:
         number, epoch = step.after.state.version, self.lease.number
         with self.metrics.timed("encode"):
             version, given = version_of(
-                model, self.format, state.strategy.sends, self.intake.spares.room,
-                version=number, time=self.ledger.now(), epoch=epoch, parent=number - 1,
-                digest=digest, blob=blob_of(number, epoch, self.lease.nonce), updates=step.made,
-            )  # fmt: skip
+                model,
+                self.format,
+                state.strategy.sends,
+                self.intake.spares.room,
+                version=number,
+                time=self.ledger.now(),
+                epoch=epoch,
+                parent=number - 1,
+                digest=digest,
+                blob=blob_of(number, epoch, self.lease.nonce),
+                updates=step.made,
+            )
         return version, given, f"version {number} reached" if number >= state.run.versions else None
 
     def _refused(
@@ -239,10 +277,17 @@ class Decider:
         outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
         version = before.state.version
         record = Taken(
-            entry=entry.id, upload=_as_recorded(upload), outcome=outcome, reason=reason,
-            staleness=max(0, version - upload.since), version=version, time=self.ledger.now(),
-            received=entry.time, counts=dict(counts), sizes=sizes,
-        )  # fmt: skip
+            entry=entry.id,
+            upload=_as_recorded(upload),
+            outcome=outcome,
+            reason=reason,
+            staleness=max(0, version - upload.since),
+            version=version,
+            time=self.ledger.now(),
+            received=entry.time,
+            counts=dict(counts),
+            sizes=sizes,
+        )
         return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob, used=used)
 
     async def _off_loop(self, state: RunState, work: Callable[[], Change]) -> Change:
@@ -256,9 +301,15 @@ def _quarantined(entry: Entry, wanted: SetQuarantine, state: RunState, now: floa
     if not devices or state.ends.obeyed(entry.id):
         return Change(entry.id, None, (), before)
     record = QuarantineSet(
-        entry=entry.id, devices=devices, release=wanted.release, why=wanted.why,
-        version=state.version, time=now, received=entry.time, counts=dict(state.besides),
-    )  # fmt: skip
+        entry=entry.id,
+        devices=devices,
+        release=wanted.release,
+        why=wanted.why,
+        version=state.version,
+        time=now,
+        received=entry.time,
+        counts=dict(state.besides),
+    )
     return Change(entry.id, record, (), before)
 
 

@@ -162,14 +162,21 @@ class Loop:
         if isinstance(record, QuarantineSet):
             self.context.log.warning(
                 "devices released" if record.release else "devices quarantined",
-                devices=list(record.devices), why=record.why, version=record.version,
-            )  # fmt: skip
+                devices=list(record.devices),
+                why=record.why,
+                version=record.version,
+            )
         end = change.end
         if end is not None and change.record is not None and end.weight is not None:
             self.context.trace(
-                end.outcome, since=time_in(change.entry), task=end.task, device=end.device,
-                version=end.version, staleness=end.staleness, weight=end.weight,
-            )  # fmt: skip
+                end.outcome,
+                since=time_in(change.entry),
+                task=end.task,
+                device=end.device,
+                version=end.version,
+                staleness=end.staleness,
+                weight=end.weight,
+            )
 
     async def _settle(self, look: Look | None = None) -> None:
         """Commit the changes in the journal, in order, until some are not accepted.
@@ -225,9 +232,13 @@ class Loop:
         run, head = await self.recovery.seen()
         pending = [one.change for one in commits.pending]
         compared = partial(
-            action, run=run, head=head, told=commits.told,
-            told_quarantines=commits.told_quarantines, pending=pending,
-        )  # fmt: skip
+            action,
+            run=run,
+            head=head,
+            told=commits.told,
+            told_quarantines=commits.told_quarantines,
+            pending=pending,
+        )
         todo = compared(self.state)
         if isinstance(todo, Finish):
             self.state = self.state.ended(todo.run)
@@ -246,8 +257,9 @@ class Loop:
                 if state.ahead is None:
                     self.context.log.error(
                         "the journal lost its end: making the versions again from the queue",
-                        journal=state.version, redis=head.version,
-                    )  # fmt: skip
+                        journal=state.version,
+                        redis=head.version,
+                    )
                 self.state = state.behind(head)
             case Confirm(head):
                 if not await self.publisher.keep(head, state.layout.nbytes):

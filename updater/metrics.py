@@ -21,23 +21,28 @@ class UpdaterMetrics:
         for outcome in ("applied", "buffered", "refused"):
             self.updates.labels(outcome, "")  # from the start, so that a rate sees the first one
         self.staleness = Histogram(
-            "fedstream_staleness", "How many versions late an update arrived.", registry=registry,
+            "fedstream_staleness",
+            "How many versions late an update arrived.",
+            registry=registry,
             buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128),
-        )  # fmt: skip
+        )
         self.weight = Histogram(
-            "fedstream_weight", "Weight that an update was given.", registry=registry,
+            "fedstream_weight",
+            "Weight that an update was given.",
+            registry=registry,
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0),
-        )  # fmt: skip
+        )
         self.version = Gauge("fedstream_version", "The newest version.", registry=registry)
         self.dropped = Counter(
-            "fedstream_rounds_dropped", "Rounds dropped at their timeout: too few answers.",
+            "fedstream_rounds_dropped",
+            "Rounds dropped at their timeout: too few answers.",
             registry=registry,
-        )  # fmt: skip
+        )
         self.repaired = Counter(
             "fedstream_models_repaired",
-                "Newest models that were missing from Redis and written again.",
+            "Newest models that were missing from Redis and written again.",
             registry=registry,
-        )  # fmt: skip
+        )
         self.journal = Gauge(
             "fedstream_journal_bytes",
             "Bytes written to the journal by this process.",
@@ -49,9 +54,11 @@ class UpdaterMetrics:
             registry=registry,
         )
         self.sync = Histogram(
-            "fedstream_journal_sync_seconds", "How long the disk took to sync.", registry=registry,
+            "fedstream_journal_sync_seconds",
+            "How long the disk took to sync.",
+            registry=registry,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
-        )  # fmt: skip
+        )
         self._seconds: dict[str, _Part] = {}
         registry.register(_Seconds(self._seconds))
 

@@ -143,14 +143,18 @@ class Recovery:
         state = RunState(
             run=replace(run, lineage=secrets.token_hex(8), created=now),
             strategy=self.rule.build(run.devices),
-            progress=Progress(State(0, model)), digest=model.digest(self.digests), time=now,
+            progress=Progress(State(0, model)),
+            digest=model.digest(self.digests),
+            time=now,
             ends=Ends(self.index),
-        )  # fmt: skip
+        )
         state = await self.begin_segment(state, "begun")
         self.context.log.info(
-            "run begun", strategy=run.strategy, parameters=run.layout.parameters,
+            "run begun",
+            strategy=run.strategy,
+            parameters=run.layout.parameters,
             bytes=run.layout.nbytes,
-        )  # fmt: skip
+        )
         return state
 
     async def _resume(self, chain: list[Segment], run: Run | None, head: Head | None) -> RunState:
@@ -165,19 +169,26 @@ class Recovery:
             if self.journal.adopt and run and head and head.version > found.version:
                 ends = self._ends_of(found)
                 return await self._adopt(
-                    run, head, ends, norms=found.norms, after=found.ending,
+                    run,
+                    head,
+                    ends,
+                    norms=found.norms,
+                    after=found.ending,
                     quarantines=found.quarantines,
-                )  # fmt: skip
+                )
             found = await self._from_redis(newest, found, head)
         state = self._with_lost_quarantines(self._state_of(found, run), head)
         self.recorder.stored = found.stored
         needs = _PASSED_ON & set(newest.head.needs)
         state = await self.begin_segment(state, "continued", after=found.ending, needs=needs)
         self.context.log.info(
-            "recovered", version=found.version, records=found.records,
-            torn_bytes=found.torn_bytes, reweighed=found.reweighed,
+            "recovered",
+            version=found.version,
+            records=found.records,
+            torn_bytes=found.torn_bytes,
+            reweighed=found.reweighed,
             seconds=round(time.monotonic() - began, 3),
-        )  # fmt: skip
+        )
         if found.torn is not None and found.torn.behind:
             self.context.log.error(
                 "the journal's end is torn: remaking what Redis still has of it",
@@ -199,8 +210,9 @@ class Recovery:
             return state
         self.context.log.error(
             "the journal lost changes of quarantines: continuing with Redis's",
-            journal=state.quarantines.taken, redis=head.quarantines.taken,
-        )  # fmt: skip
+            journal=state.quarantines.taken,
+            redis=head.quarantines.taken,
+        )
         return replace(state, quarantines=head.quarantines)
 
     async def adopt(self, state: RunState, ahead: Head) -> RunState | None:
@@ -220,9 +232,13 @@ class Recovery:
             return None
         norms, vectors = state.progress.norms, state.progress.state.memory.devices
         return await self._adopt(
-            run, ahead, state.ends.copy(), norms=norms, vectors=vectors and vectors.copy(),
+            run,
+            ahead,
+            state.ends.copy(),
+            norms=norms,
+            vectors=vectors and vectors.copy(),
             quarantines=state.quarantines,
-        )  # fmt: skip
+        )
 
     async def _adopt(
         self,
@@ -243,9 +259,7 @@ class Recovery:
         Redis's count instead if they are later.
         """
         if run.versions < self.versions:
-            run = replace(
-                run, versions=self.versions, state="running", why=None, finished=None
-            )  # fmt: skip
+            run = replace(run, versions=self.versions, state="running", why=None, finished=None)
         model = Model(run.layout)
         await self.publisher.read(head, model)
         version, digest, made_at = head.version, head.digest, head.time
@@ -255,7 +269,7 @@ class Recovery:
             if run.state != "finished" and version >= run.versions:
                 run = replace(
                     run, state="finished", why=f"version {version} reached", finished=made_at
-                )  # fmt: skip
+                )
         ended, counts = await self.ledger.ended(), (await self.ledger.tally()).counts
         # The devices' vectors are as good as before; a batch begins anew.
         vectors = await self._recalled(run, vectors)
@@ -268,22 +282,30 @@ class Recovery:
                 why = reasons.LOST_WITH_REDIS
                 ends.add(End(upload.task, upload.attempt, "given_up", why, upload.device))
         progress = Progress(
-            State(version, model, memory), mean_staleness=head.mean_staleness,
+            State(version, model, memory),
+            mean_staleness=head.mean_staleness,
             norms=norms or Norms(),
-        )  # fmt: skip
+        )
         state = RunState(
-            run=run, strategy=self.rule.build(run.devices), progress=progress,
-            digest=digest, time=made_at, ends=ends, journalled=head.journalled,
+            run=run,
+            strategy=self.rule.build(run.devices),
+            progress=progress,
+            digest=digest,
+            time=made_at,
+            ends=ends,
+            journalled=head.journalled,
             besides=without(counts, head.journalled),
             # Tasks that ended after the journal's end may be unknown.
             forgotten=0 if norms is None else head.version,
             quarantines=max(quarantines, head.quarantines, key=lambda one: one.taken),
-        )  # fmt: skip
+        )
         state = await self.begin_segment(state, "adopted", after=after)
         self.context.log.error(
-            "continuing from Redis's newest model", version=head.version,
-            format=head.encoded.format if head.encoded else "f32", as_version=version,
-        )  # fmt: skip
+            "continuing from Redis's newest model",
+            version=head.version,
+            format=head.encoded.format if head.encoded else "f32",
+            as_version=version,
+        )
         return state
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
@@ -310,9 +332,10 @@ class Recovery:
                 f"that is newer, or else from the checkpoint of version {before.state.version}"
             )
         self.context.log.error(
-            "going back to a checkpoint's model", model_of=before.state.version,
+            "going back to a checkpoint's model",
+            model_of=before.state.version,
             as_version=found.version + 1,
-        )  # fmt: skip
+        )
         found.version += 1
         found.digest = before.state.model.digest_like(found.digest)
         found.time, found.made = self.ledger.now(), ()
@@ -363,11 +386,18 @@ class Recovery:
         strategy = self.rule.build(found.head.devices)
         run = self._run_of(found, run, strategy)
         return RunState(
-            run=run, strategy=strategy, progress=found.progress, digest=found.digest,
-            time=found.time, made=found.made, ends=self._ends_of(found),
-            journalled=found.journalled, besides=found.counts, forgotten=found.forgotten,
+            run=run,
+            strategy=strategy,
+            progress=found.progress,
+            digest=found.digest,
+            time=found.time,
+            made=found.made,
+            ends=self._ends_of(found),
+            journalled=found.journalled,
+            besides=found.counts,
+            forgotten=found.forgotten,
             quarantines=found.quarantines,
-        )  # fmt: skip
+        )
 
     def _run_of(self, found: Recovered, run: Run | None, strategy: Strategy) -> Run:
         """The run's record according to the journal and Redis; one that was finished may go on.
@@ -383,14 +413,23 @@ class Recovery:
         if versions > head.versions:
             self.context.log.info("run extended", before=head.versions, versions=versions)
         return Run(
-            layout=Layout.decode(head.layout), strategy=self.rule.name, task=head.task,
-            devices=head.devices, versions=versions, seed=head.seed, created=head.created,
-            max_staleness=strategy.max_staleness, sends=strategy.sends,
-            by_steps=strategy.by_steps, lineage=head.lineage,
-            state="finished" if over else "running", why=over,
-            finished=found.time if over else None, start=head.start,
+            layout=Layout.decode(head.layout),
+            strategy=self.rule.name,
+            task=head.task,
+            devices=head.devices,
+            versions=versions,
+            seed=head.seed,
+            created=head.created,
+            max_staleness=strategy.max_staleness,
+            sends=strategy.sends,
+            by_steps=strategy.by_steps,
+            lineage=head.lineage,
+            state="finished" if over else "running",
+            why=over,
+            finished=found.time if over else None,
+            start=head.start,
             goal=head.goal or {},
-        )  # fmt: skip
+        )
 
     # the journal's segments
 
@@ -418,24 +457,43 @@ class Recovery:
             known.add(QUARANTINES)
         head = SegmentHead(
             needs=tuple(sorted(needs | known)),
-            epoch=self.recorder.epoch, number=number,
-            predecessor=before.path.name if before else None, cut=before.at if before else None,
+            epoch=self.recorder.epoch,
+            number=number,
+            predecessor=before.path.name if before else None,
+            cut=before.at if before else None,
             follows=before.chain.hex() if before else None,
-            lineage=run.lineage, run=self.keys.name, task=run.task, devices=run.devices,
-            versions=run.versions, seed=run.seed, created=run.created,
-            strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),
-            release=f"numpy {np.__version__}, {platform.machine()}", time=self.ledger.now(),
-            start=run.start, goal=dict(run.goal) or None,
-            sources=sources_of(self.rule), parts=self.parts, format=self.format.name,
-        )  # fmt: skip
+            lineage=run.lineage,
+            run=self.keys.name,
+            task=run.task,
+            devices=run.devices,
+            versions=run.versions,
+            seed=run.seed,
+            created=run.created,
+            strategy=self.rule.model_dump(mode="json"),
+            layout=run.layout.encode(),
+            release=f"numpy {np.__version__}, {platform.machine()}",
+            time=self.ledger.now(),
+            start=run.start,
+            goal=dict(run.goal) or None,
+            sources=sources_of(self.rule),
+            parts=self.parts,
+            format=self.format.name,
+        )
         standing, models = standing_of(
-            state.progress, why, digest=state.digest, time=state.time,
-            journalled=state.journalled, counts=state.besides,
+            state.progress,
+            why,
+            digest=state.digest,
+            time=state.time,
+            journalled=state.journalled,
+            counts=state.besides,
             done=tuple(tuple(vars(end).values()) for end in state.ends.done),
-            forgotten=state.forgotten, finished=run.why if state.finished else None,
-            made=state.made, rounds=state.ends.controls,
-            quarantines=state.quarantines.taken, quarantined=state.quarantines.groups,
-        )  # fmt: skip
+            forgotten=state.forgotten,
+            finished=run.why if state.finished else None,
+            made=state.made,
+            rounds=state.ends.controls,
+            quarantines=state.quarantines.taken,
+            quarantined=state.quarantines.groups,
+        )
         with self.metrics.timed("checkpoint"):
             left = await self.recorder.begin(
                 head, standing, *models, vectors=state.progress.state.memory.devices

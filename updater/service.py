@@ -105,9 +105,12 @@ class Updater:
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
         self._recorder = Recorder(journal, self._synced)
         self._publisher = Publisher(
-            self._client, self._ledger, self._lease,
-            keep_versions=settings.keep_versions, keep_bytes=settings.keep_bytes,
-        )  # fmt: skip
+            self._client,
+            self._ledger,
+            self._lease,
+            keep_versions=settings.keep_versions,
+            keep_bytes=settings.keep_bytes,
+        )
         self._intake = Intake(self._client, keys)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -124,28 +127,60 @@ class Updater:
         context.watch(self._client)
         index = Ended(recorder.folder)
         recovery = Recovery(
-            context=context, metrics=metrics, index=index, recorder=recorder, publisher=publisher,
-            rule=self._rule, journal=self._journal, keys=self._keys, client=self._client,
-            ledger=ledger, lease=lease, create_run=self._create_run,
-            versions=self._versions, parts=self._parts, format=self._format,
+            context=context,
+            metrics=metrics,
+            index=index,
+            recorder=recorder,
+            publisher=publisher,
+            rule=self._rule,
+            journal=self._journal,
+            keys=self._keys,
+            client=self._client,
+            ledger=ledger,
+            lease=lease,
+            create_run=self._create_run,
+            versions=self._versions,
+            parts=self._parts,
+            format=self._format,
             digests=self._digests,
-        )  # fmt: skip
+        )
         decider = Decider(
-            context=context, metrics=metrics, intake=intake, keys=self._keys, ledger=ledger,
-            lease=lease, max_norm=self._settings.max_norm, norm_factor=self._settings.norm_factor,
+            context=context,
+            metrics=metrics,
+            intake=intake,
+            keys=self._keys,
+            ledger=ledger,
+            lease=lease,
+            max_norm=self._settings.max_norm,
+            norm_factor=self._settings.norm_factor,
             max_samples=self._settings.max_samples,
-            weights=self._journal.weights, said=recorder.says, format=self._format,
-        )  # fmt: skip
+            weights=self._journal.weights,
+            said=recorder.says,
+            format=self._format,
+        )
         commits = Commits(
-            context=context, metrics=metrics, recorder=recorder, publisher=publisher,
-            ledger=ledger, lease=lease, format=self._format,
-        )  # fmt: skip
+            context=context,
+            metrics=metrics,
+            recorder=recorder,
+            publisher=publisher,
+            ledger=ledger,
+            lease=lease,
+            format=self._format,
+        )
         upkeep = Upkeep(context=context, client=self._client, ledger=ledger, publisher=publisher)
         self._loop = loop = Loop(
-            context=context, metrics=metrics, ledger=ledger, lease=lease, recorder=recorder,
-            publisher=publisher, intake=intake, decider=decider, commits=commits,
-            recovery=recovery, upkeep=upkeep,
-        )  # fmt: skip
+            context=context,
+            metrics=metrics,
+            ledger=ledger,
+            lease=lease,
+            recorder=recorder,
+            publisher=publisher,
+            intake=intake,
+            decider=decider,
+            commits=commits,
+            recovery=recovery,
+            upkeep=upkeep,
+        )
 
         async def work() -> None:
             with closing(index):

@@ -212,9 +212,15 @@ class RunState:
         if isinstance(change.record, QuarantineSet):
             quarantines = quarantines_after(quarantines, change.record)
         return replace(
-            self, run=run, progress=change.after, digest=digest, time=made_at, made=made,
-            journalled=journalled, quarantines=quarantines,
-        )  # fmt: skip
+            self,
+            run=run,
+            progress=change.after,
+            digest=digest,
+            time=made_at,
+            made=made,
+            journalled=journalled,
+            quarantines=quarantines,
+        )
 
     def apart(self, into: Model | None) -> RunState:
         """The same state with a memory of its own, its sum in ``into``."""

@@ -48,5 +48,7 @@ class Upkeep:
         if waiting:
             self.context.log.error(
                 "tasks are open but no version is made: see docs/how-to/alerts.md, "
-                "FedstreamStalled", open=waiting, seconds=round(silent),
-            )  # fmt: skip
+                "FedstreamStalled",
+                open=waiting,
+                seconds=round(silent),
+            )

@@ -44,30 +44,82 @@ _OWNERS = 1000  # of the devices' owners, read at once
 
 RIGHTS = Rights(
     both=(
-        "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-        "events", "changes", "trainers", "alive", "owners", "owned:*", "pool", "working",
-        "concurrent", "failing", "rates", "letters", "sites", "update:*", "queued:*", "control:*",
+        "triggers",
+        "inbox:*",
+        "tasks",
+        "tasks:*",
+        "open",
+        "admitted",
+        "ended",
+        "counts",
+        "events",
+        "changes",
+        "trainers",
+        "alive",
+        "owners",
+        "owned:*",
+        "pool",
+        "working",
+        "concurrent",
+        "failing",
+        "rates",
+        "letters",
+        "sites",
+        "update:*",
+        "queued:*",
+        "control:*",
         "quarantine:*",
     ),
     reads=(
-        "run", "head", "lineage", "kept", "models", "model:*", "device:*",
-        "leader:scheduler", "leader:updater",  # the live page says who is missing
+        "run",
+        "head",
+        "lineage",
+        "kept",
+        "models",
+        "model:*",
+        "device:*",
+        "leader:scheduler",
+        "leader:updater",  # the live page says who is missing
     ),
     writes=("queue", "dead"),
     commands=(
-        "xgroup|create", "xreadgroup", "zrangebyscore", "zmscore", "hgetall", "info",
-        "type", "sadd", "zrange", "smembers", "hscan", *blobs.READS,
+        "xgroup|create",
+        "xreadgroup",
+        "zrangebyscore",
+        "zmscore",
+        "hgetall",
+        "info",
+        "type",
+        "sadd",
+        "zrange",
+        "smembers",
+        "hscan",
+        *blobs.READS,
     ),
     scripts=(
-        _ADMIT, _AGE_LETTERS, _ANNOUNCE, _BEAT, _CLOSE_ROUND, _DISPATCH, _LEAVE, _MEASURE, _RELAY,
-        _SETTLE_UNSERVED, _WITHDRAW, BURY, LOOK, streams.CLAIM, streams.REAP, *custody.SCRIPTS,
+        _ADMIT,
+        _AGE_LETTERS,
+        _ANNOUNCE,
+        _BEAT,
+        _CLOSE_ROUND,
+        _DISPATCH,
+        _LEAVE,
+        _MEASURE,
+        _RELAY,
+        _SETTLE_UNSERVED,
+        _WITHDRAW,
+        BURY,
+        LOOK,
+        streams.CLAIM,
+        streams.REAP,
+        *custody.SCRIPTS,
     ),
     apart=(  # to expire what sites leave behind
         Rights(reads=_OF_SITES, commands=("pttl", "strlen")),
         Rights(writes=_OF_SITES, commands=("pexpire",)),
         Rights(both=("gateway:*",), scripts=(custody.TRIM,)),
     ),
-)  # fmt: skip
+)
 
 
 class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
@@ -87,9 +139,11 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         Returns 'sent', 'ended' (the task already has) or 'repeated'.
         """
         about = {
-            "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "task": trigger.task,
             "device": trigger.device,
-        }  # fmt: skip
+        }
         return self._pending(
             _DISPATCH, word, packed(about), trigger.assignment(), stream=self.keys.triggers
         )
@@ -105,32 +159,45 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         device is), 'resting' (its last tasks failed), 'finished' (the run has) or 'repeated'.
         """
         about = {
-            "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
-            "device": trigger.device, "site": site, "rate": rate, "limit": limit,
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "task": trigger.task,
+            "device": trigger.device,
+            "site": site,
+            "rate": rate,
+            "limit": limit,
             "anarchic": anarchic,
-        }  # fmt: skip
+        }
         return self._pending(
-            _DISPATCH, word, packed(about), trigger.assignment(), trigger.encode(),
+            _DISPATCH,
+            word,
+            packed(about),
+            trigger.assignment(),
+            trigger.encode(),
             stream=self.keys.inbox(site),
-        )  # fmt: skip
+        )
 
     def close_round(self, entry: Entry, closing: CloseRound) -> Pending[str]:
         """Give up a round's unanswered tasks and tell the updater through the queue."""
         about = {
-            "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
-            "trainers": TRAINERS, "why": reasons.ROUND_OVER,
-        }  # fmt: skip
-        end = RoundEnd(
-            version=closing.version, why=closing.why, drops=closing.drops
-        ).encode()  # fmt: skip
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "tasks": closing.tasks,
+            "trainers": TRAINERS,
+            "why": reasons.ROUND_OVER,
+        }
+        end = RoundEnd(version=closing.version, why=closing.why, drops=closing.drops).encode()
         return self._pending(_CLOSE_ROUND, word, packed(about), end, packed(self._event()))
 
     def withdraw(self, entry: Entry, wish: Withdraw) -> Pending[str]:
         """Give up the unanswered tasks of a request; their trainers lose their leases."""
         about = {
-            "group": COORDINATORS, "entry": entry.id, "tasks": wish.tasks, "trainers": TRAINERS,
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "tasks": wish.tasks,
+            "trainers": TRAINERS,
             "why": wish.why,
-        }  # fmt: skip
+        }
         return self._pending(_WITHDRAW, word, packed(about), packed(self._event()))
 
     async def settle_unserved(self, lease_ms: int) -> int:
@@ -185,9 +252,14 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         as it says, within one for each epoch and ``most_steps``.
         """
         about: dict[str, object] = {
-            "group": COORDINATORS, "entry": entry.id, "site": site, "trusted": trusted,
-            "task": answer.task, "attempt": answer.attempt, "device": answer.device,
-        }  # fmt: skip
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "site": site,
+            "trusted": trusted,
+            "task": answer.task,
+            "attempt": answer.attempt,
+            "device": answer.device,
+        }
         event = self._event(device=answer.device)
         name = member(site, answer.trainer)
         if isinstance(answer, GiveUp):
@@ -198,14 +270,22 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             said = answer.encode()
         else:
             said = answer.encode(
-                site=site, handed=None, claimed=None, trainer=name,
+                site=site,
+                handed=None,
+                claimed=None,
+                trainer=name,
                 steps=answer.steps if trusted else None,
-            )  # fmt: skip
+            )
             about |= {
-                "tau": answer.tau, "base": answer.base, "layout": answer.layout,
-                "size": answer.size, "size_limit": size_limit, "unfit": unfit,
-                "steps": answer.steps, "most_steps": most_steps,
-            }  # fmt: skip
+                "tau": answer.tau,
+                "base": answer.base,
+                "layout": answer.layout,
+                "size": answer.size,
+                "size_limit": size_limit,
+                "unfit": unfit,
+                "steps": answer.steps,
+                "most_steps": most_steps,
+            }
             if sizes is not None:
                 about["least"], about["most"] = sizes
             shortest, longest, chunks = blobs.SHORTEST, blobs.LONGEST, answer.chunks
@@ -214,9 +294,14 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             about |= {"chunks": chunks, "shortest": shortest, "longest": longest}
         blob = f"{site}/{answer.task}.{answer.attempt}"
         return self._pending(
-            _ADMIT, verdict, packed(about), said, packed(event),
-            rest=[self.keys.update(blob), self.keys.queued(blob)], stream=self.keys.inbox(site),
-        )  # fmt: skip
+            _ADMIT,
+            verdict,
+            packed(about),
+            said,
+            packed(event),
+            rest=[self.keys.update(blob), self.keys.queued(blob)],
+            stream=self.keys.inbox(site),
+        )
 
     def hear(
         self,
@@ -235,22 +320,40 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         """
         name = member(site, said.trainer)
         about = {
-            "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
-            "owns": said.owns, "denied": denied, "leaves": said.leaves, "most": most, "rate": rate,
-            "pool": TRAINERS, "digest": said.digest, "concurrent": said.concurrent,
-        }  # fmt: skip
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "site": site,
+            "name": name,
+            "owns": said.owns,
+            "denied": denied,
+            "leaves": said.leaves,
+            "most": most,
+            "rate": rate,
+            "pool": TRAINERS,
+            "digest": said.digest,
+            "concurrent": said.concurrent,
+        }
         if said.digest is None:
             del about["digest"]
         kept = {
-            "host": said.host, "pid": said.pid, "owns": said.owns, "device": said.device,
-            "answers": said.answers, "failing": said.failing,
-        }  # fmt: skip
+            "host": said.host,
+            "pid": said.pid,
+            "owns": said.owns,
+            "device": said.device,
+            "answers": said.answers,
+            "failing": said.failing,
+        }
         joined = self._event(what="trainer", text=f"{name} joined")
         return self._pending(
-            _ANNOUNCE, word, packed(about), packed(kept), packed(joined),
+            _ANNOUNCE,
+            word,
+            packed(about),
+            packed(kept),
+            packed(joined),
             packed(self._event(what="trainer")),
-            stream=self.keys.inbox(site), owned=self.keys.owned(name),
-        )  # fmt: skip
+            stream=self.keys.inbox(site),
+            owned=self.keys.owned(name),
+        )
 
     def beat(self, site: str, entry: Entry, said: Heartbeat, *, rate: int) -> Pending[str]:
         """Record a trainer's heartbeat: 'heard', 'repeated', 'over', or 'unknown'.
@@ -260,14 +363,22 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         """
         name = member(site, said.trainer)
         about = {
-            "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
-            "owns": said.owns, "rate": rate,
-        }  # fmt: skip
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "site": site,
+            "name": name,
+            "owns": said.owns,
+            "rate": rate,
+        }
         kept = {"device": said.device, "answers": said.answers, "failing": said.failing}
         return self._pending(
-            _BEAT, word, packed(about), packed(kept),
-            stream=self.keys.inbox(site), owned=self.keys.owned(name),
-        )  # fmt: skip
+            _BEAT,
+            word,
+            packed(about),
+            packed(kept),
+            stream=self.keys.inbox(site),
+            owned=self.keys.owned(name),
+        )
 
     def relay(
         self, site: str, entry: Entry, event: Event | None, *, most: int, why: str
@@ -278,9 +389,16 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         ``why``: the reason under which dropped events are counted.
         """
         return self._pending(
-            _RELAY, word, COORDINATORS, entry.id, site, event.encode() if event else "", most,
-            why, stream=self.keys.inbox(site),
-        )  # fmt: skip
+            _RELAY,
+            word,
+            COORDINATORS,
+            entry.id,
+            site,
+            event.encode() if event else "",
+            most,
+            why,
+            stream=self.keys.inbox(site),
+        )
 
     # trainers that are gone, and old letters
 
@@ -292,10 +410,11 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         """
         alive, serve_all, (cursor, flat) = await self._client.pipeline(
             [
-                ("ZRANGE", self.keys.alive, 0, -1), ("SMEMBERS", self.keys.pool),
+                ("ZRANGE", self.keys.alive, 0, -1),
+                ("SMEMBERS", self.keys.pool),
                 ("HSCAN", self.keys.owners, cursor, "COUNT", _OWNERS),
             ]
-        )  # fmt: skip
+        )
         found = set[str]()
         for name in {*alive}.difference(serve_all).union(flat[1::2]):
             with suppress(UnicodeDecodeError):
@@ -320,9 +439,14 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         left = self._event(what="trainer", text=f"{shown} left")
         lost = self._event(what="trainer", text=f"{shown} was not heard from for {silent_s:g} s")
         given_up = await self._run(
-            _LEAVE, name, silent_s, packed(left), packed(lost), packed(self._event()),
+            _LEAVE,
+            name,
+            silent_s,
+            packed(left),
+            packed(lost),
+            packed(self._event()),
             owned=self.keys.owned(shown),
-        )  # fmt: skip
+        )
         return None if given_up < 0 else int(given_up)
 
     async def age_letters(self, days: float) -> int:

@@ -36,8 +36,11 @@ RIGHTS = Rights(
         *trainer.RIGHTS.apart,
         Rights(
             both=(
-                "gateway:{site}:devices", "gateway:{site}:invites", "gateway:{site}:changed",
-                "gateway:{site}:secret", "gateway:{site}:nonce:*",
+                "gateway:{site}:devices",
+                "gateway:{site}:invites",
+                "gateway:{site}:changed",
+                "gateway:{site}:secret",
+                "gateway:{site}:nonce:*",
             ),
             commands=("evalsha", "get", "set", "hget", "hset", "hdel"),
         ),
@@ -47,7 +50,7 @@ RIGHTS = Rights(
         Rights(writes=("update:{site}/*",), commands=parts.ON_BLOB),
         Rights(both=("gateway:{site}:upload:*", "update:{site}/*"), commands=("evalsha",)),
     ),
-)  # fmt: skip
+)
 
 Enrolling = Literal["enrolled", "again", "revoked", "used", "unknown", "expired", "replayed"]
 
@@ -98,10 +101,17 @@ class GatewayLedger(TakesTasks):
         'replayed' (the nonce).
         """
         reply = await self._run(
-            ENROL, device, invite, key, round(nonce_s * 1000), self._revoked,
-            invites=self.keys.invites(self._site), enrolled=self._enrolled, changed=self._changed,
+            ENROL,
+            device,
+            invite,
+            key,
+            round(nonce_s * 1000),
+            self._revoked,
+            invites=self.keys.invites(self._site),
+            enrolled=self._enrolled,
+            changed=self._changed,
             nonce=self.keys.nonce(self._site, nonce),
-        )  # fmt: skip
+        )
         return cast("Enrolling", word(reply))
 
     async def registration(self, device: int) -> tuple[Registration | None, bool]:

@@ -39,9 +39,13 @@ class Letters(Ledger):
         """
         name, now = stream.removeprefix(self.keys.prefix), self.now()
         dead = found or Dead(
-            stream=name, entry=entry.id, reason=reason, time=now,
-            deliveries=deliveries, data=entry.data,
-        )  # fmt: skip
+            stream=name,
+            entry=entry.id,
+            reason=reason,
+            time=now,
+            deliveries=deliveries,
+            data=entry.data,
+        )
         dead = dead.model_copy(
             update={"time": now, "reason": dead.reason[:_WHY], "data": dead.data[:_LETTER]}
         )
@@ -51,7 +55,14 @@ class Letters(Ledger):
         )
         return bool(
             await self._run(
-                BURY, group, entry.id, dead.encode(), task.task if task else "", kind,
-                packed(event), site, stream=stream,
+                BURY,
+                group,
+                entry.id,
+                dead.encode(),
+                task.task if task else "",
+                kind,
+                packed(event),
+                site,
+                stream=stream,
             )
-        )  # fmt: skip
+        )

@@ -133,7 +133,7 @@ class Onlooker(Overview, MemoryUse):
                     ("XPENDING", stream, TRAINERS, "-", "+", _PENDING),
                     ("XINFO", "GROUPS", stream),
                 ]
-            )  # fmt: skip
+            )
         except BrokerError as error:
             if error.retriable or not _is_absent(error):
                 raise

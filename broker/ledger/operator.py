@@ -27,21 +27,68 @@ _SET_ACCESS = Script("set_access")
 RIGHTS = Rights(
     both=("*",),
     commands=(
-        "script|kill", "function|kill", "client|kill",
-        "scan", "exists", "type", "ttl", "pttl", "info", "dbsize", "config|get",
-        "acl|whoami", "acl|dryrun", "acl|getuser", "acl|log", "memory|usage", "client|list",
+        "script|kill",
+        "function|kill",
+        "client|kill",
+        "scan",
+        "exists",
+        "type",
+        "ttl",
+        "pttl",
+        "info",
+        "dbsize",
+        "config|get",
+        "acl|whoami",
+        "acl|dryrun",
+        "acl|getuser",
+        "acl|log",
+        "memory|usage",
+        "client|list",
         "slowlog|get",
-        "get", "hget", "hgetall", "hlen", "hmget", "hkeys", "hscan", "hvals", "zrange", "zcard",
-        "zscore", "zrangebyscore", "xlen", "xrange", "xrevrange", "xread", "xpending",
-        "xinfo|stream", "xinfo|groups", "xinfo|consumers", "xadd", "xdel", "xgroup|create",
-        "xreadgroup", "unlink", "hincrby", *blobs.WRITES,
-        "rename", "zlexcount",  # by hand: bring back what was put aside, count a site's letters
+        "get",
+        "hget",
+        "hgetall",
+        "hlen",
+        "hmget",
+        "hkeys",
+        "hscan",
+        "hvals",
+        "zrange",
+        "zcard",
+        "zscore",
+        "zrangebyscore",
+        "xlen",
+        "xrange",
+        "xrevrange",
+        "xread",
+        "xpending",
+        "xinfo|stream",
+        "xinfo|groups",
+        "xinfo|consumers",
+        "xadd",
+        "xdel",
+        "xgroup|create",
+        "xreadgroup",
+        "unlink",
+        "hincrby",
+        *blobs.WRITES,
+        "rename",
+        "zlexcount",  # by hand: bring back what was put aside, count a site's letters
     ),
     scripts=(
-        LOOK, MAY, FINISH_RUN, _RETRY, _SET_QUARANTINE, _INVITE, _SET_ACCESS,
-        *lease.SCRIPTS, scheduler.TRIGGER, streams.CLAIM, trainer.FINISH,
+        LOOK,
+        MAY,
+        FINISH_RUN,
+        _RETRY,
+        _SET_QUARANTINE,
+        _INVITE,
+        _SET_ACCESS,
+        *lease.SCRIPTS,
+        scheduler.TRIGGER,
+        streams.CLAIM,
+        trainer.FINISH,
     ),
-)  # fmt: skip
+)
 
 
 class OperatorLedger(Watch, Models, Register, Finishing):
@@ -57,8 +104,11 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         the detail is its task), 'held' (an update of the device is buffered).
         """
         about: dict[str, object] = {
-            "letter": letter, "before": before, "task": trigger.task, "device": trigger.device,
-        }  # fmt: skip
+            "letter": letter,
+            "before": before,
+            "task": trigger.task,
+            "device": trigger.device,
+        }
         if trigger.version is not None:
             about["version"] = trigger.version
         return verdict(await self._run(_RETRY, packed(about), trigger.encode()))
@@ -71,8 +121,10 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         detail is how many devices would be in quarantine, more than ``QUARANTINED``).
         """
         about = {
-            "devices": list(wanted.devices), "release": wanted.release, "most": QUARANTINED,
-        }  # fmt: skip
+            "devices": list(wanted.devices),
+            "release": wanted.release,
+            "most": QUARANTINED,
+        }
         return verdict(await self._run(_SET_QUARANTINE, packed(about), wanted.encode()))
 
     async def invite(
@@ -85,15 +137,18 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         'revoked' (the detail is that device).
         """
         about = {
-            "devices": list(invites), "digests": list(invites.values()),
+            "devices": list(invites),
+            "digests": list(invites.values()),
             "holds_ms": round(seconds * 1000),
-        }  # fmt: skip
+        }
         return verdict(
             await self._run(
-                _INVITE, packed(about),
-                invites=self.keys.invites(site), revoked=self.keys.revoked(site),
+                _INVITE,
+                packed(about),
+                invites=self.keys.invites(site),
+                revoked=self.keys.revoked(site),
             )
-        )  # fmt: skip
+        )
 
     async def set_access(
         self, site: str, devices: Sequence[int], *, admit: bool
@@ -105,10 +160,12 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         """
         about = {"devices": list(devices), "admit": admit, "stamp": secrets.token_hex(16)}
         reply = await self._run(
-            _SET_ACCESS, packed(about),
-            invites=self.keys.invites(site), revoked=self.keys.revoked(site),
+            _SET_ACCESS,
+            packed(about),
+            invites=self.keys.invites(site),
+            revoked=self.keys.revoked(site),
             changed=self.keys.enrolments(site),
-        )  # fmt: skip
+        )
         what, changed = verdict(reply)
         return what, [int(device) for device in changed.split()]
 
@@ -126,10 +183,8 @@ class OperatorLedger(Watch, Models, Register, Finishing):
                 async for name, value in self._fields(key)
                 if (device := device_of(name)) is not None
             }
-            for key in (
-                self.keys.enrolled(site), self.keys.invites(site), self.keys.revoked(site)
-            )
-        ]  # fmt: skip
+            for key in (self.keys.enrolled(site), self.keys.invites(site), self.keys.revoked(site))
+        ]
         return (
             {device: Registration.parsed(value) for device, value in enrolled.items()},
             {device: int(value.split()[1]) / 1000 for device, value in invites.items()},

@@ -99,9 +99,10 @@ class Ledger:
     ) -> Pending[T]:
         keys = {**self.keys.__dict__, **more} if more else self.keys.__dict__
         return Pending(
-            script.command(keys, *arguments, rest=rest), parsed,
+            script.command(keys, *arguments, rest=rest),
+            parsed,
             partial(script, self._client, keys, *arguments, rest=rest),
-        )  # fmt: skip
+        )
 
     def _event(self, **fields: Any) -> dict[str, Any]:
         event = {

@@ -19,10 +19,25 @@ from fedstream.core.records import Bookmark, Failing, Head, Run, Tally, View, ma
 LOOK = Script("look")
 # Keys that `look` reads in one step when it doesn't count inboxes; of most only the length.
 LOOKED_AT = (
-    "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
-    "kept", "dead", "owners", "pool", "events", "models",
-    "changes", "concurrent", "failing",
-)  # fmt: skip
+    "run",
+    "head",
+    "open",
+    "admitted",
+    "queue",
+    "triggers",
+    "sites",
+    "counts",
+    "alive",
+    "kept",
+    "dead",
+    "owners",
+    "pool",
+    "events",
+    "models",
+    "changes",
+    "concurrent",
+    "failing",
+)
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # foreign fields may be there too
 _FAILING = 1000  # devices, read at once

@@ -94,10 +94,13 @@ class SchedulerLedger(Overview, MemoryUse):
             if (device := device_of(name)) is not None and device < tally.run.devices
         }
         return tally, Changes(
-            tasks=found, devices=owned, failing=failing_devices(failing),
-            all_tasks=how_tasks == b"all", all_devices=how_devices == b"all",
+            tasks=found,
+            devices=owned,
+            failing=failing_devices(failing),
+            all_tasks=how_tasks == b"all",
+            all_devices=how_devices == b"all",
             place=Bookmark(last[0], *last[1][:2]) if last else None,
-        )  # fmt: skip
+        )
 
     async def prepare(self) -> None:
         """Load every script, including those that trainers may not load."""

@@ -42,7 +42,13 @@ RIGHTS = Rights(
         Rights(
             both=(TASKS,),
             commands=(
-                "xgroup|create", "xreadgroup", "xpending", "xclaim", "xrange", "xack", "xdel",
+                "xgroup|create",
+                "xreadgroup",
+                "xpending",
+                "xclaim",
+                "xrange",
+                "xack",
+                "xdel",
             ),
         ),
         Rights(writes=("update:{site}/*",), commands=("hset", "hexists", "pexpire")),
@@ -52,7 +58,7 @@ RIGHTS = Rights(
         ),
         Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +188,21 @@ class Outbox:
                 Heartbeat(
                     trainer=trainer, owns=digest, device=device, answers=answers, failing=failing
                 )
-            )  # fmt: skip
+            )
             return True
         await self.say(
             Presence(
-                trainer=trainer, owns=tuple(owns), host=socket.gethostname(), pid=os.getpid(),
-                device=device, answers=answers, failing=failing, digest=digest,
+                trainer=trainer,
+                owns=tuple(owns),
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                device=device,
+                answers=answers,
+                failing=failing,
+                digest=digest,
                 concurrent=concurrent,
             )
-        )  # fmt: skip
+        )
         return True
 
     def _digest_of(self, owns: Sequence[int]) -> str:
@@ -237,7 +249,11 @@ class Outbox:
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
         return FINISH.command(
             {"tasks": stream, "update": self._keys.update(update)},
-            TRAINERS, entry.id, answer.encode(),
-            answer.size if isinstance(answer, Upload) else 0, round(expire_s * 1000), self._inbox,
+            TRAINERS,
+            entry.id,
+            answer.encode(),
+            answer.size if isinstance(answer, Upload) else 0,
+            round(expire_s * 1000),
+            self._inbox,
             rest=feedback,
-        )  # fmt: skip
+        )

@@ -37,18 +37,47 @@ _RETIRE = Script("retire")
 
 RIGHTS = Rights(
     both=(
-        "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
-        "queue", "open", "admitted", "ended", "counts", "events", "changes", "failing", "queued:*",
-        "device:*", "rates", "letters",
+        "leader:updater",
+        "tokens",
+        "run",
+        "head",
+        "kept",
+        "lineage",
+        "model:*",
+        "models",
+        "queue",
+        "open",
+        "admitted",
+        "ended",
+        "counts",
+        "events",
+        "changes",
+        "failing",
+        "queued:*",
+        "device:*",
+        "rates",
+        "letters",
     ),
     reads=LOOKED_AT,
     writes=("dead",),
     commands=(
-        "xread", "xrange", "xlen", "hget", "hgetall", "hkeys", "hlen", "hstrlen", "persist",
-        "zrange", "unlink", "info", *blobs.READS, *blobs.WRITES,
+        "xread",
+        "xrange",
+        "xlen",
+        "hget",
+        "hgetall",
+        "hkeys",
+        "hlen",
+        "hstrlen",
+        "persist",
+        "zrange",
+        "unlink",
+        "info",
+        *blobs.READS,
+        *blobs.WRITES,
     ),
     scripts=(*lease.SCRIPTS, LOOK, BURY, _COMMIT, _CREATE, _HAND_OUT, _RETIRE),
-)  # fmt: skip
+)
 
 
 class UpdaterLedger(Overview, Models, Letters, MemoryUse):
@@ -94,11 +123,14 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         Raises Fenced.
         """
         about: dict[str, Any] = {
-            "token": token, "run": run.record(), "versions": run.versions,
+            "token": token,
+            "run": run.record(),
+            "versions": run.versions,
             "counts": dict(counts or {}),
-            "outcomes": OUTCOMES, "journalled": packed(dict(journalled or {})),
+            "outcomes": OUTCOMES,
+            "journalled": packed(dict(journalled or {})),
             "head": self._head(version, held, 0, mean_staleness),
-        } | _published(version)  # fmt: skip
+        } | _published(version)
         if quarantines.taken:
             about["quarantines"] = quarantines.packed()
         if done is not None:
@@ -130,16 +162,22 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         """
         versions = commit.versions
         about: dict[str, Any] = {
-            "token": token, "ends": [self._ending(end) for end in commit.ends],
+            "token": token,
+            "ends": [self._ending(end) for end in commit.ends],
             "entries": list(commit.entries),
-            "retired": list(commit.retired), "time": repr(self.now()), "at": commit.at,
+            "retired": list(commit.retired),
+            "time": repr(self.now()),
+            "at": commit.at,
             "head": self._head(
                 versions[-1] if versions else None,
-                commit.held, commit.retained, commit.mean_staleness,
+                commit.held,
+                commit.retained,
+                commit.mean_staleness,
             ),
-            "journalled": packed(dict(commit.journalled)), "before": commit.before,
+            "journalled": packed(dict(commit.journalled)),
+            "before": commit.before,
             "versions": [_published(version) for version in versions],
-        }  # fmt: skip
+        }
         if commit.finish is not None:
             about["finish"] = commit.finish
         if commit.quarantines is not None:
@@ -186,9 +224,15 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         :func:`fedstream.broker.blobs.prepare` that write the staged state.
         """
         reply = await self._run(
-            _HAND_OUT, token, size, digest, chunks_of(size), ahead=ahead,
-            staged=self.keys.staged(device, digest), device=self.keys.device(device),
-        )  # fmt: skip
+            _HAND_OUT,
+            token,
+            size,
+            digest,
+            chunks_of(size),
+            ahead=ahead,
+            staged=self.keys.staged(device, digest),
+            device=self.keys.device(device),
+        )
         return self._unless_fenced(reply, token)
 
     async def retire(self, token: str, blobs: Sequence[str]) -> str:
@@ -218,14 +262,19 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         self, version: Version | None, held: Sequence[int], retained: int, staleness: float
     ) -> list[str | bytes]:
         values: dict[str, object] = {
-            "held": " ".join(map(str, held)), "retained": retained,
+            "held": " ".join(map(str, held)),
+            "retained": retained,
             "mean_staleness": repr(staleness),
-        }  # fmt: skip
+        }
         if version is not None:
             values |= {
-                "version": version.version, "digest": version.digest, "blob": version.blob,
-                "time": repr(version.time), "epoch": version.epoch, "chunks": version.chunks,
-            }  # fmt: skip
+                "version": version.version,
+                "digest": version.digest,
+                "blob": version.blob,
+                "time": repr(version.time),
+                "epoch": version.epoch,
+                "chunks": version.chunks,
+            }
             if version.encoded is not None:
                 # With the blob's name: a release that knows no formats won't replace this.
                 values["encoded"] = f"{version.blob} {version.encoded.text}"
@@ -235,9 +284,12 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
 def _published(version: Version) -> dict[str, Any]:
     """What the scripts need to know of a version that they publish."""
     about: dict[str, Any] = {
-        "version": version.version, "digest": version.digest, "blob": version.blob,
-        "size": str(version.size), "chunks": version.chunks,
-    }  # fmt: skip
+        "version": version.version,
+        "digest": version.digest,
+        "blob": version.blob,
+        "size": str(version.size),
+        "chunks": version.chunks,
+    }
     if version.encoded is not None:
         about |= {"encoded": version.encoded.text, "given": version.encoded.digest}
     return about

@@ -232,9 +232,11 @@ class GatewayApp:
         if allowed:
             methods = ", ".join(sorted(allowed))
             raise Refusal(
-                405, "method", f"{request.method[:20]} is not allowed on {path!r}: {methods} is",
+                405,
+                "method",
+                f"{request.method[:20]} is not allowed on {path!r}: {methods} is",
                 headers={hdrs.ALLOW: methods},
-            )  # fmt: skip
+            )
         raise Refusal(404, "no such route", f"no route {path!r}: see /v1/openapi.json")
 
     # limits and errors

@@ -78,9 +78,10 @@ def _accept(value: object) -> type[AttestationVerifier] | None:
 
 
 VERIFIERS: Door[type[AttestationVerifier]] = Door(
-    "fedstream.attestation", "verifier of attestations",
+    "fedstream.attestation",
+    "verifier of attestations",
     {"none": NoVerifier},
     accept=_accept,
     expected="a class derived from fedstream.coordinator.gateway.attestation.AttestationVerifier",
-)  # fmt: skip
+)
 VerifierSettings: TypeAlias = Annotated[AttestationVerifier, OneOf(VERIFIERS)]

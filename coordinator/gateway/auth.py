@@ -145,9 +145,11 @@ class Auth:
         except Exception as error:
             _LOG.exception("the verifier of attestations failed for device %d", newcomer.device)
             raise Refusal(
-                503, "unavailable", "attestations can't be verified now: try again later",
+                503,
+                "unavailable",
+                "attestations can't be verified now: try again later",
                 retry_after_s=_RETRY_S,
-            ) from error  # fmt: skip
+            ) from error
 
     async def token(self, request: web.Request) -> web.Response:
         """Give a device a token for its other requests. Raises Refusal."""
@@ -168,9 +170,12 @@ class Auth:
             raise _replayed()
         now = int(self._clock())
         claims = {
-            "sub": str(device), "aud": self._audience, "iat": now, "exp": now + TOKEN_S,
+            "sub": str(device),
+            "aud": self._audience,
+            "iat": now,
+            "exp": now + TOKEN_S,
             "key": _thumbprint(registration),
-        }  # fmt: skip
+        }
         made = jwt.encode(claims, await self._registry.secret(), ALGORITHM)
         return _json(Access(token=made, expires_in=TOKEN_S))
 
@@ -188,11 +193,12 @@ class Auth:
         if abs(now - signature.created) > WINDOW_S:
             date = formatdate(now, usegmt=True)
             raise Refusal(
-                401, "clock",
+                401,
+                "clock",
                 f"signed at {signature.created}, which is more than {WINDOW_S} s from the "
                 f"gateway's time, {int(now)} ({date}): set the clock",
                 headers={hdrs.DATE: date},
-            )  # fmt: skip
+            )
         return signature, await body_of(request, within_s=self._body_s)
 
     def _verify(
@@ -247,6 +253,8 @@ def _replayed() -> Refusal:
 
 def _json(message: Body, status: int = 200) -> web.Response:
     return web.Response(
-        body=message.encode(), status=status, content_type=headers.CONTENT_TYPE,
+        body=message.encode(),
+        status=status,
+        content_type=headers.CONTENT_TYPE,
         headers={hdrs.CACHE_CONTROL: "no-store"},
-    )  # fmt: skip
+    )

@@ -117,8 +117,10 @@ class ServedCertificate:
         try:
             # A context of its own: files that don't fit would spoil the one in use.
             newest, read, authorities_end = (
-                self._settings.tls(), self._read(), self._read_authorities()
-            )  # fmt: skip
+                self._settings.tls(),
+                self._read(),
+                self._read_authorities(),
+            )
         except ConfigError as error:
             log.error(  # noqa: TRY400  (the reason says it all)
                 "the new certificate can't be used: the one before stays", reason=str(error)

@@ -96,9 +96,11 @@ class Desk:
         """
         if device not in self._seats and len(self._seats) >= self._most:
             raise Refusal(
-                503, "busy", f"{self._most} devices are present: try again later",
+                503,
+                "busy",
+                f"{self._most} devices are present: try again later",
                 retry_after_s=self._away_s,
-            )  # fmt: skip
+            )
         self._declined.discard(device)
         self._come(device, now)
 

@@ -46,18 +46,21 @@ class GatewayMetrics:
             "fedstream_gateway_uploads", "Updates that devices are sending now.", registry=registry
         )
         self.upload_bytes = Counter(
-            "fedstream_gateway_upload_bytes", "Bytes of updates that devices sent.",
+            "fedstream_gateway_upload_bytes",
+            "Bytes of updates that devices sent.",
             registry=registry,
-        )  # fmt: skip
+        )
         self.saved_bytes = Counter(
             "fedstream_gateway_saved_bytes",
             "Bytes of models not downloaded because a device got the changes in one answer.",
             registry=registry,
-        )  # fmt: skip
+        )
         self._refused = Counter(
-            "fedstream_gateway_refused", "Requests answered with an error.", ["reason"],
+            "fedstream_gateway_refused",
+            "Requests answered with an error.",
+            ["reason"],
             registry=registry,
-        )  # fmt: skip
+        )
         for reason in REFUSALS:
             self._refused.labels(reason)
 

@@ -98,9 +98,14 @@ class ModelSource:
 
 
 async def send(
-    request: web.Request, response: web.StreamResponse, source: ModelSource, begin: int, end: int,
-    *, within_s: float,
-) -> None:  # fmt: skip
+    request: web.Request,
+    response: web.StreamResponse,
+    source: ModelSource,
+    begin: int,
+    end: int,
+    *,
+    within_s: float,
+) -> None:
     """Send these bytes, each MiB within so many seconds, or cut the connection.
 
     Raises what :meth:`ModelSource.piece` does, as long as nothing has been sent, and

@@ -175,9 +175,11 @@ class ModelCopies:
             raise _superseded(head.given) from error
         except BlobDamaged as error:
             raise Refusal(
-                503, "unavailable", "this model can't be read now: check in again",
+                503,
+                "unavailable",
+                "this model can't be read now: check in again",
                 retry_after_s=RETRY_S,
-            ) from error  # fmt: skip
+            ) from error
 
     async def _source(self, head: Head) -> ModelSource:
         """Where a version's model comes from: memory, or Redis if there is no room.
@@ -215,9 +217,13 @@ class ModelCopies:
         payload = Payload.empty(size)
         compressed = head.encoded is not None and format_of(head.encoded.format).zstd
         await blobs.read(
-            self._client, self._keys.model(head.blob), payload,
-            digest=None if compressed else head.given, chunks=head.chunks, encoded=head.encoded,
-        )  # fmt: skip
+            self._client,
+            self._keys.model(head.blob),
+            payload,
+            digest=None if compressed else head.given,
+            chunks=head.chunks,
+            encoded=head.encoded,
+        )
         return Volume(payload.buffer.data.toreadonly(), head.given, model_format(head))
 
     def _size(self, head: Head) -> int:
@@ -273,9 +279,7 @@ class _About:
         if not self.has_body:
             return await self.answer()
         response = self._response(self._end - self._begin)
-        await send(
-            self._request, response, source, self._begin, self._end, within_s=within_s
-        )  # fmt: skip
+        await send(self._request, response, source, self._begin, self._end, within_s=within_s)
         return response
 
     def _response(self, size: int) -> web.StreamResponse:
@@ -301,9 +305,11 @@ def byte_range(asked: str, size: int) -> tuple[int, int] | None:
         begin, end = max(0, size - int(found[2])), size
     if begin >= size:
         raise Refusal(
-            416, "range", f"the model has {size} bytes",
+            416,
+            "range",
+            f"the model has {size} bytes",
             headers={hdrs.CONTENT_RANGE: f"bytes */{size}"},
-        )  # fmt: skip
+        )
     return begin, min(end, size)
 
 

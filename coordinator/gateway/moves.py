@@ -39,9 +39,11 @@ class HeldElsewhere(Refusal):
 
     def __init__(self, task: str) -> None:
         super().__init__(
-            503, "unavailable", f"task {task[:64]!r} has not come to this gateway yet: try again",
+            503,
+            "unavailable",
+            f"task {task[:64]!r} has not come to this gateway yet: try again",
             retry_after_s=_SETTLE_S,
-        )  # fmt: skip
+        )
 
 
 class Moves:

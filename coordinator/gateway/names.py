@@ -35,10 +35,11 @@ class OwnNames:
         said = host.lower().removesuffix(":443")
         if self._served is not None and not _is_for(self._served.certificate.names, said):
             raise Refusal(
-                401, "signature",
+                401,
+                "signature",
                 f"the request is for {said[:80]!r}, which is none of this gateway's names: its "
                 "operator can add it to gateway.names",
-            )  # fmt: skip
+            )
         return (said,)
 
 

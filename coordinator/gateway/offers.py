@@ -36,22 +36,32 @@ def offer(
     task, encoded = held.task, head.encoded
     return Offer(
         task=OfferedTask(
-            id=task.task, device=task.device, seed=task.seed, steps=task.steps,
-            epochs=task.epochs, seconds=task.seconds,
+            id=task.task,
+            device=task.device,
+            seed=task.seed,
+            steps=task.steps,
+            epochs=task.epochs,
+            seconds=task.seconds,
             left_s=None if task.deadline is None else max(0.0, task.deadline - now),
         ),
         attempt=held.attempt,
         model=OfferedModel(
-            version=head.version, digest=head.given, format=model_format(head),
-            size=encoded.size if encoded else run.layout.nbytes, url=f"/v1/models/{head.given}",
+            version=head.version,
+            digest=head.given,
+            format=model_format(head),
+            size=encoded.size if encoded else run.layout.nbytes,
+            url=f"/v1/models/{head.given}",
             changes=changes,
         ),
         update=ExpectedUpdate(
-            url=f"/v1/tasks/{task.task}/updates/{held.attempt}", sends=run.sends,
-            format=update.name, layout=run.layout.signature, most=update.sizes(run.layout)[1],
+            url=f"/v1/tasks/{task.task}/updates/{held.attempt}",
+            sends=run.sends,
+            format=update.name,
+            layout=run.layout.signature,
+            most=update.sizes(run.layout)[1],
         ),
         heartbeat_s=heartbeat_s,
-    )  # fmt: skip
+    )
 
 
 def model_format(head: Head) -> str:

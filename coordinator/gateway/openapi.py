@@ -10,16 +10,23 @@ from fedstream.protocol.messages import ATTEMPT_ID, schemas
 
 _JSON: Final = "application/json"
 _TASK: Final = {
-    "name": "task", "in": "path", "required": True, "schema": {"type": "string"},
-}  # fmt: skip
+    "name": "task",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+}
 _ATTEMPT: Final = {
-    "name": "attempt", "in": "path", "required": True,
+    "name": "attempt",
+    "in": "path",
+    "required": True,
     "schema": {"type": "string", "pattern": f"^{ATTEMPT_ID}$"},
-}  # fmt: skip
+}
 _DIGEST: Final = {
-    "name": "digest", "in": "path", "required": True,
+    "name": "digest",
+    "in": "path",
+    "required": True,
     "schema": {"type": "string", "pattern": f"^{DIGEST_PATTERN}$"},
-}  # fmt: skip
+}
 _HAS: Final = {**_DIGEST, "name": "has"}
 
 
@@ -63,7 +70,8 @@ _RECEIPTS: Final = {
 }
 _MODEL: Final[dict[str, Any]] = {
     "parameters": [
-        _DIGEST, *(_header(name) for name in ("Range", "If-Range", "If-None-Match")),
+        _DIGEST,
+        *(_header(name) for name in ("Range", "If-Range", "If-None-Match")),
     ],
     "responses": {
         "200": {**_says("the model", None, "ETag", "Fedstream-Format"), **_BYTES},
@@ -73,7 +81,7 @@ _MODEL: Final[dict[str, Any]] = {
         "416": _says("no such bytes", "Problem", "Content-Range"),
         **_PROBLEMS,
     },
-}  # fmt: skip
+}
 _CHANGES: Final[dict[str, Any]] = {
     "parameters": [_HAS, *_MODEL["parameters"]],
     "responses": {
@@ -84,7 +92,7 @@ _CHANGES: Final[dict[str, Any]] = {
         },
         "404": _says("`no changes` that are smaller, or the model is `superseded`", "Problem"),
     },
-}  # fmt: skip
+}
 _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "/v1/devices": {
         "post": {
@@ -146,13 +154,21 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "post": {
             "summary": "Begin to upload an update: none of it, a first part, or all",
             "parameters": [
-                _TASK, _ATTEMPT, _header("Upload-Length", required=False),
-                _header("Upload-Complete", required=True), _header("Update-Report", required=True),
+                _TASK,
+                _ATTEMPT,
+                _header("Upload-Length", required=False),
+                _header("Upload-Complete", required=True),
+                _header("Update-Report", required=True),
             ],
             "requestBody": _BYTES,
             "responses": {
                 "201": _says(
-                    "begun", None, "Location", "Upload-Offset", "Upload-Complete", "Upload-Length",
+                    "begun",
+                    None,
+                    "Location",
+                    "Upload-Offset",
+                    "Upload-Complete",
+                    "Upload-Length",
                     "Upload-Limit",
                 ),
                 **_RECEIPTS,
@@ -164,7 +180,11 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "parameters": [_TASK, _ATTEMPT],
             "responses": {
                 "204": _says(
-                    "so much", None, "Upload-Offset", "Upload-Complete", "Upload-Length",
+                    "so much",
+                    None,
+                    "Upload-Offset",
+                    "Upload-Complete",
+                    "Upload-Length",
                     "Upload-Limit",
                 ),
                 "410": _says("the upload is over: its end, sent again, gets the receipt"),
@@ -179,16 +199,16 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "patch": {
             "summary": "Go on with an upload",
             "parameters": [
-                _TASK, _ATTEMPT, _header("Upload-Offset", required=True),
+                _TASK,
+                _ATTEMPT,
+                _header("Upload-Offset", required=True),
                 _header("Upload-Complete", required=True),
             ],
             "requestBody": {
                 "content": {"application/partial-upload": {"schema": {"type": "string"}}}
             },
             "responses": {
-                "204": _says(
-                    "arrived; more is to come", None, "Upload-Offset", "Upload-Complete"
-                ),
+                "204": _says("arrived; more is to come", None, "Upload-Offset", "Upload-Complete"),
                 **_RECEIPTS,
                 **_PROBLEMS,
             },
@@ -201,7 +221,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "responses": {"200": _says("this document"), **_PROBLEMS},
         }
     },
-}  # fmt: skip
+}
 
 
 def document() -> dict[str, Any]:

@@ -27,9 +27,11 @@ class Quota:
         now = self._clock()
         if self._buckets.wait_s(who, now):
             raise Refusal(
-                429, "too many requests", f"too many requests of this {self._what}: slow down",
+                429,
+                "too many requests",
+                f"too many requests of this {self._what}: slow down",
                 retry_after_s=1.0,
-            )  # fmt: skip
+            )
         self._buckets.charge(who, now)
 
 

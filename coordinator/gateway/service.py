@@ -85,18 +85,14 @@ class Gateway:
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name))
         self._group = Group(self._client, stream, TRAINERS, name)
-        self._desk = Desk(
-            away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices
-        )  # fmt: skip
-        self._current = Current(
-            self._ledger, update, supernodes=settings.flower_app is not None
-        )  # fmt: skip
+        self._desk = Desk(away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices)
+        self._current = Current(self._ledger, update, supernodes=settings.flower_app is not None)
         self._models = ModelCopies(self._client, keys, self._current, settings)
         self._served = ServedCertificate(settings) if settings.tls_cert is not None else None
         self._auth = Auth(self._ledger, settings, self._served)
         self._app = GatewayApp(
             settings, self._desk, self._current, self._models, identity or self._auth
-        )  # fmt: skip
+        )
         self._fleet = self._flower() if settings.flower_app else None
         self._announced: tuple[int, ...] = ()
         self._announced_at = 0.0
@@ -114,10 +110,15 @@ class Gateway:
                 "pip install 'fedstream[supernodes]'"
             ) from error
         return FleetRoutes(
-            self._settings, self._desk, self._current, self._client, self._keys, self._ledger,
+            self._settings,
+            self._desk,
+            self._current,
+            self._client,
+            self._keys,
+            self._ledger,
             FlowerApp.read(str(self._settings.flower_app)),
             Roster.read(str(self._settings.flower_keys)),
-        )  # fmt: skip
+        )
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The routes of the protocol, for devices; and those of Flower, if they are on."""
@@ -136,13 +137,26 @@ class Gateway:
         if self._served is not None:
             context.certificates.append(self._served.ends)
         tasks = Tasks(
-            self._desk, self._current, self._client, self._group, self._ledger, self._outbox,
-            self._keys, self._lease, context, name=self._name,
-        )  # fmt: skip
+            self._desk,
+            self._current,
+            self._client,
+            self._group,
+            self._ledger,
+            self._outbox,
+            self._keys,
+            self._lease,
+            context,
+            name=self._name,
+        )
         moves = Moves(
-            self._desk, tasks, self._current, self._ledger, lasting,
-            name=self._name, lease_s=self._settings.lease_s,
-        )  # fmt: skip
+            self._desk,
+            tasks,
+            self._current,
+            self._ledger,
+            lasting,
+            name=self._name,
+            lease_s=self._settings.lease_s,
+        )
         if self._served is None:
             context.log.warning(
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
@@ -160,21 +174,39 @@ class Gateway:
             context.log.warning(
                 "fewer open files than gateway.connections needs: raise the limit (ulimit -Hn), or "
                 "lower gateway.connections",
-                files=files, wanted=wanted,
-            )  # fmt: skip
+                files=files,
+                wanted=wanted,
+            )
         try:
             await repeat(context, "run", partial(self._join, context, tasks))
             if context.stop.is_set():
                 return
             uploads = Uploads(
-                self._client, self._keys, self._outbox, self._current, self._desk, tasks, moves,
-                Receipts(self._ledger.fates, self._ledger.is_open), metrics, self._settings,
-                self._auth.revoked, name=self._name, wire=self._update,
-            )  # fmt: skip
+                self._client,
+                self._keys,
+                self._outbox,
+                self._current,
+                self._desk,
+                tasks,
+                moves,
+                Receipts(self._ledger.fates, self._ledger.is_open),
+                metrics,
+                self._settings,
+                self._auth.revoked,
+                name=self._name,
+                wire=self._update,
+            )
             check_ins = CheckIns(
-                self._settings, self._desk, self._current, self._models, tasks, metrics,
-                context.stop, context.log, update=self._update,
-            )  # fmt: skip
+                self._settings,
+                self._desk,
+                self._current,
+                self._models,
+                tasks,
+                metrics,
+                context.stop,
+                context.log,
+                update=self._update,
+            )
             opened = Opened(context, check_ins, tasks, moves, uploads, metrics)
             self._app.open(opened)
             if self._fleet:
@@ -243,8 +275,9 @@ class Gateway:
                     context.log.warning(
                         "no coordinator reads what this gateway says, so its devices get no tasks: "
                         "is its site in coordinator.sites, and does a coordinator run?",
-                        site=self._settings.site, unread=self._unread,
-                    )  # fmt: skip
+                        site=self._settings.site,
+                        unread=self._unread,
+                    )
             elif self._announced:
                 await self._outbox.goodbye(self._name)  # a site's trainer without devices is none
             self._announced, self._announced_at = present, now

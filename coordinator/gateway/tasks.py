@@ -115,9 +115,11 @@ class Tasks:
             return []
         self._swept = time.monotonic()
         entries, _ = await self._group.claim(
-            idle_ms=round(self._lease.seconds * 1000), most=self._lease.attempts, quiet=True,
+            idle_ms=round(self._lease.seconds * 1000),
+            most=self._lease.attempts,
+            quiet=True,
             count=_AT_ONCE,
-        )  # fmt: skip
+        )
         return entries
 
     async def _hold(self, entry: Entry, group: Group, now: float, *, is_new: bool = False) -> None:
@@ -172,9 +174,12 @@ class Tasks:
         """Say that a device will not finish a task, and let go of it."""
         task = held.task
         answer = GiveUp(
-            task=task.task, attempt=held.attempt, device=task.device, trainer=self._name,
+            task=task.task,
+            attempt=held.attempt,
+            device=task.device,
+            trainer=self._name,
             reason=reason,
-        )  # fmt: skip
+        )
         said = await self._outbox.answer(held.stream, held.entry, answer)
         self._desk.ended(task.task)
         if said == "said":
@@ -226,14 +231,22 @@ class Tasks:
         if said:
             self.answers += 1
             self._context.trace(
-                "uploaded", task=upload.task, device=upload.device, attempt=upload.attempt,
-                tau=upload.tau, seconds=round(upload.seconds, 3),
-            )  # fmt: skip
+                "uploaded",
+                task=upload.task,
+                device=upload.device,
+                attempt=upload.attempt,
+                tau=upload.tau,
+                seconds=round(upload.seconds, 3),
+            )
 
     async def _bury(self, entry: Entry, stream: str, reason: str) -> None:
         """Have a coordinator move an entry to ``dead``."""
         dead = Dead(
-            stream=stream.removeprefix(self._keys.prefix), entry=entry.id,
-            reason=reason, time=self.now(), deliveries=1, data=entry.data,
-        )  # fmt: skip
+            stream=stream.removeprefix(self._keys.prefix),
+            entry=entry.id,
+            reason=reason,
+            time=self.now(),
+            deliveries=1,
+            data=entry.data,
+        )
         await self._outbox.answer(stream, entry, dead)

@@ -60,9 +60,11 @@ def receipt(said: Receipt) -> web.Response:
     if said.state == "received":
         about[hdrs.RETRY_AFTER] = str(random.randint(*_ASK_AGAIN_S))
     return web.Response(
-        status=_STATUS[said.state], body=said.encode(), headers=about,
+        status=_STATUS[said.state],
+        body=said.encode(),
+        headers=about,
         content_type=headers.CONTENT_TYPE,
-    )  # fmt: skip
+    )
 
 
 def limits(most: int) -> dict[str, str]:
@@ -76,9 +78,11 @@ class OffsetRefused(Refusal):
 
     def __init__(self, *, expected: int, provided: int) -> None:
         super().__init__(
-            409, "offset", f"the upload goes on at byte {expected}, not at {provided}",
+            409,
+            "offset",
+            f"the upload goes on at byte {expected}, not at {provided}",
             headers={headers.OFFSET: str(expected), headers.COMPLETE: headers.as_boolean(False)},
-        )  # fmt: skip
+        )
         self._problem = WrongOffset(expected=expected, provided=provided)
 
     def document(self) -> tuple[bytes, str]:

@@ -50,9 +50,11 @@ def part(request: web.Request) -> UploadPart:
     media_type = request.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0]
     if media_type.strip().lower() != headers.PARTIAL:
         raise Refusal(
-            415, "malformed", f"Content-Type must be {headers.PARTIAL}",
+            415,
+            "malformed",
+            f"Content-Type must be {headers.PARTIAL}",
             headers={"Accept-Patch": headers.PARTIAL},
-        )  # fmt: skip
+        )
     offset = _header(request, headers.OFFSET, headers.integer)
     if offset is None:
         raise Refusal(400, "malformed", f"{headers.OFFSET} must say where the part begins")

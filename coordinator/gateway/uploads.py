@@ -254,9 +254,11 @@ class Uploads:
         """
         if self._receiving and self._receiving + places > self._settings.uploads:
             raise Refusal(
-                503, "busy", "too many uploads are in progress (gateway.uploads): try again later",
+                503,
+                "busy",
+                "too many uploads are in progress (gateway.uploads): try again later",
                 retry_after_s=self._settings.retry_s[0],
-            )  # fmt: skip
+            )
         self._receiving += places
         try:
             with self._metrics.uploads.track_inprogress():
@@ -425,13 +427,26 @@ class Uploads:
         """The answer: of what the device says, only what it alone can know."""
         report = note.report
         return Upload(
-            task=mine.task, attempt=mine.attempt, device=mine.source.device, trainer=self._name,
-            tau=report.tau, base=report.base, layout=report.layout, digest=report.digest,
-            size=note.length, samples=report.samples, steps=report.steps, lr=report.lr,
-            loss=report.loss, seconds=report.seconds, seed=mine.source.seed,
-            sends=self._current.run.sends, site=self._outbox.site, chunks=chunks_of(note.length),
+            task=mine.task,
+            attempt=mine.attempt,
+            device=mine.source.device,
+            trainer=self._name,
+            tau=report.tau,
+            base=report.base,
+            layout=report.layout,
+            digest=report.digest,
+            size=note.length,
+            samples=report.samples,
+            steps=report.steps,
+            lr=report.lr,
+            loss=report.loss,
+            seconds=report.seconds,
+            seed=mine.source.seed,
+            sends=self._current.run.sends,
+            site=self._outbox.site,
+            chunks=chunks_of(note.length),
             format=report.format,
-        )  # fmt: skip
+        )
 
     # requests and responses
 
@@ -450,9 +465,11 @@ class Uploads:
         least, most = wire.sizes(layout)
         if length > most:
             raise Refusal(
-                413, "too large", f"{length} bytes; an update in {wire.name} has at most {most}",
+                413,
+                "too large",
+                f"{length} bytes; an update in {wire.name} has at most {most}",
                 headers=upload_answers.limits(most),
-            )  # fmt: skip
+            )
         if length < least:
             raise Refusal(
                 400, "length", f"{length} bytes; an update in {wire.name} has at least {least}"
@@ -465,11 +482,14 @@ class Uploads:
                 raise OffsetRefused(expected=at, provided=part.offset)
             case "length":
                 raise Refusal(
-                    400, "length",
+                    400,
+                    "length",
                     f"{part.size} bytes at {at} of {length}: too many, or too few for the end",
-                )  # fmt: skip
+                )
             case "too short":
                 raise Refusal(
-                    400, "length", f"{part.size} bytes: all parts but the last have at least "
-                    f"{CHUNK}", headers=upload_answers.limits(length),
-                )  # fmt: skip
+                    400,
+                    "length",
+                    f"{part.size} bytes: all parts but the last have at least {CHUNK}",
+                    headers=upload_answers.limits(length),
+                )

@@ -58,13 +58,18 @@ class VerifiedTokens:
     def _verify(self, token: str) -> _Claims:
         try:
             claims = jwt.decode(
-                token, self._secret, algorithms=[ALGORITHM], audience=self._audience,
+                token,
+                self._secret,
+                algorithms=[ALGORITHM],
+                audience=self._audience,
                 options={
-                    "require": ["sub", "aud", "iat", "exp", "key"], "strict_aud": True,
+                    "require": ["sub", "aud", "iat", "exp", "key"],
+                    "strict_aud": True,
                     # By this machine's clock, which may differ from that of the token's replica.
-                    "verify_exp": False, "verify_iat": False,
+                    "verify_exp": False,
+                    "verify_iat": False,
                 },
-            )  # fmt: skip
+            )
         except jwt.InvalidTokenError as error:
             raise untrusted("not a token of this gateway and run") from error
         if not _DEVICE.fullmatch(claims["sub"]):

@@ -239,10 +239,16 @@ def claims(found: Measured) -> list[TheoremClaim]:
     cd_biased, cd_uniform, cs_biased, cs_noise, local, other, one_step, absent = (
         np.array(found[key]).T  # (what is varied, repeats), or (repeats,)
         for key in (
-            "cd_biased", "cd_uniform", "cs_biased", "cs_noise", "cs_local", "cs_local_other_step",
-            "cs_different_one_step", "cs_absent",
+            "cd_biased",
+            "cd_uniform",
+            "cs_biased",
+            "cs_noise",
+            "cs_local",
+            "cs_local_other_step",
+            "cs_different_one_step",
+            "cs_absent",
         )
-    )  # fmt: skip
+    )
     slope, rest = np.polyfit(steps, cd_biased, 1)
     spread = ", ".join(f"{y:.4f} at {x:g}" for x, y in zip(steps, cd_biased.mean(1), strict=True))
     uniform, noise = (
@@ -356,19 +362,26 @@ def draw(found: Measured, path: Path) -> None:
             found["predicted"], color="#555555", linestyle=":", label="AFA-CD's floor, predicted"
         )
         floors.loglog(
-            steps, found["theorem_2"], color=pictures.BOUND, linestyle="--",
+            steps,
+            found["theorem_2"],
+            color=pictures.BOUND,
+            linestyle="--",
             label="bound: theorem 2, any arrivals",
-        )  # fmt: skip
+        )
         floors.loglog(
-            steps, found["theorem_3"], color=pictures.BOUND, linestyle="-.",
+            steps,
+            found["theorem_3"],
+            color=pictures.BOUND,
+            linestyle="-.",
             label="bound: theorem 3, uniform arrivals",
-        )  # fmt: skip
+        )
         floors.set_xticks(steps, [f"{step:g}" for step in steps])
         floors.minorticks_off()
         floors.set(
             title="AFA on quadratics: where each rule stays, by its step",
-            xlabel="server step eta eta_L", ylabel="final |grad f|² (dimensionless)",
-        )  # fmt: skip
+            xlabel="server step eta eta_L",
+            ylabel="final |grad f|² (dimensionless)",
+        )
         floors.legend(loc="center left", bbox_to_anchor=(0.0, 0.42), ncols=2)
         for name, color, label in (
             ("cd_biased", pictures.OTHER, "AFA-CD, biased"),
@@ -386,6 +399,7 @@ def draw(found: Measured, path: Path) -> None:
         course.axhline(found["cs_local_predicted"][0], color="#555555", linestyle=":", linewidth=1)
         course.set(
             title=f"The course at step {TRAJECTORY:g} (dotted: predicted floors)",
-            xlabel="version + 1", ylabel="|grad f|² (dimensionless)",
-        )  # fmt: skip
+            xlabel="version + 1",
+            ylabel="|grad f|² (dimensionless)",
+        )
         course.legend(loc="lower left")

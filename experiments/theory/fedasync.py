@@ -58,10 +58,14 @@ def measure(repeats: int = 400, versions: int = 200) -> Measured:
     for run in range(repeats):
         arriving, noise = np.random.default_rng(run).spawn(2)
         states = closed_loop(
-            FedAsyncSettings(alpha=ALPHA, staleness=Constant()).build(), problem, start,
+            FedAsyncSettings(alpha=ALPHA, staleness=Constant()).build(),
+            problem,
+            start,
             batches(arriving, odds, 1, oldest=OLDEST, steps=STEPS),
-            lr=GAMMA, oldest=OLDEST, rng=noise,
-        )  # fmt: skip
+            lr=GAMMA,
+            oldest=OLDEST,
+            rng=noise,
+        )
         for t, state in enumerate(islice(states, versions + 1)):
             gaps[run, t] = problem.gap(points(state, start.shape))[0]
     theorem, proof = bounds(problem, start[0].astype(np.float64), versions)
@@ -114,9 +118,12 @@ def draw(found: Measured, path: Path) -> None:
     with pictures.picture(path, 1) as (axes,):
         axes.semilogy(versions, found["theorem"], color=pictures.FAINT, label="theorem 1 (empty)")
         axes.semilogy(
-            versions, found["proof"], color=pictures.BOUND, linestyle="--",
+            versions,
+            found["proof"],
+            color=pictures.BOUND,
+            linestyle="--",
             label="what the proof's steps give, delays up to D = 4",
-        )  # fmt: skip
+        )
         axes.semilogy(versions, gap, color=pictures.MAIN, label=f"mean of {found['repeats']} runs")
         axes.fill_between(
             versions, gap - 2 * error, gap + 2 * error, color=pictures.MAIN, alpha=0.3, linewidth=0

@@ -58,12 +58,14 @@ def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 5) -> Measure
         for sequence in range(sequences):
             arriving, noise = np.random.default_rng(sequence).spawn(2)
             states = closed_loop(
-                FedBuffSettings(buffer_size=BUFFER, server_lr=1.0).build(), problem, start,
-                batches(
-                    arriving, odds, BUFFER, oldest=OLDEST, steps=(LOCAL, LOCAL), repeated=True
-                ),
-                lr=1 / (LOCAL * (L * horizon) ** 0.5), oldest=OLDEST, rng=noise,
-            )  # fmt: skip
+                FedBuffSettings(buffer_size=BUFFER, server_lr=1.0).build(),
+                problem,
+                start,
+                batches(arriving, odds, BUFFER, oldest=OLDEST, steps=(LOCAL, LOCAL), repeated=True),
+                lr=1 / (LOCAL * (L * horizon) ** 0.5),
+                oldest=OLDEST,
+                rng=noise,
+            )
             total = sum(
                 float(problem.slope(points(state, start.shape)).mean())
                 for state in islice(states, horizon)
@@ -115,13 +117,21 @@ def draw(found: Measured, path: Path) -> None:
             horizons, found["bound"], color=pictures.BOUND, linestyle="--", label="theorem 1"
         )
         axes.loglog(
-            horizons, mean, color=pictures.MAIN, marker="o", markersize=5, linestyle="",
+            horizons,
+            mean,
+            color=pictures.MAIN,
+            marker="o",
+            markersize=5,
+            linestyle="",
             label=f"measured, {found['runs']} runs",
-        )  # fmt: skip
+        )
         axes.loglog(
-            horizons, mean[0] * (horizons / horizons[0]) ** -0.5, color="#888888", linestyle=":",
+            horizons,
+            mean[0] * (horizons / horizons[0]) ** -0.5,
+            color="#888888",
+            linestyle=":",
             label="slope -1/2 through the first",
-        )  # fmt: skip
+        )
         axes.set(
             title="FedBuff on quadratics: the mean squared gradient, and its bound",
             xlabel="T (versions), each with its own learning rate 1/(Q sqrt(L T))",

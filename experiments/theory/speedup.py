@@ -48,10 +48,14 @@ def average(
     arriving, noise = np.random.default_rng(seed).spawn(2)
     odds = np.full(devices, 1 / devices)
     states = closed_loop(
-        rule.build(devices), problem, start,
+        rule.build(devices),
+        problem,
+        start,
         batches(arriving, odds, rule.buffer_size, oldest=OLDEST),
-        lr=versions**-0.5, oldest=OLDEST, rng=noise,
-    )  # fmt: skip
+        lr=versions**-0.5,
+        oldest=OLDEST,
+        rng=noise,
+    )
     slopes = (problem.slope(points(s, start.shape)).mean() for s in islice(states, versions))
     return float(sum(slopes) / versions)
 
@@ -77,7 +81,9 @@ def measure(
         "over_m": [
             [
                 average(
-                    AfaCdSettings(buffer_size=m, server_lr=(m / versions) ** 0.5), most, versions,
+                    AfaCdSettings(buffer_size=m, server_lr=(m / versions) ** 0.5),
+                    most,
+                    versions,
                     seed,
                 )
                 for m in sizes
@@ -87,7 +93,7 @@ def measure(
         "M": list(members),
         "fixed_m": [[cs(devices, FIXED, seed) for devices in members] for seed in seeds],
         "half": [[cs(devices, devices // 2, seed) for devices in members] for seed in seeds],
-    }  # fmt: skip
+    }
 
 
 def claims(found: Measured) -> list[TheoremClaim]:
@@ -137,9 +143,12 @@ def draw(found: Measured, path: Path) -> None:
             sizes, errors = np.array(found[x]), np.array(found[y]).mean(axis=0)
             axes.loglog(sizes, errors, color=color, marker="o", markersize=4, label=label)
             axes.loglog(
-                sizes, errors[0] * (sizes / sizes[0]) ** -0.5, color=color, linestyle=":",
+                sizes,
+                errors[0] * (sizes / sizes[0]) ** -0.5,
+                color=color,
+                linestyle=":",
                 linewidth=1,
-            )  # fmt: skip
+            )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set(

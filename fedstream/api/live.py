@@ -33,9 +33,20 @@ from fedstream.local.supervisor import how_it_ended
 from fedstream.runtime.parent import VARIABLE
 
 _OTHERS = (
-    "task", "strategy", "versions", "trainers", "devices", "config", "set", "out", "data_root",
-    "redis", "port", "journal", "progress",
-)  # fmt: skip
+    "task",
+    "strategy",
+    "versions",
+    "trainers",
+    "devices",
+    "config",
+    "set",
+    "out",
+    "data_root",
+    "redis",
+    "port",
+    "journal",
+    "progress",
+)
 _TAIL = 4096  # characters of what a process that failed printed
 
 
@@ -98,10 +109,15 @@ def run(
     if type(trainers) is not int or trainers < 1:
         raise ConfigError(f"trainers = {trainers!r}: must be a whole number of at least 1")
     given = {
-        "task": table, "strategy": strategy, "versions": versions, "devices": devices,
-        "data_root": None if data_root is None else os.fspath(data_root), "redis": redis,
-        "journal": journal, **tables,
-    }  # fmt: skip
+        "task": table,
+        "strategy": strategy,
+        "versions": versions,
+        "devices": devices,
+        "data_root": None if data_root is None else os.fspath(data_root),
+        "redis": redis,
+        "journal": journal,
+        **tables,
+    }
     named = options(set, given)
     file = None if config is None else Path(config)
     settings = PythonRequest(
@@ -152,11 +168,14 @@ class _Process:
         process = subprocess.Popen(
             # -P: a user's redis.py or random.py must not shadow the library
             [sys.executable, "-P", "-m", "fedstream.api"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=printed,
+            text=True,
             env=os.environ | {VARIABLE: str(os.getpid())},
             # Its own session: it learns of Ctrl-C from us, and stops its services in order.
             start_new_session=True,
-        )  # fmt: skip
+        )
         with process:
             self._process = process
             if self._interrupted:  # before there was a process

@@ -117,10 +117,14 @@ class _Terminal(_Silent):
 
     def __init__(self, what: str, total: int) -> None:
         self._bar = Progress(
-            TextColumn(visible(what)), BarColumn(), MofNCompleteColumn(),
+            TextColumn(visible(what)),
+            BarColumn(),
+            MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
-            console=console(err=True), transient=True, redirect_stdout=sys.stdout.isatty(),
-        )  # fmt: skip
+            console=console(err=True),
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        )
         self._task = self._bar.add_task(what, total=total, text="")
         self._bar.start()
 

@@ -22,9 +22,17 @@ from fedstream.simulation.run import check_folder, in_words, simulate_into
 from fedstream.trainer.loading import made
 
 _OTHERS = (
-    "task", "strategy", "versions", "devices", "config", "set", "out", "data_root", "journal",
+    "task",
+    "strategy",
+    "versions",
+    "devices",
+    "config",
+    "set",
+    "out",
+    "data_root",
+    "journal",
     "progress",
-)  # fmt: skip
+)
 
 
 def simulate(
@@ -69,10 +77,14 @@ def simulate(
     if task is not None:
         table["name"] = task if isinstance(task, str) else local_name(task)
     given = {
-        "task": table, "strategy": strategy, "versions": versions, "devices": devices,
+        "task": table,
+        "strategy": strategy,
+        "versions": versions,
+        "devices": devices,
         "data_root": None if data_root is None else os.fspath(data_root),
-        "journal": None if isinstance(journal, bool) else journal, **tables,
-    }  # fmt: skip
+        "journal": None if isinstance(journal, bool) else journal,
+        **tables,
+    }
     settings = read(None if config is None else Path(config), (), options(set, given))
     check_used(settings)
     settings = settings.with_absolute_paths()
@@ -106,9 +118,14 @@ def simulate(
                 shown.update(version.version, measured)
 
             outcome, _, _ = simulate_into(
-                folder, settings, learning, journal=journal is not False, picture=False,
-                show=show, cancelled=lambda: signals > 0,
-            )  # fmt: skip
+                folder,
+                settings,
+                learning,
+                journal=journal is not False,
+                picture=False,
+                show=show,
+                cancelled=lambda: signals > 0,
+            )
             shown.close(f"{outcome.state}: {outcome.why}")
         record = RunRecord(folder)
         if outcome.state == "interrupted":

@@ -26,24 +26,38 @@ _NOBODY_ELSE = 0o077  # the mode bits of group and others
 
 _COMMANDS = {
     None: {
-        "run": "training:run", "simulate": "training:simulate", "sweep": "sweep:sweep",
+        "run": "training:run",
+        "simulate": "training:simulate",
+        "sweep": "sweep:sweep",
         "plugins": "plugins:plugins",
     },
     "Inspect a run": {
-        "status": "looking:status", "top": "looking:top", "replay": "looking:replay",
-        "doctor": "looking:doctor", "purge": "looking:purge", "acl": "looking:acl",
-        "list": "runs:list_runs", "ui": "runs:ui", "compare": "runs:compare",
-        "report": "runs:report_run", "track": "runs:track",
-        "journal": "journal:app", "devices": "devices:app", "dead": "dead:app",
+        "status": "looking:status",
+        "top": "looking:top",
+        "replay": "looking:replay",
+        "doctor": "looking:doctor",
+        "purge": "looking:purge",
+        "acl": "looking:acl",
+        "list": "runs:list_runs",
+        "ui": "runs:ui",
+        "compare": "runs:compare",
+        "report": "runs:report_run",
+        "track": "runs:track",
+        "journal": "journal:app",
+        "devices": "devices:app",
+        "dead": "dead:app",
     },
     "Run one service": {
-        "coordinator": "services:coordinator", "scheduler": "services:scheduler",
-        "updater": "services:updater", "trainer": "services:trainer",
-        "evaluator": "services:evaluator", "sinks": "services:sinks",
+        "coordinator": "services:coordinator",
+        "scheduler": "services:scheduler",
+        "updater": "services:updater",
+        "trainer": "services:trainer",
+        "evaluator": "services:evaluator",
+        "sinks": "services:sinks",
         "gateway": "services:gateway",
     },
     "Take part in a run": {"device": "device:device"},
-}  # fmt: skip
+}
 """By panel of the help and name: the module in this room, and the function or group there."""
 _WITH_RULES = ("run", "simulate", "replay")  # their help has a strategy's keys
 
@@ -54,9 +68,11 @@ def application(wanted: str | None = None) -> typer.Typer:
     To build all takes more than half of the time that loading a command line does.
     """
     app = typer.Typer(
-        help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False,
+        help=__doc__,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-    )  # fmt: skip
+    )
     app.callback()(_main)
     is_known = any(wanted in commands for commands in _COMMANDS.values())
     for panel, commands in _COMMANDS.items():

@@ -101,14 +101,19 @@ def device(
     end_with_parent()
     settings = settings_of(config, sets, task=task, data_root=data_root)
     options = DeviceOptions(
-        GatewayAddress(url, ca, cert, cert_key), key,
+        GatewayAddress(url, ca, cert, cert_key),
+        key,
         folder or key.with_name(f"{key.name}.state"),
         load=partial(loaded, settings.task),
-        solvers=Solvers(settings.solver, settings.solvers), devices=settings.devices,
+        solvers=Solvers(settings.solver, settings.solvers),
+        devices=settings.devices,
         run_devices=settings.task.devices,
-        threads=settings.trainer.threads, place=settings.trainer.device,
-        invite=invite, attestation=attestation_in(attestation), once=once,
-    )  # fmt: skip
+        threads=settings.trainer.threads,
+        place=settings.trainer.device,
+        invite=invite,
+        attestation=attestation_in(attestation),
+        once=once,
+    )
     with Stop() as stop:
         asyncio.run(_lived(options, stop))
     if stop.name is not None:

@@ -102,11 +102,13 @@ def _set(
     from fedstream.operate import devices as page
 
     answer = ask(
-        config, redis, run,
+        config,
+        redis,
+        run,
         lambda client, keys: page.ask(
             client, keys, devices, release=release, why=reason, wait_s=wait
         ),
-    )  # fmt: skip
+    )
     if not page.tell(answer):
         raise typer.Exit(1)
 
@@ -136,9 +138,11 @@ def devices_invite(
 
     seconds, at = page.seconds_of(expires), _site(site, config, redis, run)
     made = ask(
-        config, redis, run,
+        config,
+        redis,
+        run,
         lambda client, keys: page.invite(client, keys, at, devices, seconds=seconds),
-    )  # fmt: skip
+    )
     if as_json:
         verbatim(report.as_json({"until": made.till, "invites": made.invites}) + "\n")
     else:
@@ -200,9 +204,11 @@ def _set_access(
 
     at = _site(site, config, redis, run)
     changed = ask(
-        config, redis, run,
+        config,
+        redis,
+        run,
         lambda client, keys: page.set_access(client, keys, at, devices, admit=admit),
-    )  # fmt: skip
+    )
     page.tell_access(devices, changed, admit=admit)
 
 

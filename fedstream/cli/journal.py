@@ -184,12 +184,15 @@ def verify(
         verbatim(
             text(
                 {
-                    "whole": not damaged, "records": records, "versions": versions,
-                    "segments": [asdict(verdict) for verdict in verdicts], "uncounted": others,
+                    "whole": not damaged,
+                    "records": records,
+                    "versions": versions,
+                    "segments": [asdict(verdict) for verdict in verdicts],
+                    "uncounted": others,
                 }
             )
             + "\n"
-        )  # fmt: skip
+        )
     else:
         for name in others:
             line(f"{name}  ignored: its writer was fenced, or it belongs to another journal")
@@ -231,15 +234,21 @@ def _plain(made: RecordedVersion | None) -> dict[str, Any] | None:
     if made is None:
         return None
     return {
-        "version": made.version, "digest": made.digest, "strategy": made.strategy,
+        "version": made.version,
+        "digest": made.digest,
+        "strategy": made.strategy,
         "updates": [
             {
-                "device": one.upload.device, "task": one.upload.task, "digest": one.upload.digest,
-                "tau": one.upload.tau, "staleness": one.staleness, "weight": one.weight,
+                "device": one.upload.device,
+                "task": one.upload.task,
+                "digest": one.upload.digest,
+                "tau": one.upload.tau,
+                "staleness": one.staleness,
+                "weight": one.weight,
             }
             for one in made.updates
         ],
-    }  # fmt: skip
+    }
 
 
 @app.command()

@@ -172,11 +172,17 @@ def replay(
         from fedstream.operate import feed
 
         others = {
-            "--from": begin, "--until": until, "--set": sets, "--strategy": strategy,
-            "--without": without, "--out": out, "--evaluate-every": evaluate_every,
-            "--task": task, "--data-root": data_root,
+            "--from": begin,
+            "--until": until,
+            "--set": sets,
+            "--strategy": strategy,
+            "--without": without,
+            "--out": out,
+            "--evaluate-every": evaluate_every,
+            "--task": task,
+            "--data-root": data_root,
             "--skip-update-digests": skip_update_digests or None,
-        }  # fmt: skip
+        }
         if given := [name for name, value in others.items() if value not in (None, [])]:
             raise ConfigError(
                 f"--redis feeds all updates unchanged to live services: leave out {given[0]}"
@@ -193,11 +199,21 @@ def replay(
             raise ConfigError(f"{option} needs --redis URL")
     with recorded_programs(folder, trust=trust, changed=changed):
         code = page.replay(
-        folder, strategy=strategy, begin=begin, until=until, every=evaluate_every, sets=sets or (),
-        without=without or (), config=config,
-        task=task, trusted=trust, data_root=data_root, out=out,
-        check_updates=not skip_update_digests, as_json=as_json,
-    )  # fmt: skip
+            folder,
+            strategy=strategy,
+            begin=begin,
+            until=until,
+            every=evaluate_every,
+            sets=sets or (),
+            without=without or (),
+            config=config,
+            task=task,
+            trusted=trust,
+            data_root=data_root,
+            out=out,
+            check_updates=not skip_update_digests,
+            as_json=as_json,
+        )
     raise typer.Exit(code)
 
 
@@ -317,7 +333,7 @@ def acl(
     secret = None if reload is None else secrets.token_hex(32)
     text = page.file_of(
         settings.run.name, os.environ, trainers, gateways, folder=passwords, reload=secret
-    )  # fmt: skip
+    )
     if reload is not None and secret is not None:
         page.write(reload, secret)
     if out is None:

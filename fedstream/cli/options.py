@@ -27,9 +27,16 @@ TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "sha
 STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
 # All that a command needs which looks at a live run: no key of these names a program.
 _LIVE = (
-    "run.name", "redis", "http.token", "http.token_file", "coordinator.sites",
-    "coordinator.trusted_sites", "gateway.site", "journal.dir", "log",
-)  # fmt: skip
+    "run.name",
+    "redis",
+    "http.token",
+    "http.token_file",
+    "coordinator.sites",
+    "coordinator.trusted_sites",
+    "gateway.site",
+    "journal.dir",
+    "log",
+)
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 
 

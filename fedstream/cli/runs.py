@@ -216,9 +216,15 @@ def report_run(
         progress("report", versions, quiet=as_json) as step,
     ):
         found = reporting.write(
-            folder, out, config=config, task=task, trusted=trust, data_root=data_root, every=every,
+            folder,
+            out,
+            config=config,
+            task=task,
+            trusted=trust,
+            data_root=data_root,
+            every=every,
             step=step,
-        )  # fmt: skip
+        )
         if html:
             from fedstream.history.recorded_run import RecordedRun
             from fedstream.history.ui import single

@@ -109,10 +109,19 @@ def run(
                 config = recorded = left if recording.is_left(left) else None
     named = task_options(task, flower, model)
     settings = settings_of(
-        config, sets, trusted=recorded is None or trust,
-        **named, strategy=strategy, devices=devices, versions=versions,
-        updates=updates, redis=redis, data_root=data_root, track=track, **{"from": start},
-    )  # fmt: skip
+        config,
+        sets,
+        trusted=recorded is None or trust,
+        **named,
+        strategy=strategy,
+        devices=devices,
+        versions=versions,
+        updates=updates,
+        redis=redis,
+        data_root=data_root,
+        track=track,
+        **{"from": start},
+    )
     if resume and out is not None and not changed:
         changed = recording.resumable(out, settings, confirm if sys.stdin.isatty() else None)
     request = RunRequest(
@@ -160,10 +169,18 @@ def simulate(
     from fedstream.simulation import run as page
 
     settings = settings_of(
-        config, sets, trusted=True, track=track,
-        **task_options(task, flower, model), strategy=strategy, devices=devices,
-        versions=versions, updates=updates, data_root=data_root, **{"from": start},
-    )  # fmt: skip
+        config,
+        sets,
+        trusted=True,
+        track=track,
+        **task_options(task, flower, model),
+        strategy=strategy,
+        devices=devices,
+        versions=versions,
+        updates=updates,
+        data_root=data_root,
+        **{"from": start},
+    )
     folder = out or report.default_out(settings.run.name, datetime.now().astimezone())
     code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)
     if as_json:

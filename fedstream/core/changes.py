@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from fedstream.core.formats import Encoding
 
 _WORDS: Final[dict[int, np.dtype[np.unsignedinteger[Any]]]] = {
-    1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"),
-}  # fmt: skip
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+}
 
 
 def width_of(kind: Encoding) -> int:

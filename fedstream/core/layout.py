@@ -34,9 +34,7 @@ PAGE = 4096  # bytes
 
 LARGEST = 1 << 40  # bytes of a model; more than any machine holds
 
-_ORDER: tuple[Kind, ...] = (
-    "parameter", "buffer", "control", "integer", "counter", "variable"
-)  # fmt: skip
+_ORDER: tuple[Kind, ...] = ("parameter", "buffer", "control", "integer", "counter", "variable")
 OF_INTEGERS = _ORDER[3:]
 _FLOATS = {"float16", "bfloat16", "float32", "float64"}
 _DIMENSIONS = 64

@@ -89,10 +89,23 @@ STRAY = (
 # Ends that say nothing of the device: any other refusal, give-up or death is a failure of it. If a
 # site gives such a reason, `admit` checks it: a device must not excuse itself.
 OF_THE_RUN = frozenset(
-    {TOO_STALE, TOO_OLD, DEVICE_QUARANTINED, DROPPED_OUT, ROUND_OVER, BECAME_STALE, ENTRY_LOST,
-     OWNER_GONE,
-     UNSERVED, RUN_FINISHED, REVOKED_DEVICE, LOST_WITH_REDIS, CRASHED_COORDINATORS, UNREADABLE}
-)  # fmt: skip
+    {
+        TOO_STALE,
+        TOO_OLD,
+        DEVICE_QUARANTINED,
+        DROPPED_OUT,
+        ROUND_OVER,
+        BECAME_STALE,
+        ENTRY_LOST,
+        OWNER_GONE,
+        UNSERVED,
+        RUN_FINISHED,
+        REVOKED_DEVICE,
+        LOST_WITH_REDIS,
+        CRASHED_COORDINATORS,
+        UNREADABLE,
+    }
+)
 
 _RAISED = "raised "
 _ERRORS = frozenset(

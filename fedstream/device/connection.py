@@ -117,9 +117,13 @@ class Connection:
         """
         send_s = len(body) / _SLOWEST
         async with self.opened(
-            method, path, body=body, headers=headers, wait_s=wait_s,
+            method,
+            path,
+            body=body,
+            headers=headers,
+            wait_s=wait_s,
             within_s=_CONNECT_S + send_s + wait_s + 2 * _ANSWER_S,
-        ) as response:  # fmt: skip
+        ) as response:
             return await replied(response, f"{method} {path}")
 
     @asynccontextmanager
@@ -143,11 +147,15 @@ class Connection:
         )
         try:
             async with self._session.request(
-                method, self.base.with_path(path),
+                method,
+                self.base.with_path(path),
                 data=io.BytesIO(body) if len(body) else None,
                 headers={"Content-Type": wire_headers.CONTENT_TYPE, **(headers or {})},
-                timeout=times, proxy=self._proxy, allow_redirects=False, ssl=self._newest_tls(),
-            ) as response:  # fmt: skip
+                timeout=times,
+                proxy=self._proxy,
+                allow_redirects=False,
+                ssl=self._newest_tls(),
+            ) as response:
                 self._has_worked = True
                 yield response
         except (aiohttp.ClientConnectorCertificateError, ssl.SSLCertVerificationError) as error:

@@ -142,20 +142,26 @@ class DeviceFolder:
             found: dict[str, Any] = msgpack.unpackb(data, max_bin_len=len(data))
             unsent = found["unsent"]
             return FinishedUpdate(
-                found["task"], found["attempt"], found["url"],
-                UpdateReport.decode(found["report"]), np.frombuffer(found["data"], np.uint8),
+                found["task"],
+                found["attempt"],
+                found["url"],
+                UpdateReport.decode(found["report"]),
+                np.frombuffer(found["data"], np.uint8),
                 None if unsent is None else np.frombuffer(unsent, "<f4"),
-            )  # fmt: skip
+            )
         except (ValueError, KeyError, TypeError, msgpack.UnpackException, BadBody):
             return None  # of another release
 
     def keep_update(self, update: FinishedUpdate) -> None:
         """Keep a finished update until its receipt is there."""
         fields = {
-            "task": update.task, "attempt": update.attempt, "url": update.url,
-            "report": update.report.encode(), "data": update.data.data,
+            "task": update.task,
+            "attempt": update.attempt,
+            "url": update.url,
+            "report": update.report.encode(),
+            "data": update.data.data,
             "unsent": None if update.unsent is None else update.unsent.view(np.uint8).data,
-        }  # fmt: skip
+        }
         self._write_sound(_UPDATE, msgpack.packb(fields))
 
     def delivered(self, update: FinishedUpdate, *, known: bool, counts: bool) -> None:

@@ -76,9 +76,13 @@ class OwnGateway:
         Raises RunOver, and ConfigError if the device's task is not the run's.
         """
         reply = await self._asked(
-            "POST", "/v1/check-in", asks.encode(), what="the check-in",
-            expected={200, 204, 409, 410}, wait_s=asks.wait_s,
-        )  # fmt: skip
+            "POST",
+            "/v1/check-in",
+            asks.encode(),
+            what="the check-in",
+            expected={200, 204, 409, 410},
+            wait_s=asks.wait_s,
+        )
         if reply.status == 409:
             raise ConfigError(
                 f"{reply.refusal('this task')}: name the task that the run was made with (--task), "
@@ -95,9 +99,12 @@ class OwnGateway:
     async def beat(self, task: str, attempt: str) -> Advice:
         """Say that the device is at work; the answer is whether to go on."""
         reply = await self._asked(
-            "POST", f"/v1/tasks/{task}/heartbeat", Beat(attempt=attempt).encode(),
-            what="a heartbeat", expected={200},
-        )  # fmt: skip
+            "POST",
+            f"/v1/tasks/{task}/heartbeat",
+            Beat(attempt=attempt).encode(),
+            what="a heartbeat",
+            expected={200},
+        )
         return reply.read(Advice, "a heartbeat")
 
     async def give_up(self, task: str, surrender: Surrender) -> None:
@@ -118,9 +125,12 @@ class OwnGateway:
         for fresh in (False, True):
             token = await self.token(fresh=fresh)
             reply = await self.connection.once(
-                method, path, body=body, wait_s=wait_s,
+                method,
+                path,
+                body=body,
+                wait_s=wait_s,
                 headers={**(headers or {}), "Authorization": as_bearer(token)},
-            )  # fmt: skip
+            )
             if reply.status != 401 or reply.refusal("").reason not in (TOKEN, UNSAID):
                 break
         if reply.status == 401:
@@ -180,10 +190,14 @@ class OwnGateway:
     async def _signed_once(self, path: str, body: bytes, keyid: str) -> Reply:
         for is_told in (False, True):
             headers = sign(
-                self._key, method="POST",
-                authority=self.connection.base.host_port_subcomponent or "", path=path, body=body,
-                keyid=keyid, created=int(time.time() + self._behind_s),
-            )  # fmt: skip
+                self._key,
+                method="POST",
+                authority=self.connection.base.host_port_subcomponent or "",
+                path=path,
+                body=body,
+                keyid=keyid,
+                created=int(time.time() + self._behind_s),
+            )
             reply = await self.connection.once("POST", path, body=body, headers=headers)
             if reply.status != 401:
                 break

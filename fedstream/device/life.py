@@ -136,7 +136,13 @@ def _worker(
 ) -> DeviceWorker:
     training = LocalTraining(learner, options.solvers, thread, folder, save_s=options.save_s)
     return DeviceWorker(
-        gateway, folder, training, learner.layout,
+        gateway,
+        folder,
+        training,
+        learner.layout,
         run_devices=options.run_devices or learner.task.run_devices,
-        devices=options.devices, say=say, show=show, once=options.once,
-    )  # fmt: skip
+        devices=options.devices,
+        say=say,
+        show=show,
+        once=options.once,
+    )

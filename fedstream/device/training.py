@@ -111,9 +111,15 @@ class LocalTraining:
             work = replace(work, cancelled=partial(_is_to_stop, halt, saves_at))
             try:
                 learned = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._learner.train, start, work, self._into,
-                    offer.update.sends, format_of(offer.update.format), memory,
-                )  # fmt: skip
+                    self._thread,
+                    self._learner.train,
+                    start,
+                    work,
+                    self._into,
+                    offer.update.sends,
+                    format_of(offer.update.format),
+                    memory,
+                )
             except Cancelled as stopped:
                 if halt:
                     raise
@@ -139,11 +145,18 @@ class LocalTraining:
     def _work(self, offer: Offer, start: Start, halt: Halt) -> Work:
         task = offer.task
         return Work(
-            device=task.device, task=task.id, version=start.version, seed=task.seed,
-            steps=task.steps, epochs=task.epochs, seconds=task.seconds,
+            device=task.device,
+            task=task.id,
+            version=start.version,
+            seed=task.seed,
+            steps=task.steps,
+            epochs=task.epochs,
+            seconds=task.seconds,
             solver=chosen(self._learner.task, task.device, self._solvers),
-            cancelled=lambda: bool(halt), base=start.digest, resume=start.saved,
-        )  # fmt: skip
+            cancelled=lambda: bool(halt),
+            base=start.digest,
+            resume=start.saved,
+        )
 
 
 def _is_to_stop(halt: Halt, saves_at: float | None) -> bool:

@@ -92,9 +92,12 @@ class UpdateUpload:
         else:
             headers |= {names.OFFSET: str(at)}
         return await self._gateway.once(
-            "POST" if self._offset is None else "PATCH", self._update.url,
-            body=part, headers=headers, wait_s=_DECIDES_S if complete else 0.0,
-        )  # fmt: skip
+            "POST" if self._offset is None else "PATCH",
+            self._update.url,
+            body=part,
+            headers=headers,
+            wait_s=_DECIDES_S if complete else 0.0,
+        )
 
     def _heard(self, reply: Reply) -> Receipt | None:
         """Take note of an answer: a receipt, or how far the upload has got. Raises TurnedAway."""

@@ -124,9 +124,13 @@ class DeviceWorker:
         while True:
             self._show("waiting for a task")
             asks = CheckIn(
-                nonce=new_nonce(), wait_s=_CHECK_IN_S, formats=FORMATS, has=self._models.has,
-                layout=self._layout.signature, devices=self._run_devices,
-            )  # fmt: skip
+                nonce=new_nonce(),
+                wait_s=_CHECK_IN_S,
+                formats=FORMATS,
+                has=self._models.has,
+                layout=self._layout.signature,
+                devices=self._run_devices,
+            )
             found = await self._gateway.check_in(asks)
             if isinstance(found, float):
                 waited_s = time.monotonic() - began
@@ -225,11 +229,17 @@ class DeviceWorker:
         trained, self._raised_in_a_row = learned.trained, 0
         loss = trained.loss
         report = UpdateReport(
-            digest=learned.digest, samples=trained.samples, steps=trained.steps, lr=lr,
+            digest=learned.digest,
+            samples=trained.samples,
+            steps=trained.steps,
+            lr=lr,
             loss=loss if loss is not None and math.isfinite(loss) else None,
-            seconds=time.monotonic() - began, tau=start.version, base=start.digest,
-            layout=self._layout.signature, format=offer.update.format,
-        )  # fmt: skip
+            seconds=time.monotonic() - began,
+            tau=start.version,
+            base=start.digest,
+            layout=self._layout.signature,
+            format=offer.update.format,
+        )
         return FinishedUpdate(
             task.id, offer.attempt, offer.update.url, report, learned.update.buffer, learned.unsent
         )

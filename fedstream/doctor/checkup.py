@@ -35,8 +35,11 @@ _LEADERS = ("scheduler", "updater")
 _WITH_TASK = ("trainer", "evaluator", "updater")  # the roles that load the task
 _NEEDS_CONFIG = "needs the deployment's configuration: --config"
 _COLORS: dict[Level, str] = {
-    "ok": "green", "warning": "yellow", "problem": "red", "not checked": ""
-}  # fmt: skip
+    "ok": "green",
+    "warning": "yellow",
+    "problem": "red",
+    "not checked": "",
+}
 
 
 async def examine(
@@ -138,13 +141,17 @@ class _Look:
         how = " over TLS" if urlsplit(redis.url).scheme == "rediss" else ""
         findings = [ok("redis", f"{self._client.address} answers user {self._user!r}{how}"), *shown]
         for about, check in (
-            ("redis latency", self._latency), ("clock", self._clock),
-            ("redis server", self._server), ("redis databases", self._databases),
+            ("redis latency", self._latency),
+            ("clock", self._clock),
+            ("redis server", self._server),
+            ("redis databases", self._databases),
             (f"rights of {self._user}", self._rights),
             ("rights of the others", self._users),
-            ("run", self._agreement), ("tasks", self._tasks), ("services", self._services),
+            ("run", self._agreement),
+            ("tasks", self._tasks),
+            ("services", self._services),
             ("redis memory", self._room),
-        ):  # fmt: skip
+        ):
             findings += await _tried(about, check())
         return findings
 
@@ -230,10 +237,13 @@ class _Look:
                 not_checked("configuration beside the run's", _NEEDS_CONFIG),
             ]
         return run.agreement(
-            self.run, strategy=settings.strategy.name, task=settings.task.name,
-            versions=settings.run.versions, layout=self._loaded.layout,
+            self.run,
+            strategy=settings.strategy.name,
+            task=settings.task.name,
+            versions=settings.run.versions,
+            layout=self._loaded.layout,
             devices=self._loaded.devices,
-        )  # fmt: skip
+        )
 
     async def _tasks(self) -> Iterable[Finding]:
         """Count open tasks, the queue and dead letters."""
@@ -295,11 +305,13 @@ class _Look:
         view, keep = self._view, self._settings.updater
         devices = self.run.devices if self.run is not None else self._loaded.devices
         wants = server.need(
-            self._settings.policy, layout, devices=devices or DEVICES,
+            self._settings.policy,
+            layout,
+            devices=devices or DEVICES,
             workers=view.workers if view is not None else 0,
             queue=view.queue if view is not None else 0,
             keep=(keep.keep_versions, keep.keep_bytes),
-        )  # fmt: skip
+        )
         return [server.room(self._info, wants, budget=self._settings.scheduler.memory_budget)]
 
 

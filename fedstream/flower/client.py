@@ -238,9 +238,11 @@ class FlowerTask(Task):
     ) -> RecordDict:
         """Call the app as Flower's node would, for one device."""
         asked = records.request(
-            arrays, config, ins="fitins" if kind == "train" else "evaluateins",
+            arrays,
+            config,
+            ins="fitins" if kind == "train" else "evaluateins",
             legacy=_is_legacy(self._app),
-        )  # fmt: skip
+        )
         context = _context(
             device, self.devices or 0, self._run_config, _copy(self._states.get(device))
         )
@@ -327,9 +329,13 @@ def _made(
 ) -> FlowerTask:
     first = (lambda: _initial(app, devices or _DEVICES, config)) if _is_legacy(app) else None
     return FlowerTask(
-        app, model=maker(model, module, first), devices=devices,
-        run_config=config, evaluate_on=evaluate_on, test_data=test_data,
-    )  # fmt: skip
+        app,
+        model=maker(model, module, first),
+        devices=devices,
+        run_config=config,
+        evaluate_on=evaluate_on,
+        test_data=test_data,
+    )
 
 
 def train_config(work: Work, run_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,9 +408,12 @@ def _context(
     from flwr.app import Context
 
     return Context(
-        run_id=1, node_id=_NODES + device, state=state, run_config=dict(run_config),
+        run_id=1,
+        node_id=_NODES + device,
+        state=state,
+        run_config=dict(run_config),
         node_config={"partition-id": device, "num-partitions": devices},
-    )  # fmt: skip
+    )
 
 
 def _copy(state: RecordDict | None) -> RecordDict:

@@ -59,8 +59,10 @@ def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """What numpy writes before the values of such a tensor in C order (the format .npy)."""
     header = BytesIO()
     about = {
-        "descr": npy.dtype_to_descr(_plain(dtype)), "fortran_order": False, "shape": tuple(shape)
-    }  # fmt: skip
+        "descr": npy.dtype_to_descr(_plain(dtype)),
+        "fortran_order": False,
+        "shape": tuple(shape),
+    }
     npy.write_array_header_1_0(header, about)
     return header.getvalue()
 

@@ -196,7 +196,12 @@ def _cause(message: Taken, move: Move) -> Cause:
         raise RuntimeError("a model was made from an update without weights")
     upload = message.upload
     return Cause(
-        device=upload.device, task=upload.task, tau=upload.tau, staleness=message.staleness,
-        weight=message.weight, norm=norm(move.update.floats),
-        distance=norm(direction(upload, move.update, move.before)), loss=upload.loss,
-    )  # fmt: skip
+        device=upload.device,
+        task=upload.task,
+        tau=upload.tau,
+        staleness=message.staleness,
+        weight=message.weight,
+        norm=norm(move.update.floats),
+        distance=norm(direction(upload, move.update, move.before)),
+        loss=upload.loss,
+    )

@@ -164,13 +164,23 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
     drawn = of_points(
         [
             ("device-sent", "Norm of its updates, as sent", "norm", versions, sent),
-            ("device-norm", "How far its updates alone would move the model", "distance",
-             versions, rows["norm"]),
-            ("device-cosine", "Cosine of its updates to the model's movement afterwards", "cosine",
-             compared, cosines),
+            (
+                "device-norm",
+                "How far its updates alone would move the model",
+                "distance",
+                versions,
+                rows["norm"],
+            ),
+            (
+                "device-cosine",
+                "Cosine of its updates to the model's movement afterwards",
+                "cosine",
+                compared,
+                cosines,
+            ),
         ],
         window,
-    )  # fmt: skip
+    )
     drawn += of_device_rows(rows, window)
     return _over_time(run, drawn) if window.over_time else drawn
 
@@ -237,10 +247,13 @@ def of_metrics(measured: Sequence[Measurement], names: Sequence[str]) -> list[Ch
         values = [finite(value) for _, value in points]
         found.append(
             Chart(
-                f"metric-{len(found)}", title, "version", [float(at) for at, _ in points],
+                f"metric-{len(found)}",
+                title,
+                "version",
+                [float(at) for at, _ in points],
                 [Curve(name, values)],
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -287,18 +300,21 @@ def _staleness(rows: UsedUpdates) -> Chart | None:
     known = np.isfinite(rows["weight"])
     total = np.bincount(place[known], rows["weight"][known], len(begins))
     counts = np.bincount(place[known], minlength=len(begins))
-    weights = [float(of) / count if count else None
-               for of, count in zip(total, counts, strict=True)]  # fmt: skip
+    weights = [
+        float(of) / count if count else None for of, count in zip(total, counts, strict=True)
+    ]
     last = f"; the last bar: {begins[-1]} and more" if late[-1] >= begins[-1] + width else ""
     return Chart(
-        "lateness", "Staleness of updates, and the weight they were given",
-        f"versions late{last}", [float(one) for one in begins],
+        "lateness",
+        "Staleness of updates, and the weight they were given",
+        f"versions late{last}",
+        [float(one) for one in begins],
         [
             Curve("updates", [float(one) for one in heights], "bars"),
             Curve("mean weight", weights, "line", "right"),
         ],
         versions=False,
-    )  # fmt: skip
+    )
 
 
 def finite(value: float | None) -> float | None:

@@ -164,12 +164,15 @@ class Comparison:
     def as_numbers(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         return {
-            "metric": self.metric, "goal": self.goal, "target": self.target, "runs": self.rows,
+            "metric": self.metric,
+            "goal": self.goal,
+            "target": self.target,
+            "runs": self.rows,
             "differences": {
                 key: dict(zip(self.names, values, strict=True))
                 for key, values in self.differences.items()
             },
-        }  # fmt: skip
+        }
 
     def columns(self) -> list[list[str]]:
         """The table for people, header first: what no run has is left out."""
@@ -180,9 +183,10 @@ class Comparison:
         if self.target is None:
             skipped |= {name for name in names if name.endswith("_to_target")}
         names = [
-            name for name in names
+            name
+            for name in names
             if name not in skipped and any(row[name] is not None for row in self.rows)
-        ]  # fmt: skip
+        ]
         return [
             [self._heading(name) for name in names],
             *([_shown(name, row[name]) for name in names] for row in self.rows),
@@ -202,8 +206,12 @@ class Comparison:
         if name.endswith("_to_target"):
             what = name.removesuffix("_to_target")
             return f"{what} to {number(self.target)}"
-        named = {"final": f"final {self.metric}", "best": f"best {self.metric}",
-                 "best_version": "at version", "updates_per_s": "updates/s"}  # fmt: skip
+        named = {
+            "final": f"final {self.metric}",
+            "best": f"best {self.metric}",
+            "best_version": "at version",
+            "updates_per_s": "updates/s",
+        }
         return named.get(name, name)
 
     def _row(

@@ -41,8 +41,16 @@ DEVICE_COLUMNS = (
 """The columns of the table of devices: key, name, unit. Those that expose a device come first."""
 
 JUDGED = (
-    "refused_share", "sent", "norm", "largest", "cosine", "loss", "weight", "staleness", "bytes",
-)  # fmt: skip
+    "refused_share",
+    "sent",
+    "norm",
+    "largest",
+    "cosine",
+    "loss",
+    "weight",
+    "staleness",
+    "bytes",
+)
 """The figures for which a device is compared with the others."""
 
 _WHOLE = frozenset(("used", "refused", "most_stale", "lost", "last"))
@@ -114,9 +122,12 @@ class DeviceTable:
 
 
 def devices_of(
-    rows: RowArray, *, shares: Mapping[int, Share] | None = None,
-    vectors: RowArray | None = None, now: float | None = None,
-) -> DeviceTable:  # fmt: skip
+    rows: RowArray,
+    *,
+    shares: Mapping[int, Share] | None = None,
+    vectors: RowArray | None = None,
+    now: float | None = None,
+) -> DeviceTable:
     """The devices that ``rows`` of updates name.
 
     ``shares``: what models say of a device's updates, by device, if that was measured.
@@ -146,14 +157,18 @@ def devices_of(
         return found
 
     figures = {
-        "used": count(used), "refused": count(refused), "lost": count(~answered),
+        "used": count(used),
+        "refused": count(refused),
+        "lost": count(~answered),
         "refused_share": _ratio(count(refused), count(answered)),
         **{name: mean(name, used) for name in ("norm", "loss", "weight", "staleness")},
-        "largest": most("norm", used), "most_stale": most("staleness", used),
-        "bytes": mean("bytes", answered), "last": most("version", used if now else answered),
+        "largest": most("norm", used),
+        "most_stale": most("staleness", used),
+        "bytes": mean("bytes", answered),
+        "last": most("version", used if now else answered),
         **(_of_shares(shares, devices) if shares is not None else {}),
         **(_of_vectors(vectors, devices) if vectors is not None else {}),
-    }  # fmt: skip
+    }
     if now is not None:
         figures["heard_s"] = np.maximum(0.0, now - most("time", np.ones(len(rows), bool)))
     elif not figures["lost"].any():
@@ -167,10 +182,11 @@ def devices_of(
 def _of_shares(shares: Mapping[int, Share], devices: RowArray) -> dict[str, FigureArray]:
     found = [shares.get(int(device), Share()) for device in devices]
     values = {
-        "sent": [one.norm.mean for one in found], "norm": [one.distance.mean for one in found],
+        "sent": [one.norm.mean for one in found],
+        "norm": [one.distance.mean for one in found],
         "largest": [one.distance.most for one in found],
         "cosine": [one.cosine.mean for one in found],
-    }  # fmt: skip
+    }
     return {name: np.array(one, np.float64) for name, one in values.items()}  # None: NaN
 
 

@@ -288,9 +288,11 @@ class Bar:
         self._console.print(two_columns(rows.items()))
         self._console.print()
         self._live = Live(
-            Text("starting the services", style="dim"), console=self._console,
-            auto_refresh=False, transient=True,
-        )  # fmt: skip
+            Text("starting the services", style="dim"),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+        )
         self._live.start()
 
     def add(self, name: str, value: str) -> None:

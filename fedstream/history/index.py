@@ -157,12 +157,16 @@ def _save(journal: Path, kept: _Kept) -> None:
         "reasons": kept.reasons.names,
         "parts": [
             {
-                "mark": mark, "made": len(part.made), "updates": len(part.updates),
-                "finished": part.finished, "damage": part.damage, "drops": part.drops,
+                "mark": mark,
+                "made": len(part.made),
+                "updates": len(part.updates),
+                "finished": part.finished,
+                "damage": part.damage,
+                "drops": part.drops,
             }
             for mark, part in kept.parts.items()
         ],
-    }  # fmt: skip
+    }
     header = json.dumps(about).encode()
     path = index_of(journal)
     aside = path.with_name(f"{path.name}.new")

@@ -41,16 +41,45 @@ from fedstream.terminal import cell, clock, console, line, number, room, spaced
 _GAP = 2  # between two columns
 _PAGE = 1000  # records in a table: memory holds one table at a time
 _WIDTHS = {
-    "version": 8, "time": 12, "device": 6, "task": 12, "tau": 8, "late": 5, "weight": 9,
-    "outcome": 10, "samples": 7, "steps": 6, "loss": 9, "norm": 9, "distance": 9, "digest": 8,
-    "reason": 20, "format": 14, "bytes": 11,
-}  # fmt: skip
+    "version": 8,
+    "time": 12,
+    "device": 6,
+    "task": 12,
+    "tau": 8,
+    "late": 5,
+    "weight": 9,
+    "outcome": 10,
+    "samples": 7,
+    "steps": 6,
+    "loss": 9,
+    "norm": 9,
+    "distance": 9,
+    "digest": 8,
+    "reason": 20,
+    "format": 14,
+    "bytes": 11,
+}
 _NORMS = ("norm", "distance")
 _TEXT = ("time", "task", "outcome", "digest", "reason", "format")
 _IMPORTANT = (
-    "version", "device", "outcome", "late", "weight", "norm", "distance", "loss", "reason", "time",
-    "task", "tau", "digest", "steps", "samples", "format", "bytes",
-)  # fmt: skip
+    "version",
+    "device",
+    "outcome",
+    "late",
+    "weight",
+    "norm",
+    "distance",
+    "loss",
+    "reason",
+    "time",
+    "task",
+    "tau",
+    "digest",
+    "steps",
+    "samples",
+    "format",
+    "bytes",
+)
 
 NormPair: TypeAlias = tuple[float | None, float | None]  # of the sent vector; of x_new - x
 RecordLine: TypeAlias = tuple[Segment, Record, Standing | EntryRecord, NormPair]
@@ -220,13 +249,21 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
         return dict.fromkeys(_WIDTHS, "") | about | _control(entry)
     upload, (sent, distance) = entry.upload, measured
     return about | {
-        "device": str(upload.device), "task": upload.task[-_WIDTHS["task"] :],
-        "tau": str(upload.tau), "late": str(entry.staleness), "weight": number(entry.weight),
-        "outcome": spaced(entry.outcome), "samples": str(upload.samples),
-        "steps": str(upload.steps), "loss": number(upload.loss), "norm": number(sent),
+        "device": str(upload.device),
+        "task": upload.task[-_WIDTHS["task"] :],
+        "tau": str(upload.tau),
+        "late": str(entry.staleness),
+        "weight": number(entry.weight),
+        "outcome": spaced(entry.outcome),
+        "samples": str(upload.samples),
+        "steps": str(upload.steps),
+        "loss": number(upload.loss),
+        "norm": number(sent),
         "distance": number(distance),
-        "reason": entry.reason, "format": upload.format, "bytes": f"{upload.size:,}",
-    }  # fmt: skip
+        "reason": entry.reason,
+        "format": upload.format,
+        "bytes": f"{upload.size:,}",
+    }
 
 
 def _control(entry: RoundClosed | QuarantineSet) -> dict[str, str]:
@@ -252,19 +289,28 @@ def write_lines(path: Path, found: Iterable[RecordLine]) -> int:
                 continue
             count += 1
             row: dict[str, object] = {
-                "version": message.version, "digest": message.digest,
+                "version": message.version,
+                "digest": message.digest,
                 "time": clock(message.time, "%Y-%m-%dT%H:%M:%S.%f%z"),
-                "norm": sent, "distance": distance,
-            }  # fmt: skip
+                "norm": sent,
+                "distance": distance,
+            }
             if isinstance(message, Taken):
                 upload = message.upload
                 row |= {
-                    "device": upload.device, "task": upload.task, "tau": upload.tau,
-                    "late": message.staleness, "weight": message.weight,
-                    "outcome": message.outcome, "samples": upload.samples, "steps": upload.steps,
-                    "loss": upload.loss, "reason": message.reason,
-                    "format": upload.format, "bytes": upload.size,
-                }  # fmt: skip
+                    "device": upload.device,
+                    "task": upload.task,
+                    "tau": upload.tau,
+                    "late": message.staleness,
+                    "weight": message.weight,
+                    "outcome": message.outcome,
+                    "samples": upload.samples,
+                    "steps": upload.steps,
+                    "loss": upload.loss,
+                    "reason": message.reason,
+                    "format": upload.format,
+                    "bytes": upload.size,
+                }
             else:
                 row |= _control(message)
             writer.writerow(_in_csv(row.get(name)) for name in _WIDTHS)
@@ -291,9 +337,11 @@ def facts(
 ) -> dict[str, Any]:
     """Record as plain values; a standing's include its segment's head."""
     about: dict[str, Any] = {
-        "kind": message.kind, "segment": segment.path.name, "offset": record.place.offset,
+        "kind": message.kind,
+        "segment": segment.path.name,
+        "offset": record.place.offset,
         "payload_bytes": record.payload_bytes,
-    }  # fmt: skip
+    }
     if isinstance(message, Standing):
         head = segment.head.model_dump(exclude={"layout", "needs", "time"})
         return about | head | message.model_dump(exclude={"done", "held", "made", "counts"})
@@ -311,15 +359,26 @@ def facts(
 
 _SPREAD = ("mean", "median", "p90", "max")
 NAMES = (
-    "device", *OUTCOMES,
-    *(f"{how}_{what}" for what in ("staleness", "weight", "loss", "norm", "distance")
-      for how in _SPREAD),
+    "device",
+    *OUTCOMES,
+    *(
+        f"{how}_{what}"
+        for what in ("staleness", "weight", "loss", "norm", "distance")
+        for how in _SPREAD
+    ),
     "mean_cosine",
-)  # fmt: skip
+)
 _IMPORTANT_OF_DEVICES = (
-    "mean_distance", "max_distance", "mean_cosine", "mean_staleness", "max_staleness", "mean_loss",
-    "mean_norm", "mean_weight", "p90_distance",
-)  # fmt: skip
+    "mean_distance",
+    "max_distance",
+    "mean_cosine",
+    "mean_staleness",
+    "max_staleness",
+    "mean_loss",
+    "mean_norm",
+    "mean_weight",
+    "p90_distance",
+)
 
 
 def rows(

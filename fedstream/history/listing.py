@@ -53,8 +53,18 @@ def _row(path: Path) -> dict[str, Any]:
         return row | {"error": str(error)}
     if begun := numbers.get("created") or numbers.get("started"):
         row["date"] = begun
-    names = ("state", "why", "strategy", "task", "versions", "versions_wanted", "updates",
-             "accuracy", "best_accuracy", "simulated")  # fmt: skip
+    names = (
+        "state",
+        "why",
+        "strategy",
+        "task",
+        "versions",
+        "versions_wanted",
+        "updates",
+        "accuracy",
+        "best_accuracy",
+        "simulated",
+    )
     speed = None if numbers["simulated"] else numbers["updates_per_s"]
     metric = main_metric(numbers["metrics"], numbers["goal"])
     best = numbers["best"].get(metric, {}).get("value")
@@ -74,8 +84,18 @@ def _changed(path: Path) -> str:
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the runs as a table, and below it what is wrong with those that can't be read."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("run", "state", "strategy", "task", "versions", "updates", "accuracy", "best",
-                 "updates/s", "date"):  # fmt: skip
+    for name in (
+        "run",
+        "state",
+        "strategy",
+        "task",
+        "versions",
+        "updates",
+        "accuracy",
+        "best",
+        "updates/s",
+        "date",
+    ):
         table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
@@ -92,11 +112,16 @@ def _cells(row: dict[str, Any]) -> list[Text]:
     wanted = "" if row["versions"] == row["versions_wanted"] else f"/{row['versions_wanted']}"
     speed = "simulated" if row["simulated"] else f"{row['updates_per_s'] or 0:.1f}"
     return [
-        name, cell(row["state"], style=_COLOURS.get(row["state"], "")),
-        cell(short(str(row["strategy"]))), cell(short(row["task"])),
-        cell(f"{row['versions']}{wanted}"), cell(row["updates"]),
-        *_measured(row), cell(speed), date,
-    ]  # fmt: skip
+        name,
+        cell(row["state"], style=_COLOURS.get(row["state"], "")),
+        cell(short(str(row["strategy"]))),
+        cell(short(row["task"])),
+        cell(f"{row['versions']}{wanted}"),
+        cell(row["updates"]),
+        *_measured(row),
+        cell(speed),
+        date,
+    ]
 
 
 def _measured(row: dict[str, Any]) -> list[Text]:

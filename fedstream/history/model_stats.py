@@ -192,12 +192,14 @@ class Portraits:
         assert model is not None  # noqa: S101  (a walk rebuilds all models)
         return tuple(
             Layer(
-                name, shape, norm(model.floats[at]),
+                name,
+                shape,
+                norm(model.floats[at]),
                 None if before is None else distance(model.floats[at], before.floats[at]),
                 distance(model.floats[at], origin.floats[at]),
             )
             for name, shape, at in tensors(model.layout)
-        )  # fmt: skip
+        )
 
 
 def _closed(one: _Open, later: Floats, ahead: int) -> Portrait:

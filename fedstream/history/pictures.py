@@ -41,8 +41,13 @@ _GROUPS = 150  # of updates, for medians
 _MOST_BARS = 40  # in the panels of devices and of staleness
 # By hand: to have matplotlib lay it out takes as long as to draw it, at the end of every run.
 _MARGINS = {
-    "left": 0.055, "right": 0.985, "bottom": 0.075, "top": 0.89, "wspace": 0.21, "hspace": 0.36,
-}  # fmt: skip
+    "left": 0.055,
+    "right": 0.985,
+    "bottom": 0.075,
+    "top": 0.89,
+    "wspace": 0.21,
+    "hspace": 0.36,
+}
 STYLE: Any = {  # matplotlib names every key in its type
     "font.size": 9.0,
     "axes.spines.top": False,
@@ -149,9 +154,14 @@ def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
 
 
 def draw(
-    to: Path | BinaryIO, title: str, history: History, *,
-    created: float, devices: int, time: str = "seconds",
-) -> None:  # fmt: skip
+    to: Path | BinaryIO,
+    title: str,
+    history: History,
+    *,
+    created: float,
+    devices: int,
+    time: str = "seconds",
+) -> None:
     """Write the picture as PNG; times count from ``created``, in the unit named by ``time``."""
     from matplotlib import rc_context
 
@@ -358,14 +368,19 @@ def overlaid(
                 axes.plot(
                     [getattr(one, what) for one in points],
                     [one.metrics[metric] for one in points],
-                    **line_style(place), marker="o", markersize=2.5,
+                    **line_style(place),
+                    marker="o",
+                    markersize=2.5,
                     label=visible(name) if axes is panels[0] else None,
-                )  # fmt: skip
+                )
             if target is not None:
                 axes.axhline(
-                    target, color="#888888", linewidth=0.8, linestyle=(0, (2, 3)),
+                    target,
+                    color="#888888",
+                    linewidth=0.8,
+                    linestyle=(0, (2, 3)),
                     label=f"target {number(target)}" if axes is panels[0] else None,
-                )  # fmt: skip
+                )
             axes.set(xlabel=label)
             axes.set_xlim(left=0)
         panels[0].set_ylabel(visible(metric), parse_math=False)
@@ -374,9 +389,13 @@ def overlaid(
             panels[0].set_ylim(min(0.0, *values), 1.02 if max(values) <= 1 else None)
         if not values:
             panels[1].text(
-                0.5, 0.5, "not measured", transform=panels[1].transAxes, ha="center",
+                0.5,
+                0.5,
+                "not measured",
+                transform=panels[1].transAxes,
+                ha="center",
                 color="#888888",
-            )  # fmt: skip
+            )
         legend = figure.legend(loc="outside upper left", ncols=4)
         for text in legend.get_texts():
             text.set_parse_math(False)

@@ -72,9 +72,13 @@ class RecordedRun:
         if is_same and not (self.is_live and self.measured[-1:] != self._measurements()[-1:]):
             return self
         fresh = RecordedRun(
-            self.path, metrics=self._table, other=other, is_live=self.is_live, told=self._told,
+            self.path,
+            metrics=self._table,
+            other=other,
+            is_live=self.is_live,
+            told=self._told,
             lately=self.lately,
-        )  # fmt: skip
+        )
         fresh.measured_shares = self.measured_shares
         if self._past is not None and fresh.columns.continues(self.columns):
             fresh._past = self._past.reopened()

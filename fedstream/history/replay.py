@@ -76,9 +76,12 @@ def rule_by(
         strategy_of(recorded, 0)  # may what it names be loaded?
         # A separate layer: if the name or a kind changes, the recorded keys below it are dropped.
         return load(
-            _Strategy, path=None, environ=dict(_layer("FEDSTREAM_STRATEGY", recorded)), sets=sets,
+            _Strategy,
+            path=None,
+            environ=dict(_layer("FEDSTREAM_STRATEGY", recorded)),
+            sets=sets,
             options=options(strategy=strategy),
-        ).strategy  # fmt: skip
+        ).strategy
 
     return rule
 
@@ -183,18 +186,27 @@ def replay(
         RULES.find(strategy)  # the user names it, so a recording may name it too
     files_in = report.beside(folder, "replay", out, (TABLE, PICTURE)) if other else None
     with Replayer(
-        journal_of(folder), strategy=rule, without=devices, from_version=begin, until=until,
-        beside=other, check_updates=check_updates,
-    ) as replayer:  # fmt: skip
+        journal_of(folder),
+        strategy=rule,
+        without=devices,
+        from_version=begin,
+        until=until,
+        beside=other,
+        check_updates=check_updates,
+    ) as replayer:
         end = replayer.newest if until is None else until
         if every is None:
             every = max(1, (end - replayer.begin) // _POINTS) if other else 0
         measure = None
         if every:
             settings = settings_of(
-                folder, config, trusted=trusted, otherwise=_UNMEASURED, task=task,
+                folder,
+                config,
+                trusted=trusted,
+                otherwise=_UNMEASURED,
+                task=task,
                 data_root=data_root,
-            )  # fmt: skip
+            )
             measure = measuring(settings)
         begin = replayer.begin
         with progress("replay", end - begin, quiet=as_json) as step:
@@ -232,9 +244,11 @@ def follow(
     ``step`` is called with every version; every ``every``-th version and the last become points.
     """
     out = ReplayResult(
-        replayer.changed, begin=replayer.begin, version=replayer.begin,
+        replayer.changed,
+        begin=replayer.begin,
+        version=replayer.begin,
         updates_checked=replayer.check_updates,
-    )  # fmt: skip
+    )
     if out.changed:
         out.updates = dict.fromkeys(("used", "dropped", "left_out", "no_base", "unfit"), 0)
         out.converted_to = replayer.converts_to
@@ -289,9 +303,12 @@ def _point(moment: Moment, measure: MeasureAll | None) -> Point:
     if changed is original:
         return Point(version, metrics)
     return Point(
-        version, metrics, measure(version, changed) if measure else {},
-        moment.version, distance(original, changed),
-    )  # fmt: skip
+        version,
+        metrics,
+        measure(version, changed) if measure else {},
+        moment.version,
+        distance(original, changed),
+    )
 
 
 # showing

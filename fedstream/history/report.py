@@ -39,9 +39,18 @@ CURVES = "curves.png"
 _LOOK_S = 1.0  # for how long somebody may be looking, which takes a shared lock for a moment
 
 _COLUMNS = (
-    "version", "seconds", "updates", "total_updates", "staleness", "weight", "device", "task",
-    "loss", "accuracy", "test_loss",
-)  # fmt: skip
+    "version",
+    "seconds",
+    "updates",
+    "total_updates",
+    "staleness",
+    "weight",
+    "device",
+    "task",
+    "loss",
+    "accuracy",
+    "test_loss",
+)
 
 
 @dataclass(frozen=True)

@@ -228,10 +228,13 @@ def trainers(register: Mapping[str, Mapping[str, Any]]) -> Table:
     for name, about in register.items():
         now = about.get("device")
         table.add_row(
-            cell(name), cell(about.get("host", "")), cell(number(about.get("pid"))),
-            cell(number(about.get("answers"))), "-" if now is None else cell(number(now)),
+            cell(name),
+            cell(about.get("host", "")),
+            cell(number(about.get("pid"))),
+            cell(number(about.get("answers"))),
+            "-" if now is None else cell(number(now)),
             cell(_owned(about.get("owns"))),
-        )  # fmt: skip
+        )
     return table
 
 

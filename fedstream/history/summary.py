@@ -92,9 +92,10 @@ def from_file(path: Path) -> dict[str, Any]:
     if not numbers["best"] and None not in (found.best_accuracy, found.best_accuracy_version):
         numbers["best"] = {  # without metrics.csv
             "accuracy": {
-                "version": found.best_accuracy_version, "value": found.best_accuracy,
+                "version": found.best_accuracy_version,
+                "value": found.best_accuracy,
             }
-        }  # fmt: skip
+        }
     if not found.metrics and found.accuracy is not None:
         numbers["metrics"] = {"accuracy": found.accuracy}
     if found.updates is None:  # an older release's

@@ -79,17 +79,46 @@ _USED = tuple(OUTCOMES.index(name) for name in ("applied", "buffered"))
 
 
 def update_row(
-    *, version: int | None, time: float, device: int | None, outcome: int, reason: int,
-    staleness: int | None, weight: float | None, tau: int = NONE, size: int = NONE,
-    samples: int = NONE, steps: int = NONE, lr: float = nan, loss: float | None = None,
-    norm: float | None = None, seconds: float = nan, waited: float = nan, offset: int = NONE,
-) -> tuple[Any, ...]:  # fmt: skip
+    *,
+    version: int | None,
+    time: float,
+    device: int | None,
+    outcome: int,
+    reason: int,
+    staleness: int | None,
+    weight: float | None,
+    tau: int = NONE,
+    size: int = NONE,
+    samples: int = NONE,
+    steps: int = NONE,
+    lr: float = nan,
+    loss: float | None = None,
+    norm: float | None = None,
+    seconds: float = nan,
+    waited: float = nan,
+    offset: int = NONE,
+) -> tuple[Any, ...]:
     """A row of UPDATE. What is not known is NONE or NaN."""
     return (
-        whole(version), time, whole(device), whole(tau), whole(staleness), _or_nan(weight),
-        outcome, reason, whole(size), whole(samples), whole(steps), lr, _or_nan(loss),
-        _or_nan(norm), seconds, waited, 0, offset,
-    )  # fmt: skip
+        whole(version),
+        time,
+        whole(device),
+        whole(tau),
+        whole(staleness),
+        _or_nan(weight),
+        outcome,
+        reason,
+        whole(size),
+        whole(samples),
+        whole(steps),
+        lr,
+        _or_nan(loss),
+        _or_nan(norm),
+        seconds,
+        waited,
+        0,
+        offset,
+    )
 
 
 def whole(number: int | None) -> int:
@@ -321,11 +350,17 @@ def each(rows: RowArray) -> Iterator[Any]:
 # reading a segment
 
 _NUMBERS: dict[str, Keys] = {
-    "version": ("version",), "time": ("time",), "device": ("upload", "device"),
-    "tau": ("upload", "tau"), "staleness": ("staleness",), "bytes": ("upload", "size"),
-    "samples": ("upload", "samples"), "steps": ("upload", "steps"), "loss": ("upload", "loss"),
+    "version": ("version",),
+    "time": ("time",),
+    "device": ("upload", "device"),
+    "tau": ("upload", "tau"),
+    "staleness": ("staleness",),
+    "bytes": ("upload", "size"),
+    "samples": ("upload", "samples"),
+    "steps": ("upload", "steps"),
+    "loss": ("upload", "loss"),
     "seconds": ("upload", "seconds"),
-}  # fmt: skip
+}
 """Where a row's numbers are in an update's message."""
 _OF_USED: dict[str, Keys] = {
     "weight": ("weight",),
@@ -454,13 +489,24 @@ def _entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[int, EntryReco
 def _update(entry: Taken, reasons: Reasons, offset: int) -> tuple[Any, ...]:
     upload, used = entry.upload, is_used(entry)
     return update_row(
-        version=entry.version, time=entry.time, device=upload.device, tau=upload.tau,
-        staleness=entry.staleness, weight=entry.weight if used else None,
-        outcome=OUTCOMES.index(entry.outcome), reason=reasons.number(entry.reason),
-        size=upload.size, samples=upload.samples, steps=upload.steps, lr=upload.lr,
-        loss=upload.loss, norm=entry.sizes[0] if used and entry.sizes else None,
-        seconds=upload.seconds, waited=max(0.0, entry.time - entry.received), offset=offset,
-    )  # fmt: skip
+        version=entry.version,
+        time=entry.time,
+        device=upload.device,
+        tau=upload.tau,
+        staleness=entry.staleness,
+        weight=entry.weight if used else None,
+        outcome=OUTCOMES.index(entry.outcome),
+        reason=reasons.number(entry.reason),
+        size=upload.size,
+        samples=upload.samples,
+        steps=upload.steps,
+        lr=upload.lr,
+        loss=upload.loss,
+        norm=entry.sizes[0] if used and entry.sizes else None,
+        seconds=upload.seconds,
+        waited=max(0.0, entry.time - entry.received),
+        offset=offset,
+    )
 
 
 # texts

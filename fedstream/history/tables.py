@@ -34,13 +34,16 @@ def versions(columns: Columns, head: SegmentHead, digests: Sequence[str]) -> pd.
     made = columns.made
     frame: pd.DataFrame = _pandas().DataFrame(
         {
-            "version": made["version"], **_times(made["time"], head),
-            "updates": columns.count(), "total_updates": columns.total(),
+            "version": made["version"],
+            **_times(made["time"], head),
+            "updates": columns.count(),
+            "total_updates": columns.total(),
             **{name: columns.mean(name) for name in ("staleness", "weight", "loss")},
             **{name: columns.sum(name) for name in ("samples", "steps")},
-            "adopted": made["adopted"], "digest": digests,
+            "adopted": made["adopted"],
+            "digest": digests,
         }
-    )  # fmt: skip
+    )
     return frame.set_index("version")
 
 
@@ -50,15 +53,19 @@ def updates(columns: Columns, head: SegmentHead, texts: Texts) -> pd.DataFrame:
     contained = pandas.Series(columns.contained, dtype="Int64")
     frame: pd.DataFrame = pandas.DataFrame(
         {
-            "version": contained.mask(columns.contained == NONE), **_times(rows["time"], head),
+            "version": contained.mask(columns.contained == NONE),
+            **_times(rows["time"], head),
             **{name: rows[name] for name in ("device", "tau", "staleness", "weight")},
             "outcome": [OUTCOMES[one] for one in rows["outcome"].tolist()],
             "reason": [columns.reasons[one] for one in rows["reason"].tolist()],
             **{name: rows[name] for name in ("samples", "steps", "lr", "loss", "norm")},
-            "trained_s": rows["seconds"], "waited_s": rows["waited"],
-            "task": texts.tasks, "trainer": texts.trainers, "site": texts.sites,
+            "trained_s": rows["seconds"],
+            "waited_s": rows["waited"],
+            "task": texts.tasks,
+            "trainer": texts.trainers,
+            "site": texts.sites,
         }
-    )  # fmt: skip
+    )
     for name in _CATEGORIES:
         frame[name] = frame[name].astype("category")
     return frame.rename_axis("update")

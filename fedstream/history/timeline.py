@@ -22,9 +22,15 @@ from fedstream.trainer.goals import (
 STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
 FIRST_S = 30.0  # how long the first version may take
 BINS = (
-    ("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3-4", 3, 4), ("5-8", 5, 8), ("9-16", 9, 16),
-    ("17-32", 17, 32), ("33+", 33, None),
-)  # fmt: skip
+    ("0", 0, 0),
+    ("1", 1, 1),
+    ("2", 2, 2),
+    ("3-4", 3, 4),
+    ("5-8", 5, 8),
+    ("9-16", 9, 16),
+    ("17-32", 17, 32),
+    ("33+", 33, None),
+)
 """Staleness in a few bins: name, least, most."""
 
 _RATE_OVER_S = 10.0

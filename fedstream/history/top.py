@@ -65,14 +65,22 @@ def histogram(late: Counter[int]) -> list[tuple[str, int]]:
 
 
 def frame(
-    view: Tally, history: History, trainers: Mapping[str, Mapping[str, Any]],
-    heard: Mapping[str, float], now: float,
-) -> RenderableType:  # fmt: skip
+    view: Tally,
+    history: History,
+    trainers: Mapping[str, Mapping[str, Any]],
+    heard: Mapping[str, float],
+    now: float,
+) -> RenderableType:
     """One frame of the view. ``heard``: seconds since each trainer's last heartbeat."""
     return Group(
-        _headline(view, history, now), "", _numbers(view, history, trainers), "",
-        _trainers(trainers, heard), "", _events(history),
-    )  # fmt: skip
+        _headline(view, history, now),
+        "",
+        _numbers(view, history, trainers),
+        "",
+        _trainers(trainers, heard),
+        "",
+        _events(history),
+    )
 
 
 def _headline(view: Tally, history: History, now: float) -> Table:
@@ -82,9 +90,10 @@ def _headline(view: Tally, history: History, now: float) -> Table:
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
     left = Text.assemble(
-        cell(short(run.task), style="bold"), cell(f" by {short(run.strategy)}"),
+        cell(short(run.task), style="bold"),
+        cell(f" by {short(run.strategy)}"),
         cell(f"  {head.version}/{run.versions}"),
-    )  # fmt: skip
+    )
     right = f"finished: {run.why}" if run.state == "finished" else pace(view, history, now)
     bar = ProgressBar(total=run.versions, completed=min(head.version, run.versions))
     line.add_row(left, bar, cell(right))
@@ -145,10 +154,12 @@ def _trainers(trainers: Mapping[str, Mapping[str, Any]], heard: Mapping[str, flo
         device = about.get("device")
         age = heard.get(name)
         table.add_row(
-            cell(name), cell(about.get("host", "")),
-            "-" if device is None else cell(number(device)), cell(number(about.get("answers"))),
+            cell(name),
+            cell(about.get("host", "")),
+            "-" if device is None else cell(number(device)),
+            cell(number(about.get("answers"))),
             "" if age is None else f"{max(0.0, age):.1f} s ago",
-        )  # fmt: skip
+        )
     if not trainers:
         table.add_row("[dim]none alive[/]")
     if (more := len(trainers) - _TRAINERS) > 0:

@@ -49,9 +49,12 @@ def sinks_of(run: RunRecord, kinds: Sequence[str], *, trusted: bool) -> list[Nam
         settings = load(Settings, path=None, environ={}, options=[Option("--to", "sinks", wanted)])
     else:
         settings = load(
-            Settings, path=file if run.is_configured else None, environ={}, trusted=trusted,
+            Settings,
+            path=file if run.is_configured else None,
+            environ={},
+            trusted=trusted,
             keys=("sinks",),
-        )  # fmt: skip
+        )
     if not settings.sinks:
         raise ConfigError(f"{run.path}: the run had no tracker: name one, as in --to tensorboard")
     beside = run.path.parent if run.path == run.journal else run.path

@@ -41,8 +41,9 @@ def newest_epoch(folder: Path, *, besides: Claim | None = None) -> int:
     ``besides``: our own claim, which does not count. Raises JournalError.
     """
     names = _listed(folder) if folder.exists() else []
-    return max((_epoch(name) for name in names if besides is None or name != besides.name),
-               default=-1)  # fmt: skip
+    return max(
+        (_epoch(name) for name in names if besides is None or name != besides.name), default=-1
+    )
 
 
 def _epoch(name: str) -> int:

@@ -268,8 +268,9 @@ def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
             text = f"identical up to version {last}, where {shorter} ends"
             return Parting("prefix", text, last + 1, first, one, other)
         if (one.version, one.digest) != (other.version, other.digest):
-            return _explained(one, other, list(islice(ours, _LATER)), list(islice(theirs, _LATER)),
-                              first)  # fmt: skip
+            return _explained(
+                one, other, list(islice(ours, _LATER)), list(islice(theirs, _LATER)), first
+            )
         x = one
 
 

@@ -68,9 +68,14 @@ def take(
     may.
     """
     update = Update(
-        model=model, tau=upload.since, device=upload.device,
-        samples=upload.samples, steps=upload.steps, lr=upload.lr, weight=weight,
-    )  # fmt: skip
+        model=model,
+        tau=upload.since,
+        device=upload.device,
+        samples=upload.samples,
+        steps=upload.steps,
+        lr=upload.lr,
+        weight=weight,
+    )
     with _asking(strategy, "receive"):
         state, decision = strategy.receive(before.state, update, spare)
         wrong = _wrong(before.state, update, state, decision)
@@ -81,10 +86,15 @@ def take(
     if state.version != before.state.version and weight is None:
         _check_finite(strategy, state.model)
     contribution = Contribution(
-        task=upload.task, device=upload.device, tau=upload.tau,
-        staleness=decision.staleness, weight=decision.weight,
-        samples=upload.samples, steps=upload.steps, loss=upload.loss,
-    )  # fmt: skip
+        task=upload.task,
+        device=upload.device,
+        tau=upload.tau,
+        staleness=decision.staleness,
+        weight=decision.weight,
+        samples=upload.samples,
+        steps=upload.steps,
+        loss=upload.loss,
+    )
     held, norms = (*before.held, contribution), before.norms.with_samples(upload.samples)
     mean = mean_after(before.mean_staleness, decision.staleness)
     if state.version == before.state.version:

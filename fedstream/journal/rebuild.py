@@ -55,13 +55,20 @@ def standing_of(
     state, memory = progress.state, progress.state.memory
     standing = Standing.model_validate(
         {
-            "why": why, "version": state.version, "digest": digest, "time": time,
-            "arrivals": memory.arrivals, "weight": memory.weight,
+            "why": why,
+            "version": state.version,
+            "digest": digest,
+            "time": time,
+            "arrivals": memory.arrivals,
+            "weight": memory.weight,
             "memory": memory.model.digest_like(digest) if memory.model else None,
-            "held": progress.held, "mean_staleness": progress.mean_staleness,
-            "sizes": progress.norms.last, "samples": progress.norms.samples, **more,
+            "held": progress.held,
+            "mean_staleness": progress.mean_staleness,
+            "sizes": progress.norms.last,
+            "samples": progress.norms.samples,
+            **more,
         }
-    )  # fmt: skip
+    )
     return standing, tuple(state.models())
 
 
@@ -148,17 +155,19 @@ class Rebuild:
         used: tuple[Model, ...] = (before.state.model,)
         if isinstance(message, RoundClosed) and not message.late:
             used = tuple(before.state.models())
-            step = close_round(
-                self.strategy, before, message.round, drops=message.dropped > 0
-            )  # fmt: skip
+            step = close_round(self.strategy, before, message.round, drops=message.dropped > 0)
         elif is_used(message):
             self._check_fits(record, message.upload)
             spare = self.spare()
             used += (spare,)
             step = take(
-                self.strategy, before, message.upload, recorded(record, update), spare,
+                self.strategy,
+                before,
+                message.upload,
+                recorded(record, update),
+                spare,
                 weight=message.weight,
-            )  # fmt: skip
+            )
         else:
             step = Step(before)
         self.progress = step.after
@@ -334,15 +343,24 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
     said = segment.standing
     rebuild = Rebuild(segment)
     found = Recovered(
-        head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
-        version=said.version, digest=said.digest, time=said.time, made=said.made,
-        journalled=said.journalled, counts=said.counts,
+        head=segment.head,
+        progress=rebuild.progress,
+        checkpoint=rebuild.progress,
+        version=said.version,
+        digest=said.digest,
+        time=said.time,
+        made=said.made,
+        journalled=said.journalled,
+        counts=said.counts,
         done={end.task: end for end in _ends(segment)},
-        rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
-        ending=segment.beginning, norms=rebuild.progress.norms,
+        rounds=list(said.rounds),
+        forgotten=said.forgotten,
+        finished=said.finished,
+        ending=segment.beginning,
+        norms=rebuild.progress.norms,
         quarantines=Quarantines(said.quarantines, said.quarantined),
         stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
-    )  # fmt: skip
+    )
     for record in segment.records():
         message = record.entry
         if until == found.digest and message.digest is not None:
@@ -412,7 +430,12 @@ def end_of(record: Taken) -> End:
     """How a task ended, according to its record."""
     used = record.outcome in ("applied", "buffered")
     return End(
-        task=record.upload.task, attempt=record.upload.attempt, outcome=record.outcome,
-        reason=record.reason, device=record.upload.device, version=record.version,
-        staleness=record.staleness, weight=record.weight if used else None,
-    )  # fmt: skip
+        task=record.upload.task,
+        attempt=record.upload.attempt,
+        outcome=record.outcome,
+        reason=record.reason,
+        device=record.upload.device,
+        version=record.version,
+        staleness=record.staleness,
+        weight=record.weight if used else None,
+    )

@@ -171,8 +171,13 @@ class QuarantineSet(Message):
 
 EntryRecord: TypeAlias = Taken | RoundClosed | QuarantineSet  # of an entry of the queue
 KINDS: tuple[type[Message], ...] = (
-    SegmentHead, Standing, DeviceVector, Taken, RoundClosed, QuarantineSet,
-)  # fmt: skip
+    SegmentHead,
+    Standing,
+    DeviceVector,
+    Taken,
+    RoundClosed,
+    QuarantineSet,
+)
 
 
 def name_of(epoch: int, number: int) -> str:

@@ -337,12 +337,16 @@ class Replayer:
                 step = other or done
                 if begun and step is not None:
                     yield Moment(
-                        message=message, place=record.place, step=step,
+                        message=message,
+                        place=record.place,
+                        step=step,
                         original=was.progress if was is not None else None,
                         identical=True if was is not None and message.digest else None,
-                        base=base, unused=what_if.unused if what_if is not None else "",
-                        _segment=segment, _record=record,
-                    )  # fmt: skip
+                        base=base,
+                        unused=what_if.unused if what_if is not None else "",
+                        _segment=segment,
+                        _record=record,
+                    )
             if self._until is not None and version >= self._until:
                 return
             begun = begun or version >= self.begin

@@ -86,9 +86,11 @@ def direction(upload: Upload, sent: Model, x: Model) -> Floats:
 
 
 def stats(
-    chain: Sequence[Segment], ahead: int, read: Read = lambda _bytes: None,
+    chain: Sequence[Segment],
+    ahead: int,
+    read: Read = lambda _bytes: None,
     until: int | None = None,
-) -> dict[int, Share]:  # fmt: skip
+) -> dict[int, Share]:
     """Each device's share, by device number. ``until``: in the versions up to this one.
 
     ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions

@@ -72,7 +72,7 @@ class WhatIf:
             used += step.after.state.models()
             closed = close_round(
                 self._rule, step.after, step.after.state.version, drops=_is_dropped(message)
-            )  # fmt: skip
+            )
             step = Step(closed.after, step.decision, closed.made)
         self.progress = step.after
         in_use = {id(model) for model in step.after.state.models()}

@@ -107,9 +107,13 @@ class Writer:
                 f"{self.path}: a message of {len(encoded)} bytes; the limit is {LONGEST}"
             )
         begin, checksum = packed(
-            encoded, payload=sum(one.buffer.nbytes for one in blocks), synced=self._synced,
-            offset=self.size, follows=self.chain, salt=self._salt,
-        )  # fmt: skip
+            encoded,
+            payload=sum(one.buffer.nbytes for one in blocks),
+            synced=self._synced,
+            offset=self.size,
+            follows=self.chain,
+            salt=self._salt,
+        )
         # Only a standing has several models; they are joined without padding between them.
         alone = blocks[0].pages if len(blocks) == 1 else None
         block = _joined(blocks) if alone is None and blocks else alone

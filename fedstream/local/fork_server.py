@@ -39,9 +39,14 @@ from fedstream.runtime.process import BOTH
 MOST = 1 << 20  # bytes of a message
 # What takes long to import: no module of a user's, for those may start threads.
 _MODULES = (
-    "torch", "fedstream.cli.app", "fedstream.cli.services", "fedstream.settings.services",
-    "fedstream.trainer.images", "fedstream.trainer.learner", "fedstream.trainer.texts",
-)  # fmt: skip
+    "torch",
+    "fedstream.cli.app",
+    "fedstream.cli.services",
+    "fedstream.settings.services",
+    "fedstream.trainer.images",
+    "fedstream.trainer.learner",
+    "fedstream.trainer.texts",
+)
 _CANNOT = 71  # exit code of a fork that could not become a service
 
 

@@ -59,12 +59,17 @@ class Interpreters:
         """Start a process. Raises OSError."""
         with log.open("ab") as out:
             return await asyncio.create_subprocess_exec(
-                sys.executable, *_MODULE, "fedstream", *words,
-                stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out,
+                sys.executable,
+                *_MODULE,
+                "fedstream",
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
                 env={**environment, parent.VARIABLE: str(os.getpid())},
                 # Its own session: Ctrl-C must reach only us, because we stop services in order.
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
 
 class Forked:
@@ -99,10 +104,12 @@ def _executed() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     with theirs:
         return ours, subprocess.Popen(  # noqa: S603  (ourselves)
             [sys.executable, *_MODULE, _SERVER, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             env={name: os.environ[name] for name in os.environ if name != parent.VARIABLE},
-            pass_fds=(theirs.fileno(),), start_new_session=True,
-        )  # fmt: skip
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
 
 
 class _Server:

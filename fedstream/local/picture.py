@@ -34,9 +34,12 @@ class Drawn:
             f"{view.run.devices} devices, {who_trains} · {view.head.version} versions"
         )
         return cls(
-            title, view.run.created, view.run.devices,
-            dict(history.versions), dict(history.evaluations),
-        )  # fmt: skip
+            title,
+            view.run.created,
+            view.run.devices,
+            dict(history.versions),
+            dict(history.evaluations),
+        )
 
     def png(self) -> bytes:
         """Draw it."""

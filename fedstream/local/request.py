@@ -64,7 +64,7 @@ class OverHttp:
         options = [word for one in sets for word in ("--set", one)]
         return Program(
             GATEWAY, GATEWAY, ("--name", GATEWAY, "--config", str(config), *options), drain_s
-        )  # fmt: skip
+        )
 
     def is_open(self) -> bool:
         """Whether the gateway takes connections by now."""
@@ -78,16 +78,24 @@ class OverHttp:
         )
         return [
             Program(
-                f"device-{device}", "device",
+                f"device-{device}",
+                "device",
                 (
-                    "--url", self.url, "--ca", str(self.folder / _CA),
-                    "--key", str(self.folder / f"device-{device}.pem"), "--config", str(config),
+                    "--url",
+                    self.url,
+                    "--ca",
+                    str(self.folder / _CA),
+                    "--key",
+                    str(self.folder / f"device-{device}.pem"),
+                    "--config",
+                    str(config),
                 ),
-                _DRAIN_S, ends=True,
+                _DRAIN_S,
+                ends=True,
                 environment={"FEDSTREAM_INVITE": text},  # which `ps` doesn't show
             )
             for device, text in made.invites.items()
-        ]  # fmt: skip
+        ]
 
 
 def configured(settings: Settings, count: int, out: Path) -> Settings:

@@ -94,9 +94,11 @@ def write(
         yield report.CURVES
     if view is not None and model is not None and view.head.version > 0:  # else untrained
         about = {
-            "version": str(view.head.version), "digest": view.head.digest,
-            "run": settings.run.name, "task": settings.task.name,
-        } | as_given(view.head)  # fmt: skip
+            "version": str(view.head.version),
+            "digest": view.head.digest,
+            "run": settings.run.name,
+            "task": settings.task.name,
+        } | as_given(view.head)
         report.write_model(out, model, subject.module, about)
         yield report.MODEL
         if settings.evaluator.per_device != "never":

@@ -139,13 +139,15 @@ class LocalRun:
         keys = Keys(settings.run.name)
         self._observer = Observer(self._client, keys)
         self._trackers = Trackers(
-            SinksLedger(self._client, keys, "run"), settings.sinks, request.out,
+            SinksLedger(self._client, keys, "run"),
+            settings.sinks,
+            request.out,
             request.out / results.LOGS / "sinks.log",
-        )  # fmt: skip
+        )
         config = request.out / CONFIG
         services = programs(
             settings, request.trainers, config, port, changed_rules=request.changed_rules
-        )  # fmt: skip
+        )
         self._later = list[Program]()  # started once devices over HTTPS are there
         if over_http is not None:
             self._later = [one for one in services if one.role == "scheduler"]
@@ -354,10 +356,14 @@ class LocalRun:
         finally:
             await self._client.close()
         facts = results.facts(
-            request, subject, view, how,
-            seconds=uptime() - self._started, ended=self._client.clock.now(),
+            request,
+            subject,
+            view,
+            how,
+            seconds=uptime() - self._started,
+            ended=self._client.clock.now(),
             restarts=self._supervisor.restarts,
-        )  # fmt: skip
+        )
         numbers = report.summary(facts, history, view)
         code, files, picture = how.code, list[str](), None
         if view is not None:

@@ -102,8 +102,15 @@ def is_answering(host: str, port: int) -> bool:
 
 # Producers of work stop before its consumers, so that nothing is left half done.
 STOP_ORDER = (
-    "scheduler", "trainer", "device", "gateway", "coordinator", "updater", "evaluator", "sinks",
-)  # fmt: skip
+    "scheduler",
+    "trainer",
+    "device",
+    "gateway",
+    "coordinator",
+    "updater",
+    "evaluator",
+    "sinks",
+)
 
 _MOST_DELAY_S = 10.0
 _STEADY_S = 30.0  # a process that ran this long counts as working
@@ -249,8 +256,9 @@ class Child:
         program, supervisor = self.program, self._supervisor
         self.process = await supervisor.launcher.start(
             [program.role, *program.arguments],
-            {**supervisor.environment, **program.environment}, self._log,
-        )  # fmt: skip
+            {**supervisor.environment, **program.environment},
+            self._log,
+        )
         if self._stopping.is_set():
             self._terminate()
         return await self.process.wait(), self.process.pid, at

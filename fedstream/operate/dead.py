@@ -227,10 +227,15 @@ def page(found: DeadLetters) -> RenderableType:
     for letter in found.letters:
         dead = letter.dead
         table.add_row(
-            cell(letter.id), clock(dead.time, _AT), cell(dead.stream), cell(letter.task or "-"),
+            cell(letter.id),
+            clock(dead.time, _AT),
+            cell(dead.stream),
+            cell(letter.task or "-"),
             "-" if letter.device is None else number(letter.device),
-            cell(spaced(letter.ended) or "-"), number(dead.deliveries), cell(dead.reason),
-        )  # fmt: skip
+            cell(spaced(letter.ended) or "-"),
+            number(dead.deliveries),
+            cell(dead.reason),
+        )
     kept = "1,000 are kept, 100 per site, for coordinator.letter_days"
     lost = [f"{found.lost} older ones were deleted: {kept}"] if found.lost else []
     return Group(table, *lost)

@@ -245,12 +245,23 @@ def _table(found: Sequence[Device]) -> Table:
         table.add_column(name)
     for one in found:
         barred = one.quarantine
-        about: Mapping[str, str] = {} if barred is None else {
-            "since": clock(barred.since, _AT), "version": str(barred.version), "why": barred.why,
-        }  # fmt: skip
+        about: Mapping[str, str] = (
+            {}
+            if barred is None
+            else {
+                "since": clock(barred.since, _AT),
+                "version": str(barred.version),
+                "why": barred.why,
+            }
+        )
         table.add_row(
-            str(one.device), str(one.used), str(one.outcomes["refused"]),
-            str(one.outcomes["given_up"]), "" if one.seen is None else clock(one.seen, _AT),
-            about.get("since", ""), about.get("version", ""), cell(about.get("why", "")),
-        )  # fmt: skip
+            str(one.device),
+            str(one.used),
+            str(one.outcomes["refused"]),
+            str(one.outcomes["given_up"]),
+            "" if one.seen is None else clock(one.seen, _AT),
+            about.get("since", ""),
+            about.get("version", ""),
+            cell(about.get("why", "")),
+        )
     return table

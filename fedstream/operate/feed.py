@@ -231,9 +231,11 @@ class Feeder:
                 if view.open or self._open:
                     return _LOOK_S
                 closing = CloseRound(
-                    version=view.head.version, tasks=(), why=message.why,
+                    version=view.head.version,
+                    tasks=(),
+                    why=message.why,
                     drops=view.head.held if message.dropped else (),
-                )  # fmt: skip
+                )
                 await self._scheduler.ask(closing)
                 todo.done()
                 self._closing = True
@@ -252,9 +254,12 @@ class Feeder:
 
     def _triggering(self, upload: Upload) -> Trigger:
         return Trigger(
-            task=task_id(round(self._ledger.now() * 1000)), device=upload.device, seed=0,
-            steps=max(1, upload.steps), why=f"replay of {upload.task}",
-        )  # fmt: skip
+            task=task_id(round(self._ledger.now() * 1000)),
+            device=upload.device,
+            seed=0,
+            steps=max(1, upload.steps),
+            why=f"replay of {upload.task}",
+        )
 
     async def _receive(self) -> None:
         """Receive our tasks; after an error, first reclaim those already delivered to us."""
@@ -294,15 +299,21 @@ class Feeder:
                 return
             base = head.given if tau == head.version else await self._ledger.given(tau)
             said = await self._say(
-                task, task.entry,
+                task,
+                task.entry,
                 upload.model_copy(
                     update={
-                        "task": name, "attempt": _NAME, "trainer": _NAME, "tau": tau,
-                        "base": base or "forgotten", "site": POOL, "handed": None,
+                        "task": name,
+                        "attempt": _NAME,
+                        "trainer": _NAME,
+                        "tau": tau,
+                        "base": base or "forgotten",
+                        "site": POOL,
+                        "handed": None,
                         "chunks": blobs.chunks_of(upload.size),
                     }
                 ),
-            )  # fmt: skip
+            )
             if said == "unwritten":  # the update has expired; the task is still ours
                 self._unsure = True
                 return

@@ -250,9 +250,21 @@ class WrongOffset(Body):
 
 
 BODIES: Final[tuple[type[Body], ...]] = (
-    Nothing, Problem, Attestation, Enrolment, Enrolled, Access, CheckIn, Offer, Beat, Advice,
-    Surrender, UpdateReport, Receipt, WrongOffset,
-)  # fmt: skip
+    Nothing,
+    Problem,
+    Attestation,
+    Enrolment,
+    Enrolled,
+    Access,
+    CheckIn,
+    Offer,
+    Beat,
+    Advice,
+    Surrender,
+    UpdateReport,
+    Receipt,
+    WrongOffset,
+)
 
 
 def schemas() -> dict[str, Any]:

@@ -659,9 +659,12 @@ def _table(function: Callable[..., object], base: type[M], keys: Iterable[_Param
         with warnings.catch_warnings():  # a parameter may have the name of a method of BaseModel
             warnings.simplefilter("ignore", UserWarning)
             return create_model(
-                _name(function), __base__=base, __doc__=inspect.getdoc(function),
-                __module__=function.__module__, **fields,
-            )  # fmt: skip
+                _name(function),
+                __base__=base,
+                __doc__=inspect.getdoc(function),
+                __module__=function.__module__,
+                **fields,
+            )
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"its parameters can't be configured: {reason}") from error

@@ -103,9 +103,14 @@ class SecuredConnection(TlsConnection):
     __slots__ = ("_entrance",)
 
     def __init__(
-        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffers: TlsBuffers,
-        entrance: Entrance, *, within_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        make: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext,
+        buffers: TlsBuffers,
+        entrance: Entrance,
+        *,
+        within_s: float,
+    ) -> None:
         super().__init__(make, context, buffers, within_s=within_s)
         self._entrance = entrance
 
@@ -152,10 +157,14 @@ class ServedConnection(web.RequestHandler):
     ) -> None:
         """``entrance``: None if the connection has come through it, with TLS."""
         super().__init__(
-            server, loop=loop, keepalive_timeout=http.idle_s, lingering_time=_LINGER_S,
-            max_headers=_HEADERS, auto_decompress=False,
+            server,
+            loop=loop,
+            keepalive_timeout=http.idle_s,
+            lingering_time=_LINGER_S,
+            max_headers=_HEADERS,
+            auto_decompress=False,
             access_log=cast("Any", None),  # probes and scrapes would be most of the lines
-        )  # fmt: skip
+        )
         self._http = http
         self._entrance = entrance
         self._log = log
@@ -243,9 +252,18 @@ _HEALTH_CONNECTIONS = 64
 _BACKLOG = 4096
 # Why, before any route is asked or without one; `internal` is a fault of ours.
 REFUSED = (
-    "malformed", "no such route", "method", "busy", "address", "arrivals", "tls", "timeout",
-    "certificate", "host", "internal",
-)  # fmt: skip
+    "malformed",
+    "no such route",
+    "method",
+    "busy",
+    "address",
+    "arrivals",
+    "tls",
+    "timeout",
+    "certificate",
+    "host",
+    "internal",
+)
 _HERE = ("127.0.0.1", "localhost", "[::1]")
 _INSIDE = (".svc", ".svc.cluster.local")  # of a cluster: public DNS has no such names
 _PORT = re.compile(r":\d*\Z")
@@ -489,9 +507,13 @@ async def listening(
     def connection() -> ServedConnection:
         assert runner.server is not None  # noqa: S101  (it was set up)
         return ServedConnection(
-            runner.server, loop=loop, http=http, entrance=entrance if tls is None else None,
-            log=log, refused=refused,
-        )  # fmt: skip
+            runner.server,
+            loop=loop,
+            http=http,
+            entrance=entrance if tls is None else None,
+            log=log,
+            refused=refused,
+        )
 
     def connected() -> ServedConnection | SecuredConnection:
         if tls is None:
@@ -532,13 +554,11 @@ async def serving(
         named = http.model_copy(update={"hosts": http.hosts or ()})  # these need no secret
         at = listening(
             app, named, http.health_port, Crowd(_HEALTH_CONNECTIONS), log, refused=refused
-        )  # fmt: skip
+        )
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:
             app = application(routes, is_stopping, refused)
-            crowd = Crowd(
-                http.connections, http.address_connections, http.address_arrivals
-            )  # fmt: skip
+            crowd = Crowd(http.connections, http.address_connections, http.address_arrivals)
             at = listening(app, http, http.port, crowd, log, tls, refused)
             ports["port"] = await stack.enter_async_context(at)
         log.info("serving", host=http.host, **ports)

@@ -20,8 +20,11 @@ from fedstream.runtime.plugins import OneOf
 
 _WORDS = {float: "number", int: "integer", str: "text", bool: "true or false", NoneType: "none"}
 _LIMITS: dict[type, tuple[str, str]] = {
-    Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")
-}  # fmt: skip
+    Gt: (">", "gt"),
+    Ge: (">=", "ge"),
+    Lt: ("<", "lt"),
+    Le: ("<=", "le"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,15 @@ def keys_of(table: type[BaseModel], *, besides: Iterable[str] = ()) -> list[Key]
     said = _docstrings(table)
     left_out = set(besides)
     return [
-        Key(name, _values(one.annotation, one.metadata), _default(one),
-            one.description or said.get(name, ""))
+        Key(
+            name,
+            _values(one.annotation, one.metadata),
+            _default(one),
+            one.description or said.get(name, ""),
+        )
         for name, one in table.model_fields.items()
         if name not in left_out and not one.exclude
-    ]  # fmt: skip
+    ]
 
 
 def _values(annotation: Any, metadata: Iterable[object] = ()) -> str:

@@ -128,10 +128,15 @@ class Crowd:
         self.most = most
         self.of_address = of_address
         self.arrivals = arrivals
-        self._lately = None if arrivals is None else Buckets(
-            arrivals, at_once=most if of_address is None else min(most, of_address),
-            remembered=_REMEMBERED,
-        )  # fmt: skip
+        self._lately = (
+            None
+            if arrivals is None
+            else Buckets(
+                arrivals,
+                at_once=most if of_address is None else min(most, of_address),
+                remembered=_REMEMBERED,
+            )
+        )
         self._inside: dict[object, str] = {}
         self._from: Counter[str] = Counter()
 

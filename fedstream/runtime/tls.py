@@ -80,17 +80,30 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """
 
     __slots__ = (
-        "_above", "_buffers", "_context", "_has_begun", "_has_failed", "_make", "_steps", "_timer",
-        "_tls", "_wire", "_within_s",
-    )  # fmt: skip
+        "_above",
+        "_buffers",
+        "_context",
+        "_has_begun",
+        "_has_failed",
+        "_make",
+        "_steps",
+        "_timer",
+        "_tls",
+        "_wire",
+        "_within_s",
+    )
     # Both from when there is a socket.
     _tls: ssl.SSLObject
     _wire: Any  # its transport
 
     def __init__(
-        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext, buffers: TlsBuffers, *,
+        self,
+        make: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext,
+        buffers: TlsBuffers,
+        *,
         within_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``make``: the protocol above. ``buffers``: of the loop. ``within_s``: to agree on TLS."""
         super().__init__()
         self._make = make

@@ -114,10 +114,11 @@ class Spans:
         self._run, self._ratio = run, settings.ratio
         self._resource = Resource(
             {
-                "service.name": f"fedstream-{role}", "service.instance.id": name,
+                "service.name": f"fedstream-{role}",
+                "service.instance.id": name,
                 "fedstream.run": run,
             }
-        )  # fmt: skip
+        )
         self._exporter: SpanExporter = OTLPSpanExporter(endpoint=settings.endpoint, timeout=_SEND_S)
         self._processor = BatchSpanProcessor(
             self._exporter, max_queue_size=_QUEUE, schedule_delay_millis=_EVERY_MS

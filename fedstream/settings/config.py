@@ -270,9 +270,14 @@ def read(
     programs that the file names may run. ``keys``: as :func:`load` takes them.
     """
     settings = load(
-        Settings, path=path, environ=os.environ, sets=sets, options=options, trusted=trusted,
+        Settings,
+        path=path,
+        environ=os.environ,
+        sets=sets,
+        options=options,
+        trusted=trusted,
         keys=keys,
-    )  # fmt: skip
+    )
     given = (option.name for option in options if option.key == "run.name")
     check_name(next(given, "run.name"), settings.run.name)
     return settings

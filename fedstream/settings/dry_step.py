@@ -212,10 +212,16 @@ def _trained(
         length, few = _shortest(settings), _first(data, solver.batch_size or samples)
     until = time.monotonic() + _TRY_S
     work = Work(
-        device=device, task="dry step", version=0, seed=settings.run.seed,
-        steps=length.steps, epochs=length.epochs, seconds=length.seconds, solver=solver,
+        device=device,
+        task="dry step",
+        version=0,
+        seed=settings.run.seed,
+        steps=length.steps,
+        epochs=length.epochs,
+        seconds=length.seconds,
+        solver=solver,
         cancelled=lambda: cancelled() or time.monotonic() > until,
-    )  # fmt: skip
+    )
     rule = settings.rule.build()
     try:
         return _on_few(lambda rows: _step(task, rows, place, work, rule), few, data)

@@ -103,9 +103,14 @@ def settings_of(
         with opened(folder) as chain:
             recorded[_VARIABLE] = chain[-1].head.task
     settings = load(
-        Settings, path=file, environ=recorded | dict(os.environ), sets=sets,
-        options=options(**given), trusted=trusted, keys=_MEASURING,
-    )  # fmt: skip
+        Settings,
+        path=file,
+        environ=recorded | dict(os.environ),
+        sets=sets,
+        options=options(**given),
+        trusted=trusted,
+        keys=_MEASURING,
+    )
     if not trusted:
         check_task(settings, file or folder, sets, given.get("task"), otherwise)
     return settings

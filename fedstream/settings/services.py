@@ -145,9 +145,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
     devices = devices_of(settings, task)
     try_model(settings, task)
     rule = settings.rule.build()
-    model, start = first_model(
-        task, settings.run.seed, settings.run.start, controls=rule.controls
-    )  # fmt: skip
+    model, start = first_model(task, settings.run.seed, settings.run.start, controls=rule.controls)
     run = Run(
         layout=model.layout,
         strategy=settings.strategy.name,
@@ -170,11 +168,16 @@ def _coordinator(
 ) -> tuple[Service, float]:
     policy, solvers = settings.policy, Solvers(settings.solver, settings.solvers)
     service = Coordinator(
-        settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
+        settings.coordinator,
+        settings.lease,
+        keys=keys,
+        redis=settings.redis,
+        name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
         lr_of=(lambda device: solvers[device].lr) if settings.rule.by_steps else None,
-        tokens=tokens_of(settings.http, settings.page.operator_token), page=page,
-    )  # fmt: skip
+        tokens=tokens_of(settings.http, settings.page.operator_token),
+        page=page,
+    )
     return service, settings.coordinator.drain_s
 
 
@@ -185,22 +188,32 @@ def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         return eligible(availability, device, run.seed, now - run.created)
 
     service = Scheduler(
-        settings.scheduler, settings.policy,
-        keys=keys, redis=settings.redis, name=name, seed=settings.run.seed,
+        settings.scheduler,
+        settings.policy,
+        keys=keys,
+        redis=settings.redis,
+        name=name,
+        seed=settings.run.seed,
         is_eligible=None if isinstance(availability, AlwaysAvailable) else is_eligible,
         participation=settings.participation,
-    )  # fmt: skip
+    )
     return service, settings.scheduler.drain_s
 
 
 def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
     service = Updater(
-        settings.updater, settings.rule, settings.journal,
-        keys=keys, redis=settings.redis, name=name, create_run=lambda: create_run(settings),
+        settings.updater,
+        settings.rule,
+        settings.journal,
+        keys=keys,
+        redis=settings.redis,
+        name=name,
+        create_run=lambda: create_run(settings),
         versions=settings.run.versions if "versions" in settings.run.model_fields_set else 0,
-        parts=part_sources(settings), published_as=settings.wire.of_models,
+        parts=part_sources(settings),
+        published_as=settings.wire.of_models,
         digests=settings.wire.digest,
-    )  # fmt: skip
+    )
     return service, settings.updater.drain_s
 
 
@@ -213,11 +226,19 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         return task
 
     service = Trainer(
-        settings.trainer, settings.solver, settings.devices, settings.lease,
-        keys=keys, redis=settings.redis, name=name, load=load,
-        solvers=settings.solvers, participation=settings.participation,
-        wire=settings.wire.of_updates, run_devices=settings.task.devices,
-    )  # fmt: skip
+        settings.trainer,
+        settings.solver,
+        settings.devices,
+        settings.lease,
+        keys=keys,
+        redis=settings.redis,
+        name=name,
+        load=load,
+        solvers=settings.solvers,
+        participation=settings.participation,
+        wire=settings.wire.of_updates,
+        run_devices=settings.task.devices,
+    )
     return service, settings.trainer.drain_s
 
 
@@ -230,9 +251,14 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         return task
 
     service = Evaluator(
-        settings.evaluator, keys=keys, redis=settings.redis, name=name,
-        load=load, target=settings.run.target_accuracy, run_devices=settings.task.devices,
-    )  # fmt: skip
+        settings.evaluator,
+        keys=keys,
+        redis=settings.redis,
+        name=name,
+        load=load,
+        target=settings.run.target_accuracy,
+        run_devices=settings.task.devices,
+    )
     return service, settings.evaluator.drain_s
 
 
@@ -251,9 +277,13 @@ def _gateway(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
             f"the gateway needs the package {error.name}: pip install 'fedstream[gateway]'"
         ) from error
     service = Gateway(
-        settings.gateway, settings.lease, keys=keys, redis=settings.redis, name=name,
+        settings.gateway,
+        settings.lease,
+        keys=keys,
+        redis=settings.redis,
+        name=name,
         update=settings.wire.of_updates,
-    )  # fmt: skip
+    )
     return service, settings.gateway.drain_s
 
 
@@ -282,9 +312,15 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
     # After the gateway was made, which notices renewals.
     tls = settings.gateway.tls() if role == "gateway" else None
     return serve(
-        service, http=http_of(role, settings), log=settings.log, run=settings.run.name, name=name,
-        drain_s=drain_s, tracing=settings.tracing, tls=tls,
-    )  # fmt: skip
+        service,
+        http=http_of(role, settings),
+        log=settings.log,
+        run=settings.run.name,
+        name=name,
+        drain_s=drain_s,
+        tracing=settings.tracing,
+        tls=tls,
+    )
 
 
 def http_of(role: str, settings: Settings) -> HttpSettings:

@@ -89,9 +89,11 @@ def _load_version(start: StartingPoint, into: Model, where: str) -> str:
             head = chain[-1].head
             theirs = Layout.decode(head.layout).without_controls()
             _check(
-                theirs.tensors, into.layout, where,
+                theirs.tensors,
+                into.layout,
+                where,
                 hint=f" (that run trained the task {head.task!r})",
-            )  # fmt: skip
+            )
             found, digest = model_at(chain, version)
     except NotTrusted as error:
         raise ConfigError(

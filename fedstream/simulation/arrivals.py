@@ -154,9 +154,17 @@ def _drawn(
             counts = limit is None or d <= limit
             n += 1
             yield Arrival(
-                n - 1, device, task_seed, length.steps, length.epochs, version - d, version,
-                makes=used + counts == size, oldest=oldest, time=float(n),
-            )  # fmt: skip
+                n - 1,
+                device,
+                task_seed,
+                length.steps,
+                length.epochs,
+                version - d,
+                version,
+                makes=used + counts == size,
+                oldest=oldest,
+                time=float(n),
+            )
             has_failed = n - 1 in failed
             rests.ended(device, n, failed=has_failed)
             used += counts and not has_failed
@@ -237,9 +245,14 @@ class _Clock:
         end = self._end(device, part * simulated.latency_s)
         given_up = self._now + self._timeout_s
         task = _Working(
-            self._issued, device, seed, length.steps, length.epochs, self._version,
+            self._issued,
+            device,
+            seed,
+            length.steps,
+            length.epochs,
+            self._version,
             answers=end < given_up and not simulated.drops_out,
-        )  # fmt: skip
+        )
         self._open[device] = task
         self._rests.begin(device, self._now)
         self._issued += 1
@@ -308,9 +321,17 @@ class _Clock:
         if makes:
             self._version, self._used = version + 1, 0
         return Arrival(
-            task.n, task.device, task.seed, task.steps, task.epochs, task.tau, version,
-            makes=makes, oldest=self._oldest(task), time=self._now,
-        )  # fmt: skip
+            task.n,
+            task.device,
+            task.seed,
+            task.steps,
+            task.epochs,
+            task.tau,
+            version,
+            makes=makes,
+            oldest=self._oldest(task),
+            time=self._now,
+        )
 
     def _oldest(self, *more: _Working) -> int:
         """Oldest version that open tasks and ``more`` started from, or a new task would."""
@@ -353,9 +374,17 @@ class _Clock:
     def _traffic(self, last: float) -> Traffic:
         """What a policy sees."""
         return Traffic(
-            self._now, 0.0, self._issued, self._version, self._open.keys(), self._able(),
-            0, self._mean_staleness, last, 0,
-        )  # fmt: skip
+            self._now,
+            0.0,
+            self._issued,
+            self._version,
+            self._open.keys(),
+            self._able(),
+            0,
+            self._mean_staleness,
+            last,
+            0,
+        )
 
     def _able(self) -> Sequence[int]:
         """The devices that don't rest after failures."""

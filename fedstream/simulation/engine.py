@@ -156,9 +156,15 @@ def simulate(
 
     with use_of_torch(settings.simulation), ExitStack() as stack:
         run = _Simulation(
-            settings, task or task_of(settings), arrivals, journal,
-            lineage or secrets.token_hex(8), on_version, on_error, cancelled,
-        )  # fmt: skip
+            settings,
+            task or task_of(settings),
+            arrivals,
+            journal,
+            lineage or secrets.token_hex(8),
+            on_version,
+            on_error,
+            cancelled,
+        )
         stack.callback(run.close)
         return run.result()
 
@@ -275,7 +281,7 @@ class _Simulation:
         with blamed("model()"):
             x_0, self._start = first_model(
                 task, settings.run.seed, settings.run.start, controls=self._strategy.controls
-            )  # fmt: skip
+            )
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
         self._measure = Measuring(settings, task, self._training, self._devices, tried.test_data)
         self._progress = Progress(State(0, x_0))
@@ -336,12 +342,24 @@ class _Simulation:
         module, model = self._training.module, self._models.published.model.copy()
         load(model, module)
         return SimulationResult(
-            self._versions, model, module, self._devices, state, why, self._refused,
-            self._given_up, dict(sorted(failing.items())), time.perf_counter() - began,
-            self._measuring, self._training.together, self._start,
-            self._measure.per_device, self._transport.update_bytes, self._goal,
+            self._versions,
+            model,
+            module,
+            self._devices,
+            state,
+            why,
+            self._refused,
+            self._given_up,
+            dict(sorted(failing.items())),
+            time.perf_counter() - began,
+            self._measuring,
+            self._training.together,
+            self._start,
+            self._measure.per_device,
+            self._transport.update_bytes,
+            self._goal,
             self._transport.remembering,
-        )  # fmt: skip
+        )
 
     # arrivals, and training ahead of them
 
@@ -419,9 +437,13 @@ class _Simulation:
     def _job(self, arrival: Arrival) -> Job:
         base, vectors = self._models.base(arrival.tau), self._progress.state.memory.devices
         return Job(
-            arrival, base.model, base.version, base.digest, self._spare(),
+            arrival,
+            base.model,
+            base.version,
+            base.digest,
+            self._spare(),
             vectors[arrival.device] if vectors is not None else None,
-        )  # fmt: skip
+        )
 
     def _follow(self, event: PlannedEvent) -> None:
         """Advance the plan's newest version, and drop versions that no device will start from."""
@@ -443,21 +465,34 @@ class _Simulation:
         self._cost.answers += 1
         sent, undecodable = self._transport.send(arrival.device, update, arrival.seed)
         upload = Upload(
-            task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
-            tau=job.version, base=job.digest, layout=update.layout.signature,
+            task=f"task-{arrival.n}",
+            attempt="1",
+            device=arrival.device,
+            trainer="simulation",
+            tau=job.version,
+            base=job.digest,
+            layout=update.layout.signature,
             digest=sent.digest_like(self._digest) if self._journal else _NO_DIGEST,
-            size=sent.buffer.nbytes, format=self._transport.format,
-            samples=trained.samples, steps=trained.steps, loss=trained.loss,
-            lr=trained.lr or self._training.solver(arrival.device).lr, sends=self._strategy.sends,
-        )  # fmt: skip
+            size=sent.buffer.nbytes,
+            format=self._transport.format,
+            samples=trained.samples,
+            steps=trained.steps,
+            loss=trained.loss,
+            lr=trained.lr or self._training.solver(arrival.device).lr,
+            sends=self._strategy.sends,
+        )
         rule, limits = self._strategy, self._settings.updater
         sizes: Counted = ()
         refusal = refusals.by_word(upload, rule, before.state) or undecodable
         if not refusal:
             refusal, sizes = refusals.by_content(
-                upload, rule, update, before,
-                max_norm=limits.max_norm, norm_factor=limits.norm_factor,
-            )  # fmt: skip
+                upload,
+                rule,
+                update,
+                before,
+                max_norm=limits.max_norm,
+                norm_factor=limits.norm_factor,
+            )
         before = self._progress = before.with_sizes(sizes)
         if refusal:
             self._refuse(upload, refusal, arrival.time, sizes)
@@ -532,9 +567,16 @@ class _Simulation:
         losses = [update.loss for update in updates if update.loss is not None]
         cost = self._cost
         return VersionMade(
-            state.version, updates, cost.used, cost.gradients, cost.epochs, 2 * cost.answers,
-            at, sum(losses) / len(losses) if losses else None, metrics,
-        )  # fmt: skip
+            state.version,
+            updates,
+            cost.used,
+            cost.gradients,
+            cost.epochs,
+            2 * cost.answers,
+            at,
+            sum(losses) / len(losses) if losses else None,
+            metrics,
+        )
 
     def _tell(self, made: VersionMade | None) -> None:
         if made is None:

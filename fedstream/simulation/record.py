@@ -64,15 +64,25 @@ class SimulationRecorder:
             needs.append(DROPPED_ROUNDS)
         head = SegmentHead(
             needs=tuple(sorted(needs)),
-            epoch=1, number=0, lineage=lineage, run=settings.run.name,
-            task=settings.task.name, devices=devices, versions=settings.run.versions,
-            seed=settings.run.seed, created=0.0, strategy=settings.rule.model_dump(mode="json"),
+            epoch=1,
+            number=0,
+            lineage=lineage,
+            run=settings.run.name,
+            task=settings.task.name,
+            devices=devices,
+            versions=settings.run.versions,
+            seed=settings.run.seed,
+            created=0.0,
+            strategy=settings.rule.model_dump(mode="json"),
             layout=progress.state.model.layout.encode(),
-            release=f"numpy {np.__version__}, {platform.machine()}, simulated", time=time.time(),
-            start=start, goal=dict(goal) or None,
-            sources=sources_of(settings.rule), parts=part_sources(settings),
+            release=f"numpy {np.__version__}, {platform.machine()}, simulated",
+            time=time.time(),
+            start=start,
+            goal=dict(goal) or None,
+            sources=sources_of(settings.rule),
+            parts=part_sources(settings),
             format=settings.wire.of_models.name,
-        )  # fmt: skip
+        )
         standing, models = standing_of(progress, "begun", digest=digest, time=0.0)
         self._writer = Writer(folder, head, standing, *models)
 
@@ -84,10 +94,15 @@ class SimulationRecorder:
         if decision is None or decision.outcome == "dropped":
             raise RuntimeError("an update that was not used")
         self._add(
-            upload, about, decision.outcome, decision.staleness, step.after.state.version,
-            weight=decision.weight, payload=(sent,) if self._settings.weights else (),
+            upload,
+            about,
+            decision.outcome,
+            decision.staleness,
+            step.after.state.version,
+            weight=decision.weight,
+            payload=(sent,) if self._settings.weights else (),
             sizes=sizes,
-        )  # fmt: skip
+        )
 
     def refused(
         self, upload: Upload, reason: str, version: int, about: Happened, sizes: Counted
@@ -110,11 +125,20 @@ class SimulationRecorder:
         sizes: Counted = (),
     ) -> None:
         record = Taken(
-            entry=f"{about.n}-0", upload=upload, outcome=outcome, reason=reason,
-            staleness=staleness, weight=weight, version=version, digest=about.digest,
-            given=about.given, time=about.time, received=about.time, finished=about.finished,
+            entry=f"{about.n}-0",
+            upload=upload,
+            outcome=outcome,
+            reason=reason,
+            staleness=staleness,
+            weight=weight,
+            version=version,
+            digest=about.digest,
+            given=about.given,
+            time=about.time,
+            received=about.time,
+            finished=about.finished,
             sizes=sizes,
-        )  # fmt: skip
+        )
         self._writer.append(record, *payload)
 
     def round_over(
@@ -122,10 +146,17 @@ class SimulationRecorder:
     ) -> None:
         """Record the end of the round based on version ``round_``; ``dropped``: updates."""
         record = RoundClosed(
-            entry=f"{about.n}-0", round=round_, why=over.why, version=version, digest=about.digest,
-            dropped=dropped, given=about.given, time=about.time, received=about.time,
+            entry=f"{about.n}-0",
+            round=round_,
+            why=over.why,
+            version=version,
+            digest=about.digest,
+            dropped=dropped,
+            given=about.given,
+            time=about.time,
+            received=about.time,
             finished=about.finished,
-        )  # fmt: skip
+        )
         self._writer.append(record)
 
     def close(self) -> None:

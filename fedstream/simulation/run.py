@@ -77,9 +77,14 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
         stop.at_once = partial(console(err=True).show_cursor, True)
         with _progress(settings.run.versions, quiet=quiet) as show:
             outcome, numbers, files = simulate_into(
-                out, settings, task, journal=journal, picture=True, show=show,
+                out,
+                settings,
+                task,
+                journal=journal,
+                picture=True,
+                show=show,
                 cancelled=lambda: stop.name is not None,
-            )  # fmt: skip
+            )
     if not quiet:
         _show(outcome, numbers, [str(out / name) for name in files])
     return _CODES[outcome.state], numbers
@@ -114,18 +119,26 @@ def simulate_into(
 
         def heard(made: VersionMade, _model: object) -> None:
             version = Version(
-                version=made.version, time=made.time, epoch=1, digest="none", blob="none",
-                size=0, updates=made.updates,
-            )  # fmt: skip
+                version=made.version,
+                time=made.time,
+                epoch=1,
+                digest="none",
+                blob="none",
+                size=0,
+                updates=made.updates,
+            )
             history.publish(version)
             at = began + made.time
             sinks.publish(
                 version.model_copy(update={"time": at}),
                 Event(
-                    what="evaluation", service="simulation", time=at, version=made.version,
+                    what="evaluation",
+                    service="simulation",
+                    time=at,
+                    version=made.version,
                     metrics=made.metrics,
                 ),
-            )  # fmt: skip
+            )
             history.measure(made.version, made.metrics)
             for key, notice in history.notices(journal=journal):
                 if key not in told:
@@ -136,9 +149,14 @@ def simulate_into(
             show(made)
 
         outcome = simulate(
-            settings, task, journal=out / FOLDER if journal else None, on_version=heard,
-            on_error=partial(line, err=True), lineage=tracked.id, cancelled=cancelled,
-        )  # fmt: skip
+            settings,
+            task,
+            journal=out / FOLDER if journal else None,
+            on_version=heard,
+            on_error=partial(line, err=True),
+            lineage=tracked.id,
+            cancelled=cancelled,
+        )
         numbers = summary(settings, outcome, history)
         files = _write(settings, out, outcome, history, numbers, picture=picture)
         sinks.end(numbers, out / report.MODEL, finished=outcome.state == "finished")
@@ -189,9 +207,12 @@ def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade],
         yield _ProgressLines(versions).show
         return
     columns = (
-        TextColumn("simulate"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[measured]}"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("simulate"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[measured]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=here, transient=True) as bar:
         task = bar.add_task("simulate", total=versions, measured="")
 
@@ -287,9 +308,11 @@ def _write(
         f"{outcome.devices} devices, simulated · {numbers['versions']} versions"
     )
     about = {
-        "version": str(numbers["versions"]), "digest": outcome.model.digest(settings.wire.digest),
-        "run": settings.run.name, "task": settings.task.name,
-    }  # fmt: skip
+        "version": str(numbers["versions"]),
+        "digest": outcome.model.digest(settings.wire.digest),
+        "run": settings.run.name,
+        "task": settings.task.name,
+    }
     with report.usable(out):
         report.write_summary(out, numbers)
         report.Table(out, 0.0).write(history)
@@ -297,9 +320,13 @@ def _write(
             from fedstream.history import pictures
 
             pictures.draw(
-                out / report.CURVES, title, history, created=0.0, devices=outcome.devices,
+                out / report.CURVES,
+                title,
+                history,
+                created=0.0,
+                devices=outcome.devices,
                 time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
-            )  # fmt: skip
+            )
         report.write_model(out, outcome.model, outcome.module, about)
         if outcome.per_device:
             report.write_devices(out, outcome.per_device)

@@ -133,11 +133,18 @@ class Training:
         """Train one device as a trainer does."""
         arrival, controls = job.arrival, self._strategy.controls
         work = Work(
-            device=arrival.device, task=f"task-{arrival.n}", version=job.version,
-            seed=arrival.seed, steps=arrival.steps, epochs=arrival.epochs,
-            solver=self.solver(arrival.device), cancelled=self._cancelled, base=job.digest,
-            control=job.base.controls if controls else None, device_control=job.device_control,
-        )  # fmt: skip
+            device=arrival.device,
+            task=f"task-{arrival.n}",
+            version=job.version,
+            seed=arrival.seed,
+            steps=arrival.steps,
+            epochs=arrival.epochs,
+            solver=self.solver(arrival.device),
+            cancelled=self._cancelled,
+            base=job.digest,
+            control=job.base.controls if controls else None,
+            device_control=job.device_control,
+        )
         try:
             return self._solve(job, work)
         except DataError:  # a model may rely on contiguous activations, so try that layout
@@ -157,9 +164,13 @@ class Training:
 
     def _as_sent(self, job: Job, trained: Trained) -> Trained:
         return as_sent(
-            trained, job.into, job.base, job.device_control, self._strategy.sends,
+            trained,
+            job.into,
+            job.base,
+            job.device_control,
+            self._strategy.sends,
             self.solver(job.arrival.device).compression,
-        )  # fmt: skip
+        )
 
     @contextmanager
     def _layout(self) -> Iterator[None]:

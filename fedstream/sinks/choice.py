@@ -22,11 +22,12 @@ def _accept(value: object) -> type[SinkSettings] | None:
 
 
 SINKS: Door[type[SinkSettings]] = Door(
-    "fedstream.sinks", "sink",
+    "fedstream.sinks",
+    "sink",
     {"tensorboard": TensorBoardSettings, "mlflow": MLflowSettings, "wandb": WandbSettings},
     accept=_accept,
     expected="a class derived from fedstream.sinks.SinkSettings",
-)  # fmt: skip
+)
 SomeSink = Annotated[SinkSettings, OneOf(SINKS)]
 
 # Not parameters of a run: where and how its processes run, and what may be secret.

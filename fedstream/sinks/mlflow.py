@@ -95,9 +95,11 @@ class MLflow(Sink):
                 client.update_run(found.info.run_id, status="RUNNING")
         else:
             found = client.create_run(
-                experiment, start_time=round(run.created * 1000), run_name=run.name,
+                experiment,
+                start_time=round(run.created * 1000),
+                run_name=run.name,
                 tags={**settings.tags, _TAG: run.id},
-            )  # fmt: skip
+            )
         return found
 
     def _tell(self, parameters: Mapping[str, TrackedValue], known: Mapping[str, str]) -> None:

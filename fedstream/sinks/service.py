@@ -122,22 +122,29 @@ class SinkMetrics:
     def __init__(self, context: Context) -> None:
         registry = context.registry
         self.version = Gauge(
-            "fedstream_sink_version", "The newest version written to the tracker.", ["sink"],
+            "fedstream_sink_version",
+            "The newest version written to the tracker.",
+            ["sink"],
             registry=registry,
-        )  # fmt: skip
+        )
         self.points = Counter(
-            "fedstream_sink_points", "Versions and evaluations written to the tracker.",
-            ["sink", "kind"], registry=registry,
-        )  # fmt: skip
+            "fedstream_sink_points",
+            "Versions and evaluations written to the tracker.",
+            ["sink", "kind"],
+            registry=registry,
+        )
         self.lost = Gauge(
             "fedstream_sink_lost_versions",
             "Versions that Redis had trimmed before they could be written to the tracker.",
-            ["sink"], registry=registry,
-        )  # fmt: skip
-        self.failures = Counter(
-            "fedstream_sink_failures", "Attempts to write to the tracker that failed.", ["sink"],
+            ["sink"],
             registry=registry,
-        )  # fmt: skip
+        )
+        self.failures = Counter(
+            "fedstream_sink_failures",
+            "Attempts to write to the tracker that failed.",
+            ["sink"],
+            registry=registry,
+        )
 
 
 class Tracking:
@@ -270,9 +277,11 @@ class Tracking:
         if not (stopping or waited or self._feed.tried == head.version):
             return
         summary: dict[str, TrackedValue] = {
-            "versions": head.version, "why": run.why or "",
-            **tasks_of(await self._ledger.counts()), **self._feed.measured,
-        }  # fmt: skip
+            "versions": head.version,
+            "why": run.why or "",
+            **tasks_of(await self._ledger.counts()),
+            **self._feed.measured,
+        }
         if self._feed.lost:
             summary["versions not tracked"] = self._feed.lost
         model = await self._model(run, head) if self._settings.save_model else None

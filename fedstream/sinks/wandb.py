@@ -73,15 +73,27 @@ class Wandb(Sink):
 
         settings = self._settings
         self._run = wandb.init(
-            project=settings.project, entity=settings.entity, id=run.id, name=run.name,
-            dir=self._dir, mode=settings.mode, resume="allow", config=dict(run.parameters),
+            project=settings.project,
+            entity=settings.entity,
+            id=run.id,
+            name=run.name,
+            dir=self._dir,
+            mode=settings.mode,
+            resume="allow",
+            config=dict(run.parameters),
             reinit="create_new",  # leaves a run of the user's own alone
             settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
-                x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                save_code=False,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_disable_machine_info=True,
                 x_save_requirements=False,
             ),
-        )  # fmt: skip
+        )
         self._run.define_metric("version", hidden=True)
         self._run.define_metric("*", step_metric="version")
         if settings.mode == "online":

@@ -52,14 +52,19 @@ def _accept(value: object) -> type[Strategy] | None:
 
 
 RULES: Door[type[Strategy]] = Door(
-    "fedstream.strategies", "strategy",
+    "fedstream.strategies",
+    "strategy",
     {
-        "fedasync": FedAsyncSettings, "fedavg": FedAvgSettings, "fedbuff": FedBuffSettings,
-        "afa-cd": AfaCdSettings, "afa-cs": AfaCsSettings, "scaffold": ScaffoldSettings,
+        "fedasync": FedAsyncSettings,
+        "fedavg": FedAvgSettings,
+        "fedbuff": FedBuffSettings,
+        "afa-cd": AfaCdSettings,
+        "afa-cs": AfaCsSettings,
+        "scaffold": ScaffoldSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",
-)  # fmt: skip
+)
 StrategySettings = Annotated[Strategy, OneOf(RULES, tag="name")]
 
 _RULES: TypeAdapter[Strategy] = TypeAdapter(StrategySettings)

@@ -105,14 +105,18 @@ def _accept(value: object) -> type[StalenessFunction] | None:
 
 
 FUNCTIONS: Door[type[StalenessFunction]] = Door(
-    "fedstream.staleness", "staleness function",
+    "fedstream.staleness",
+    "staleness function",
     {
-        "constant": Constant, "linear": Linear, "polynomial": Polynomial,
-        "exponential": Exponential, "hinge": Hinge,
+        "constant": Constant,
+        "linear": Linear,
+        "polynomial": Polynomial,
+        "exponential": Exponential,
+        "hinge": Hinge,
     },
     accept=_accept,
     expected="a function of d, or a class derived from fedstream.strategies.StalenessFunction",
-)  # fmt: skip
+)
 Staleness = Annotated[StalenessFunction, OneOf(FUNCTIONS)]
 
 

@@ -160,7 +160,7 @@ def show(found: Sequence[Ranked], request: SweepRequest) -> None:
             "" if updates is None else f"{updates:.0f}",
             "" if seconds is None else f"{seconds:.1f}",
             *([cell(one.reason)] if len(table.columns) > len(keys) + 5 else []),
-        )  # fmt: skip
+        )
     console().print(table)
     if len(found) > _SHOWN:
         line(f"and {len(found) - _SHOWN} more in {request.out / results.TABLE}")
@@ -189,9 +189,15 @@ def as_json(found: Sequence[Ranked], ranking: Ranking) -> list[dict[str, Any]]:
     """The table for programs."""
     return [
         {
-            "keys": one.keys, "metric": ranking.metric, "mean": one.mean,
-            "deviation": one.deviation, "values": one.values, "runs": len(one.runs),
-            "failed": one.failed, "reason": one.reason, "configuration": one.configuration,
+            "keys": one.keys,
+            "metric": ranking.metric,
+            "mean": one.mean,
+            "deviation": one.deviation,
+            "values": one.values,
+            "runs": len(one.runs),
+            "failed": one.failed,
+            "reason": one.reason,
+            "configuration": one.configuration,
         }
         for one in found
-    ]  # fmt: skip
+    ]

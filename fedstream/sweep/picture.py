@@ -59,9 +59,12 @@ def _curves(axes: Axes, found: Sequence[Ranked], ranking: Ranking) -> None:
             [[_number(value) for value in curve[ranking.metric][:points]] for curve in runs]
         )
         axes.plot(
-            x, values.mean(axis=0), lw=1.5, **line_style(n),
+            x,
+            values.mean(axis=0),
+            lw=1.5,
+            **line_style(n),
             label=visible(words(line.keys)),
-        )  # fmt: skip
+        )
     if shown:
         axes.set_xlim(left=0)
         for text in axes.legend(fontsize=7, loc="best").get_texts():
@@ -84,9 +87,16 @@ def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> No
     x = [places[repr(line.keys[key])] for line in lines]
     y = [line.mean or 0.0 for line in lines]
     axes.errorbar(
-        x, y, [line.deviation or 0.0 for line in lines], fmt="o", ms=4, capsize=2, lw=0.9,
-        color=_ALL, label="configuration ± deviation",
-    )  # fmt: skip
+        x,
+        y,
+        [line.deviation or 0.0 for line in lines],
+        fmt="o",
+        ms=4,
+        capsize=2,
+        lw=0.9,
+        color=_ALL,
+        label="configuration ± deviation",
+    )
     if len(values) < len(lines):  # otherwise the means are the points themselves
         at = [places[repr(value)] for value in values]
         means = [
@@ -94,9 +104,14 @@ def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> No
             for value in values
         ]
         axes.plot(
-            at, means, color=_MEAN, lw=1.5 if numeric else 0, marker="_", ms=12,
+            at,
+            means,
+            color=_MEAN,
+            lw=1.5 if numeric else 0,
+            marker="_",
+            ms=12,
             label="mean at this value",
-        )  # fmt: skip
+        )
     if lines:
         axes.plot(x[0], y[0], marker="*", ms=12, lw=0, color=_BEST, label="the best")
         axes.legend(fontsize=7, loc="best")

@@ -194,17 +194,34 @@ def as_csv(found: Sequence[Ranked], metric: str) -> str:
     keys = list(dict.fromkeys(key for line in found for key in line.keys))
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
-        ["place", *keys, metric, "deviation", "runs", "failed", "updates", "staleness",
-         "seconds", "reason", "configuration"]
-    )  # fmt: skip
+        [
+            "place",
+            *keys,
+            metric,
+            "deviation",
+            "runs",
+            "failed",
+            "updates",
+            "staleness",
+            "seconds",
+            "reason",
+            "configuration",
+        ]
+    )
     for place, line in enumerate(found, start=1):
         writer.writerow(
             [
-                place, *(line.keys.get(key, "") for key in keys), _text(line.mean),
-                _text(line.deviation), len(line.runs), line.failed,
-                *map(_text, line.means()), line.reason, line.configuration,
+                place,
+                *(line.keys.get(key, "") for key in keys),
+                _text(line.mean),
+                _text(line.deviation),
+                len(line.runs),
+                line.failed,
+                *map(_text, line.means()),
+                line.reason,
+                line.configuration,
             ]
-        )  # fmt: skip
+        )
     return text.getvalue()
 
 

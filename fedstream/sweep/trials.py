@@ -182,16 +182,34 @@ def run_trial(trial: Trial) -> Finished:
         raise
     except FedstreamError as error:
         return Finished(
-            trial.configuration, trial.repeat, seed, "raised", str(error), 0, 0, 0, 0.0,
-            round(time.perf_counter() - began, 2), {},
-        )  # fmt: skip
+            trial.configuration,
+            trial.repeat,
+            seed,
+            "raised",
+            str(error),
+            0,
+            0,
+            0,
+            0.0,
+            round(time.perf_counter() - began, 2),
+            {},
+        )
     last = outcome.versions[-1]
     late = [update.staleness for made in outcome.versions for update in made.updates]
     return Finished(
-        trial.configuration, trial.repeat, seed, outcome.state, outcome.why, last.version,
-        last.used, last.gradients, sum(late) / len(late) if late else 0.0,
-        round(outcome.seconds, 2), curve(outcome.measured), dict(declared),
-    )  # fmt: skip
+        trial.configuration,
+        trial.repeat,
+        seed,
+        outcome.state,
+        outcome.why,
+        last.version,
+        last.used,
+        last.gradients,
+        sum(late) / len(late) if late else 0.0,
+        round(outcome.seconds, 2),
+        curve(outcome.measured),
+        dict(declared),
+    )
 
 
 @lru_cache(maxsize=1)

@@ -146,14 +146,24 @@ def _situation(rng: random.Random) -> Situation:
     open_ = rng.sample(devices, rng.randint(0, len(devices)))
     trainers = rng.randint(0, 20)
     return Situation(
-        now=began + last + rng.expovariate(1.0), issued=rng.randint(0, 10_000),
+        now=began + last + rng.expovariate(1.0),
+        issued=rng.randint(0, 10_000),
         version=rng.randint(0, 1000),
         open=tuple(Trigger(task=task_id(1), device=device, seed=0) for device in open_),
-        queue=0, backlog=0, kept=1, held=(), round_ending=False,
-        mean_staleness=rng.choice([0.0, rng.expovariate(0.3)]), trainers=trainers,
-        workers=trainers + rng.randint(0, 20), model_bytes=1000, devices=devices,
-        last=began + last, round_since=0.0, began=began,
-    )  # fmt: skip
+        queue=0,
+        backlog=0,
+        kept=1,
+        held=(),
+        round_ending=False,
+        mean_staleness=rng.choice([0.0, rng.expovariate(0.3)]),
+        trainers=trainers,
+        workers=trainers + rng.randint(0, 20),
+        model_bytes=1000,
+        devices=devices,
+        last=began + last,
+        round_since=0.0,
+        began=began,
+    )
 
 
 def _decided(policy: Policy, seen: Situation, seed: int) -> tuple[object, ...]:
@@ -166,9 +176,13 @@ def _decided(policy: Policy, seen: Situation, seed: int) -> tuple[object, ...]:
 def _simulated(policy: Policy, events: int) -> list[object]:
     usual = read(
         None,
-        ["simulation.staleness.kind=latency", "devices.latency.kind=exponential",
-         "devices.latency.mean_s=1.0", "devices.dropout=0.1"],
-    )  # fmt: skip
+        [
+            "simulation.staleness.kind=latency",
+            "devices.latency.kind=exponential",
+            "devices.latency.mean_s=1.0",
+            "devices.dropout=0.1",
+        ],
+    )
     if getattr(policy, "n", 1) is None:
         raise ConfigError("give it n: a simulation has no trainers to derive it from")
     scheduler = usual.scheduler.model_copy(update={"policy": policy})

@@ -39,9 +39,13 @@ class DrawnUpdate:
         if sends == "model":
             model.parameters[:] += state.model.parameters
         return Update(
-            model=model, tau=tau, device=self.device, samples=self.samples, steps=self.steps,
+            model=model,
+            tau=tau,
+            device=self.device,
+            samples=self.samples,
+            steps=self.steps,
             lr=self.lr,
-        )  # fmt: skip
+        )
 
 
 # states, compared by their bits
@@ -122,10 +126,20 @@ class Recording:
         self._stored: dict[int, str] = {}
         self._entries = 0
         self._head = SegmentHead(
-            epoch=1, number=0, lineage="check", run="check", task="check", devices=DEVICES,
-            versions=10**6, seed=0, created=0.0, layout=first.layout.encode(), release="check",
-            strategy=strategy.model_dump(mode="json"), time=0.0,
-        )  # fmt: skip
+            epoch=1,
+            number=0,
+            lineage="check",
+            run="check",
+            task="check",
+            devices=DEVICES,
+            versions=10**6,
+            seed=0,
+            created=0.0,
+            layout=first.layout.encode(),
+            release="check",
+            strategy=strategy.model_dump(mode="json"),
+            time=0.0,
+        )
 
     def play(self) -> State:
         """Record everything; returns the last state, in buffers of its own."""
@@ -136,10 +150,12 @@ class Recording:
                 writer.close()
                 self._head = self._head.model_copy(
                     update={
-                        "number": self._head.number + 1, "predecessor": writer.path.name,
-                        "cut": writer.size, "follows": writer.chain.hex(),
+                        "number": self._head.number + 1,
+                        "predecessor": writer.path.name,
+                        "cut": writer.size,
+                        "follows": writer.chain.hex(),
                     }
-                )  # fmt: skip
+                )
                 writer = self._begun("continued")
             if arrival.number % (2 * _SEGMENT) == _SEGMENT + 2 and self._rule.rounds != "never":
                 writer.append(self._round_over())
@@ -190,15 +206,27 @@ class Recording:
         update = arrival.update(before, self._rule.sends)
         late = before.version - update.tau
         upload = Upload(
-            task=f"task-{arrival.number}", attempt="1", device=arrival.device, trainer="check",
-            tau=update.tau, base=self._digests[update.tau], layout=update.model.layout.signature,
-            digest=update.model.digest(), size=update.model.layout.nbytes, lr=arrival.lr,
-            samples=arrival.samples, steps=arrival.steps, sends=self._rule.sends,
-        )  # fmt: skip
+            task=f"task-{arrival.number}",
+            attempt="1",
+            device=arrival.device,
+            trainer="check",
+            tau=update.tau,
+            base=self._digests[update.tau],
+            layout=update.model.layout.signature,
+            digest=update.model.digest(),
+            size=update.model.layout.nbytes,
+            lr=arrival.lr,
+            samples=arrival.samples,
+            steps=arrival.steps,
+            sends=self._rule.sends,
+        )
         about: dict[str, Any] = {
-            "entry": self._entry(), "upload": upload, "staleness": late, "time": 0.0,
+            "entry": self._entry(),
+            "upload": upload,
+            "staleness": late,
+            "time": 0.0,
             "received": 0.0,
-        }  # fmt: skip
+        }
         payload = update.model.copy()
         step = take(
             self._rule, self._progress, upload, update.model, filled(update.model.layout, 0xFF)

@@ -98,9 +98,16 @@ def _trained(
     load(initial(task, seed), module)
     torch.seed()  # what a task before has drawn must not matter
     work = Work(
-        device=0, task="t", version=0, seed=seed, steps=steps, epochs=None, solver=solver,
-        cancelled=cancelled, resume=resume,
-    )  # fmt: skip
+        device=0,
+        task="t",
+        version=0,
+        seed=seed,
+        steps=steps,
+        epochs=None,
+        solver=solver,
+        cancelled=cancelled,
+        resume=resume,
+    )
     result = task.train(module, task.device_data(0), work)
     model = Model(layout_of(module))
     read(module, model)

@@ -78,12 +78,16 @@ class _Check:
         rng = np.random.default_rng([seed, 1])
         self.arrivals = [
             DrawnUpdate(
-                number, int(rng.integers(DEVICES)), max(0, int(rng.integers(-4, LATEST + 1))),
-                int(rng.integers(0, 500)), int(rng.integers(1, 20)), float(rng.uniform(0.01, 0.5)),
+                number,
+                int(rng.integers(DEVICES)),
+                max(0, int(rng.integers(-4, LATEST + 1))),
+                int(rng.integers(0, 500)),
+                int(rng.integers(1, 20)),
+                float(rng.uniform(0.01, 0.5)),
                 drawn(self.layout, rng, 0.1),
             )
             for number in range(1, arrivals + 1)
-        ]  # fmt: skip
+        ]
 
     def fail(
         self, what: str, arrival: DrawnUpdate | None = None, state: State | None = None
@@ -158,15 +162,18 @@ class _Check:
                     "the same state and update gave another result the second time: receive() "
                     "goes by something else, such as a clock, random numbers, what it kept outside "
                     "the state, or what was in spare",
-                    arrival, state,
-                )  # fmt: skip
+                    arrival,
+                    state,
+                )
             if decision.outcome != "dropped":
                 used = self.received(rule, third, recorded, arrival)[1]
                 if used.weight != 0.25:
                     self.fail(
                         f"update.weight was 0.25, but the weight {used.weight!r} was used: replay "
-                        "needs the recorded one", arrival, state,
-                    )  # fmt: skip
+                        "needs the recorded one",
+                        arrival,
+                        state,
+                    )
             in_use = {id(model) for model in after.models()}
             given = (update.model, other.model, recorded.model)
             for model in (*state.models(), *given):  # whoever still reads these reads NaN
@@ -199,13 +206,15 @@ class _Check:
         if now.version - before.version != wanted:
             self.fail(
                 f"the update was {decision.outcome}, but version {before.version} became "
-                f"{now.version}", arrival,
-            )  # fmt: skip
+                f"{now.version}",
+                arrival,
+            )
         if not np.isfinite(after.model.floats).all():
             self.fail(
                 "the new model isn't finite: receive() reads spare before it writes it, reads a "
-                "model that it gave away, or overflows", arrival,
-            )  # fmt: skip
+                "model that it gave away, or overflows",
+                arrival,
+            )
         if decision.outcome != "applied" and now.model != before.model:
             self.fail(f"the update was {decision.outcome}, but the model changed", arrival)
         if decision.outcome == "dropped":

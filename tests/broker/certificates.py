@@ -20,28 +20,58 @@ def openssl(*arguments: str, cwd: Path) -> None:
 def authority(folder: Path, name: str, *, days: int = 2) -> None:
     """NAME.crt and NAME.key, signed by itself. Python 3.13 asks what an authority's key is for."""
     openssl(
-        "req", "-x509", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.crt",
-        "-subj", f"/CN={name}", "-days", str(days),
-        "-addext", "keyUsage=critical,keyCertSign,cRLSign",
+        "req",
+        "-x509",
+        *_KEY,
+        "-keyout",
+        f"{name}.key",
+        "-out",
+        f"{name}.crt",
+        "-subj",
+        f"/CN={name}",
+        "-days",
+        str(days),
+        "-addext",
+        "keyUsage=critical,keyCertSign,cRLSign",
         cwd=folder,
-    )  # fmt: skip
+    )
 
 
 def signed(folder: Path, name: str, by: str, *addresses: str, days: int = 2) -> None:
     """NAME.crt and NAME.key for IP addresses."""
     openssl(
-        "req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}",
+        "req",
+        *_KEY,
+        "-keyout",
+        f"{name}.key",
+        "-out",
+        f"{name}.csr",
+        "-subj",
+        f"/CN={name}",
         cwd=folder,
-    )  # fmt: skip
+    )
     names = ",".join(f"IP:{address}" for address in addresses)
     (folder / f"{name}.ext").write_text(
         f"subjectAltName={names}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
     )
     openssl(
-        "x509", "-req", "-in", f"{name}.csr", "-CA", f"{by}.crt", "-CAkey", f"{by}.key",
-        "-CAcreateserial", "-out", f"{name}.crt", "-days", str(days), "-extfile", f"{name}.ext",
+        "x509",
+        "-req",
+        "-in",
+        f"{name}.csr",
+        "-CA",
+        f"{by}.crt",
+        "-CAkey",
+        f"{by}.key",
+        "-CAcreateserial",
+        "-out",
+        f"{name}.crt",
+        "-days",
+        str(days),
+        "-extfile",
+        f"{name}.ext",
         cwd=folder,
-    )  # fmt: skip
+    )
 
 
 def is_accepted(name: str, host: str) -> bool:

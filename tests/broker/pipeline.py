@@ -80,10 +80,13 @@ class Pipeline:
         self._redis = redis
         self._stack = stack
         self.sets = [
-            f"run.name={keys.name}", f"journal.dir={folder / 'journal'}",
-            "task.name=tests.broker.pipeline:lines", "scheduler.steps.n=2", "lease.seconds=2.0",
+            f"run.name={keys.name}",
+            f"journal.dir={folder / 'journal'}",
+            "task.name=tests.broker.pipeline:lines",
+            "scheduler.steps.n=2",
+            "lease.seconds=2.0",
             *sets,
-        ]  # fmt: skip
+        ]
         self._running: dict[str, tuple[Context, asyncio.Task[None]]] = {}
 
     async def start(self, role: str, name: str = "", *sets: str, user: str = "") -> None:

@@ -41,12 +41,20 @@ class Redis:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    str(binary), *arguments, *place, str(self.port),
-                    "--dir", str(folder), "--bind", "127.0.0.1",
+                    str(binary),
+                    *arguments,
+                    *place,
+                    str(self.port),
+                    "--dir",
+                    str(folder),
+                    "--bind",
+                    "127.0.0.1",
                 ],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
-            )  # fmt: skip
+            )
 
     def listens(self) -> None:
         """Waits until somebody may connect."""
@@ -161,11 +169,21 @@ def cluster(
 
         def node(name: str) -> Redis:
             bus = stack.enter_context(HeldPort()).number
-            server = stack.enter_context(redis(
-                folder / name, "--cluster-enabled", "yes", "--cluster-node-timeout", "2000",
-                "--cluster-port", str(bus), "--repl-diskless-sync-delay", "0",
-                *arguments, tls=tls is not None,
-            ))  # fmt: skip
+            server = stack.enter_context(
+                redis(
+                    folder / name,
+                    "--cluster-enabled",
+                    "yes",
+                    "--cluster-node-timeout",
+                    "2000",
+                    "--cluster-port",
+                    str(bus),
+                    "--repl-diskless-sync-delay",
+                    "0",
+                    *arguments,
+                    tls=tls is not None,
+                )
+            )
             buses[server] = bus
             return server
 

@@ -338,35 +338,61 @@ async def test_a_gateway_waits_until_a_service_has_loaded_the_scripts(
 
 def _all_of(key: str) -> list[tuple[str | int, ...]]:
     return [
-        ("GET", key), ("HGET", key, "3"), ("HGETALL", key), ("HEXISTS", key, "3"),
-        ("SET", key, "x"), ("SET", key, "x", "NX", "PX", 1), ("HSET", key, "3", "x"),
-        ("HDEL", key, "3"), ("DEL", key), ("UNLINK", key), ("PEXPIRE", key, 1),
-    ]  # fmt: skip
+        ("GET", key),
+        ("HGET", key, "3"),
+        ("HGETALL", key),
+        ("HEXISTS", key, "3"),
+        ("SET", key, "x"),
+        ("SET", key, "x", "NX", "PX", 1),
+        ("HSET", key, "3", "x"),
+        ("HDEL", key, "3"),
+        ("DEL", key),
+        ("UNLINK", key),
+        ("PEXPIRE", key, 1),
+    ]
 
 
 def forbidden(site: str, other: str) -> list[tuple[str | int, ...]]:
     """What the gateway of a site might try."""
     theirs = [
-        KEYS.enrolled(other), KEYS.invites(other), KEYS.revoked(other), KEYS.secret(other),
-        KEYS.nonce(other, "n"), KEYS.enrolments(other),
-    ]  # fmt: skip
+        KEYS.enrolled(other),
+        KEYS.invites(other),
+        KEYS.revoked(other),
+        KEYS.secret(other),
+        KEYS.nonce(other, "n"),
+        KEYS.enrolments(other),
+    ]
     own = KEYS.revoked(site)
     return [
         *(command for key in theirs for command in _all_of(key)),
-        ("HDEL", own, "3"), ("HSET", own, "3", "x"), ("SET", own, "x"), ("UNLINK", own),
+        ("HDEL", own, "3"),
+        ("HSET", own, "3", "x"),
+        ("SET", own, "x"),
+        ("UNLINK", own),
         ("HGETALL", KEYS.enrolled(site)),  # one device at a time is all it needs
         *(("UNLINK", key) for key in (KEYS.enrolled(site), KEYS.secret(site))),
-        ("XADD", KEYS.inbox(other), "*", "m", "x"), ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
-        ("HSET", KEYS.update(f"{other}/t.a"), "0", "x"), ("GET", KEYS.workspace(other, "t")),
+        ("XADD", KEYS.inbox(other), "*", "m", "x"),
+        ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
+        ("HSET", KEYS.update(f"{other}/t.a"), "0", "x"),
+        ("GET", KEYS.workspace(other, "t")),
         ("HGET", KEYS.control(other, 4), "0"),
         ("XREADGROUP", "GROUP", TRAINERS, "x", "STREAMS", KEYS.tasks_of(f"{other}/g"), ">"),
-        ("HSET", KEYS.admitted, "t", "a"), ("HGETALL", KEYS.open), ("HGETALL", KEYS.owners),
-        ("ZADD", KEYS.ended, 0, "t|a|applied|"), ("ZREM", KEYS.ended, "x"),
-        ("HSET", KEYS.counts, "applied", 9), ("XADD", KEYS.queue, "*", "m", "x"),
-        ("HSET", KEYS.head, "version", 9), ("HSET", KEYS.run, "state", "finished"),
-        ("HSET", KEYS.model("1.1"), "0", "x"), ("HGET", KEYS.update(f"{site}/t.a"), "0"),
-        ("EVAL", "return 1", 0), ("SCRIPT", "LOAD", "return 1"), ("KEYS", "*"), ("SCAN", 0),
-    ]  # fmt: skip
+        ("HSET", KEYS.admitted, "t", "a"),
+        ("HGETALL", KEYS.open),
+        ("HGETALL", KEYS.owners),
+        ("ZADD", KEYS.ended, 0, "t|a|applied|"),
+        ("ZREM", KEYS.ended, "x"),
+        ("HSET", KEYS.counts, "applied", 9),
+        ("XADD", KEYS.queue, "*", "m", "x"),
+        ("HSET", KEYS.head, "version", 9),
+        ("HSET", KEYS.run, "state", "finished"),
+        ("HSET", KEYS.model("1.1"), "0", "x"),
+        ("HGET", KEYS.update(f"{site}/t.a"), "0"),
+        ("EVAL", "return 1", 0),
+        ("SCRIPT", "LOAD", "return 1"),
+        ("KEYS", "*"),
+        ("SCAN", 0),
+    ]
 
 
 @needs_7

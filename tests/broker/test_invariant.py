@@ -54,13 +54,33 @@ class Walk:
 
     def steps(self) -> list[Callable[[], Awaitable[object]]]:
         return [
-            self.trigger, self.trigger, self.own_trigger, self.request,
-            self.dispatch, self.dispatch, self.take, self.take, self.answer, self.answer,
-            self.answer, self.admit, self.admit, self.admit, self.commit, self.commit,
-            self.commit, self.close_round, self.bury, self.withdraw,
-            self.join, self.leave, self.repeat_admit, self.repeat_commit, self.say_again,
+            self.trigger,
+            self.trigger,
+            self.own_trigger,
+            self.request,
+            self.dispatch,
+            self.dispatch,
+            self.take,
+            self.take,
+            self.answer,
+            self.answer,
+            self.answer,
+            self.admit,
+            self.admit,
+            self.admit,
+            self.commit,
+            self.commit,
+            self.commit,
+            self.close_round,
+            self.bury,
+            self.withdraw,
+            self.join,
+            self.leave,
+            self.repeat_admit,
+            self.repeat_commit,
+            self.say_again,
             self.retry,
-        ]  # fmt: skip
+        ]
 
     async def trigger(self) -> None:
         view = await self.hand.ledger.look()
@@ -170,11 +190,14 @@ class Walk:
             entries, uploads = [], []
         version = await self.hand.publish(self.version + 1) if makes_version else None
         commit = Commit(
-            versions=[version] if version else [], mean_staleness=0.0,
+            versions=[version] if version else [],
+            mean_staleness=0.0,
             held=() if makes_version else [upload.device for _, upload in self.held],
-            ends=ends, entries=entries, updates=[upload.blob for upload in uploads],
+            ends=ends,
+            entries=entries,
+            updates=[upload.blob for upload in uploads],
             retired=[f"{self.version}.{self.hand.updater.number}"] if makes_version else [],
-        )  # fmt: skip
+        )
         done = await self.hand.ledger.commit(self.hand.updater.token, commit)
         assert done.what == "done"
         self.commits.append(commit)

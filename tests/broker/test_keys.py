@@ -13,8 +13,12 @@ from fedstream.core.errors import ConfigError
 def all_keys(keys: Keys) -> list[str]:
     fixed = [value for name, value in vars(keys).items() if name not in ("name", "prefix")]
     return [
-        *fixed, keys.tasks_of("t"), keys.leader("updater"), keys.model("1.1"), keys.update("a.b")
-    ]  # fmt: skip
+        *fixed,
+        keys.tasks_of("t"),
+        keys.leader("updater"),
+        keys.model("1.1"),
+        keys.update("a.b"),
+    ]
 
 
 def test_all_keys_of_a_run_share_one_slot() -> None:

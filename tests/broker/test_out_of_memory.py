@@ -141,10 +141,15 @@ async def commit_a_version(hand: Hand) -> Step:
     upload = await hand.admitted()
     [(entry, _)] = await hand.queue()
     commit = Commit(
-        versions=[await hand.publish(1)], held=(), mean_staleness=0.0,
-        ends=[End(upload.task, "a1", "applied")], entries=[entry], updates=[upload.blob],
-        retired=["0.1"], finish="version 1 reached",
-    )  # fmt: skip
+        versions=[await hand.publish(1)],
+        held=(),
+        mean_staleness=0.0,
+        ends=[End(upload.task, "a1", "applied")],
+        entries=[entry],
+        updates=[upload.blob],
+        retired=["0.1"],
+        finish="version 1 reached",
+    )
     return lambda: hand.ledger.commit(hand.updater.token, commit)
 
 

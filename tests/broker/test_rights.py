@@ -65,8 +65,11 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
 ) -> None:
     """One trainer is stopped in the middle of a task and saves it, another one ends it."""
     sets = (
-        "run.versions=100000", "run.target_accuracy=0.9", "evaluator.every=1", "run.dry_step=false",
-    )  # fmt: skip
+        "run.versions=100000",
+        "run.target_accuracy=0.9",
+        "evaluator.every=1",
+        "run.dry_step=false",
+    )
     async with under_users(there, tmp_path, *sets) as services:
         lines.gate.clear()
         await services.start("trainer", "trainer-1")
@@ -86,8 +89,9 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
 
             async def left() -> bool:  # the coordinator has struck off who said good-bye
                 return sorted(await EveryRole(operator, KEYS, "o").trainers()) == [
-                    "trainer-2", "trainer-3",
-                ]  # fmt: skip
+                    "trainer-2",
+                    "trainer-3",
+                ]
 
             await wait_until(left)
             [row] = await operator.call("XRANGE", KEYS.dead, "-", "+")
@@ -99,10 +103,13 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
 async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path: Path) -> None:
     """Rounds that time out because a device drops out; a new updater; an emptied Redis."""
     sets = (
-        "run.versions=12", "strategy.name=fedavg", "strategy.clients_per_round=3",
-        "scheduler.policy={kind='rounds', k=3, timeout_s=1.0}", "devices.dropout=0.2",
+        "run.versions=12",
+        "strategy.name=fedavg",
+        "strategy.clients_per_round=3",
+        "scheduler.policy={kind='rounds', k=3, timeout_s=1.0}",
+        "devices.dropout=0.2",
         "devices.latency={kind='fixed', mean_s=0.05}",
-    )  # fmt: skip
+    )
     async with under_users(there, tmp_path, *sets) as services:
         await services.start("trainer", "trainer-1")
         async with there.client("operator") as operator, there.client("admin") as admin:
@@ -119,9 +126,13 @@ async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path:
 async def test_anarchic_owners_with_scaffold_controls(there: Guarded, tmp_path: Path) -> None:
     """SCAFFOLD's c_i as blobs, owners' streams, and triggers of the devices' own."""
     sets = (
-        "run.versions=10", "strategy.name=scaffold", "strategy.buffer_size=3",
-        "solver.kind=scaffold", "scheduler.policy.kind=none", "trainer.anarchic.rate=20",
-    )  # fmt: skip
+        "run.versions=10",
+        "strategy.name=scaffold",
+        "strategy.buffer_size=3",
+        "solver.kind=scaffold",
+        "scheduler.policy.kind=none",
+        "trainer.anarchic.rate=20",
+    )
     async with under_users(there, tmp_path, *sets) as services:
         await services.start("trainer", "owner-1", "trainer.owns=[0, 1, 2]")
         await services.start("trainer", "owner-2", "trainer.owns=[3, 4, 5]")
@@ -149,36 +160,55 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
     "trainer": [
         *(("HSET", key, "a", 1) for key in (KEYS.head, KEYS.run, KEYS.lineage, KEYS.tokens)),
         *(("HSET", key, "a", 1) for key in (KEYS.open, KEYS.admitted, KEYS.counts)),
-        ("HSET", KEYS.model("1.1"), "0", "x"), ("HSET", KEYS.device(1), "0", "x"),
-        ("UNLINK", KEYS.model("1.1")), ("ZADD", KEYS.kept, 1, "x"),
-        ("XADD", KEYS.queue, "*", "m", "x"), ("XADD", KEYS.models, "*", "m", "x"),
-        ("XADD", KEYS.dead, "*", "m", "x"), ("XREAD", "STREAMS", KEYS.inbox("pool"), "0"),
-        ("SET", KEYS.leader("updater"), "me"), ("SET", KEYS.leader("scheduler"), "me"),
+        ("HSET", KEYS.model("1.1"), "0", "x"),
+        ("HSET", KEYS.device(1), "0", "x"),
+        ("UNLINK", KEYS.model("1.1")),
+        ("ZADD", KEYS.kept, 1, "x"),
+        ("XADD", KEYS.queue, "*", "m", "x"),
+        ("XADD", KEYS.models, "*", "m", "x"),
+        ("XADD", KEYS.dead, "*", "m", "x"),
+        ("XREAD", "STREAMS", KEYS.inbox("pool"), "0"),
+        ("SET", KEYS.leader("updater"), "me"),
+        ("SET", KEYS.leader("scheduler"), "me"),
     ],
     "scheduler": [
-        ("HSET", KEYS.model("1.1"), "0", "x"), ("HGET", KEYS.model("1.1"), "0"),
-        ("XADD", KEYS.queue, "*", "m", "x"), ("XADD", KEYS.models, "*", "m", "x"),
-        ("XREAD", "STREAMS", KEYS.tasks, "0"), ("HSET", KEYS.head, "a", 1),
-        ("SET", KEYS.leader("updater"), "me"), ("HSET", KEYS.run, "state", "finished"),
-        ("HSET", KEYS.device(1), "0", "x"), ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
+        ("HSET", KEYS.model("1.1"), "0", "x"),
+        ("HGET", KEYS.model("1.1"), "0"),
+        ("XADD", KEYS.queue, "*", "m", "x"),
+        ("XADD", KEYS.models, "*", "m", "x"),
+        ("XREAD", "STREAMS", KEYS.tasks, "0"),
+        ("HSET", KEYS.head, "a", 1),
+        ("SET", KEYS.leader("updater"), "me"),
+        ("HSET", KEYS.run, "state", "finished"),
+        ("HSET", KEYS.device(1), "0", "x"),
+        ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
     ],
     "coordinator": [
-        ("HSET", KEYS.model("1.1"), "0", "x"), ("HSET", KEYS.head, "a", 1),
-        ("HSET", KEYS.lineage, "1", "x"), ("HSET", KEYS.tokens, "updater", "x"),
-        ("ZADD", KEYS.kept, 1, "x"), ("XADD", KEYS.models, "*", "m", "x"),
-        ("XREAD", "STREAMS", KEYS.queue, "0"), ("HSET", KEYS.device(1), "0", "x"),
+        ("HSET", KEYS.model("1.1"), "0", "x"),
+        ("HSET", KEYS.head, "a", 1),
+        ("HSET", KEYS.lineage, "1", "x"),
+        ("HSET", KEYS.tokens, "updater", "x"),
+        ("ZADD", KEYS.kept, 1, "x"),
+        ("XADD", KEYS.models, "*", "m", "x"),
+        ("XREAD", "STREAMS", KEYS.queue, "0"),
+        ("HSET", KEYS.device(1), "0", "x"),
     ],
     "evaluator": [
-        ("HSET", KEYS.model("1.1"), "0", "x"), ("HSET", KEYS.head, "a", 1),
-        ("XADD", KEYS.queue, "*", "m", "x"), ("XREAD", "STREAMS", KEYS.inbox("pool"), "0"),
-        ("HGET", KEYS.update("a.b"), "0"), ("HSET", KEYS.counts, "applied", 9),
+        ("HSET", KEYS.model("1.1"), "0", "x"),
+        ("HSET", KEYS.head, "a", 1),
+        ("XADD", KEYS.queue, "*", "m", "x"),
+        ("XREAD", "STREAMS", KEYS.inbox("pool"), "0"),
+        ("HGET", KEYS.update("a.b"), "0"),
+        ("HSET", KEYS.counts, "applied", 9),
     ],
     "updater": [
-        ("XADD", KEYS.tasks, "*", "m", "x"), ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
-        ("SET", KEYS.leader("scheduler"), "me"), ("HSET", KEYS.trainers, "a", "x"),
+        ("XADD", KEYS.tasks, "*", "m", "x"),
+        ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
+        ("SET", KEYS.leader("scheduler"), "me"),
+        ("HSET", KEYS.trainers, "a", "x"),
     ],
     "operator": [("SHUTDOWN",), ("FLUSHALL",), ("CONFIG", "SET", "maxmemory", 1)],
-}  # fmt: skip
+}
 
 
 @needs_7
@@ -188,8 +218,9 @@ async def test_each_role_is_denied_what_it_must_not_do(role: str, module_redis: 
         for command in [
             *FORBIDDEN[role],
             ("HGETALL", Keys("another").run),
-            ("ACL", "SETUSER", role, "~*"), ("KEYS", "*"),
-        ]:  # fmt: skip
+            ("ACL", "SETUSER", role, "~*"),
+            ("KEYS", "*"),
+        ]:
             with pytest.raises(BrokerError, match="refuses"):
                 await client.call(*command)
 
@@ -351,8 +382,9 @@ def test_each_site_gets_its_own_user() -> None:
     )
     for name, line in users.items():
         assert ("+eval " in line, "+script|load" in line) == (
-            False, name in rights.ROLES and name not in ("trainer", "gateway", "sinks")
-        )  # fmt: skip
+            False,
+            name in rights.ROLES and name not in ("trainer", "gateway", "sinks"),
+        )
 
 
 def test_each_gateway_gets_its_own_user() -> None:
@@ -404,9 +436,19 @@ def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
         (folder / role).write_text(f"of-{role}")
     (folder / "trainer").write_text("new\r\nold\n")
     asked = [
-        sys.executable, "-m", "fedstream", "acl", "--config", str(config), "--out", str(out),
-        "--passwords", str(folder), "--reload", str(tmp_path / "reload"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "fedstream",
+        "acl",
+        "--config",
+        str(config),
+        "--out",
+        str(out),
+        "--passwords",
+        str(folder),
+        "--reload",
+        str(tmp_path / "reload"),
+    ]
     done = subprocess.run(asked, check=False, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"{folder / 'trainer-north'}: not there, or empty" in done.stderr
@@ -431,8 +473,9 @@ def test_acl_defaults_to_the_configured_sites(tmp_path: Path) -> None:
     environ = PASSWORDS | OF_SITES
     done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
     assert [line.split()[1] for line in done.stdout.splitlines()][-3:-1] == [
-        "trainer-north", "trainer-south"
-    ]  # fmt: skip
+        "trainer-north",
+        "trainer-south",
+    ]
     asked += ["--site", "north"]
     done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
     assert "trainer-south" not in done.stdout

@@ -107,14 +107,16 @@ async def test_a_password_that_sentinels_refuse_is_waited_out_if_it_is_theirs_th
         nodes = (f"127.0.0.1:{watching.port}",)
         ours, fixed = (
             client(
-                made, server, **login,
+                made,
+                server,
+                **login,
                 sentinel=SentinelSettings(nodes=nodes, master=NAME, username="me", **asked),
             )
             for login, asked in (
                 ({"password": "p"}, {"password_file": str(file)}),
                 ({"password_file": str(other)}, {"password": SecretStr("old")}),
             )
-        )  # fmt: skip
+        )
         assert [await one.call("PING") for one in (ours, fixed)] == [b"PONG", b"PONG"]
         accepts(watching, "new")
         for one in (ours, fixed):  # only a call that fails makes it ask the Sentinels again
@@ -170,9 +172,15 @@ async def test_redis_changes_to_a_certificate_of_another_authority(
     trusted.write_text(first)
     cert, key = renewed(tmp_path, "first", 1)
     options = (
-        "--tls-cert-file", str(cert), "--tls-key-file", str(key),
-        "--tls-ca-cert-file", str(trusted), "--tls-auth-clients", "no",
-    )  # fmt: skip
+        "--tls-cert-file",
+        str(cert),
+        "--tls-key-file",
+        str(key),
+        "--tls-ca-cert-file",
+        str(trusted),
+        "--tls-auth-clients",
+        "no",
+    )
     with redis(tmp_path / "redis", *options, tls=True) as server:
         both = ssl.create_default_context(cadata=first + second)
 
@@ -188,9 +196,11 @@ async def test_redis_changes_to_a_certificate_of_another_authority(
         words = ("ACL", "SETUSER", "me", "on", "+@all", ">p")
         assert said(server.port, *words, tls=both) == b"+OK\r\n"
         settings = RedisSettings(
-            username="me", url=f"rediss://127.0.0.1:{server.port}", password=SecretStr("p"),
+            username="me",
+            url=f"rediss://127.0.0.1:{server.port}",
+            password=SecretStr("p"),
             tls=TlsSettings(ca=str(trusted)),
-        )  # fmt: skip
+        )
         made.append(Client(settings))
         assert await made[0].call("PING") == b"PONG"
         changes("first", 2)

@@ -50,9 +50,12 @@ class Pair:
         """As the configuration of a role has it."""
         nodes = tuple(f"127.0.0.1:{one.port}" for one in self.sentinels)
         return RedisSettings(
-            url="redis://", username=role, password=SecretStr(f"of-{role}"),
-            sentinel=SentinelSettings(nodes=nodes), timeout_s=5.0,
-        )  # fmt: skip
+            url="redis://",
+            username=role,
+            password=SecretStr(f"of-{role}"),
+            sentinel=SentinelSettings(nodes=nodes),
+            timeout_s=5.0,
+        )
 
 
 @contextmanager
@@ -62,9 +65,15 @@ def pair(folder: Path) -> Iterator[Pair]:
     users = folder / "users.acl"
     acl.write(users, acl.file_of(KEYS.name, given))
     as_replica = (
-        "--aclfile", str(users), "--masteruser", "replica", "--masterauth", "of-replica",
-        "--repl-diskless-sync-delay", "0",
-    )  # fmt: skip
+        "--aclfile",
+        str(users),
+        "--masteruser",
+        "replica",
+        "--masterauth",
+        "of-replica",
+        "--repl-diskless-sync-delay",
+        "0",
+    )
     with ExitStack() as stack:
         master = stack.enter_context(redis(folder / "master", *as_replica))
         replica = stack.enter_context(

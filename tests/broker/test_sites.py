@@ -79,9 +79,12 @@ async def given(hand: Hand, site: str, device: int) -> tuple[Entry, Assignment]:
 async def test_run_of_sites_finishes_with_nothing_denied(tmp_path: Path, there: Guarded) -> None:
     """With controls, which each site reads as copies of its own; tau counts for neither."""
     sets = (
-        "run.versions=8", "strategy.name=scaffold", "strategy.buffer_size=3",
-        "solver.kind=scaffold", 'coordinator.sites=["pool", "north:0-2", "south:3-5"]',
-    )  # fmt: skip
+        "run.versions=8",
+        "strategy.name=scaffold",
+        "strategy.buffer_size=3",
+        "solver.kind=scaffold",
+        'coordinator.sites=["pool", "north:0-2", "south:3-5"]',
+    )
     async with there.client("admin") as admin:
         await admin.call("ACL", "LOG", "RESET")
         async with pipeline(KEYS, there.settings, tmp_path, *sets) as services:
@@ -107,9 +110,12 @@ async def test_error_feedback_needs_nothing_that_redis_denies(
 ) -> None:
     """A trainer of the pool keeps it in Redis; the site's, which own devices, do not."""
     sets = (
-        "run.versions=8", "strategy.name=fedbuff", "strategy.buffer_size=3",
-        "wire.update=int4", 'coordinator.sites=["pool", "north:0-2"]',
-    )  # fmt: skip
+        "run.versions=8",
+        "strategy.name=fedbuff",
+        "strategy.buffer_size=3",
+        "wire.update=int4",
+        'coordinator.sites=["pool", "north:0-2"]',
+    )
     async with there.client("admin") as admin:
         await admin.call("ACL", "LOG", "RESET")
         async with pipeline(KEYS, there.settings, tmp_path, *sets) as services:
@@ -166,64 +172,124 @@ async def test_the_pool_trains_beside_a_site(tmp_path: Path, there: Guarded) -> 
 
 FORBIDDEN: list[tuple[str | int, ...]] = [
     # another site's update, workspace, control, tasks and words
-    ("HGET", KEYS.update("south/t.a"), "0"), ("HMGET", KEYS.update("south/t.a"), "0", "size"),
-    ("HGETALL", KEYS.update("south/t.a")), ("HSET", KEYS.update("south/t.a"), "0", "x"),
-    ("PEXPIRE", KEYS.update("south/t.a"), 1), ("HSET", KEYS.update("pool/t.a"), "0", "x"),
+    ("HGET", KEYS.update("south/t.a"), "0"),
+    ("HMGET", KEYS.update("south/t.a"), "0", "size"),
+    ("HGETALL", KEYS.update("south/t.a")),
+    ("HSET", KEYS.update("south/t.a"), "0", "x"),
+    ("PEXPIRE", KEYS.update("south/t.a"), 1),
+    ("HSET", KEYS.update("pool/t.a"), "0", "x"),
     ("HEXISTS", KEYS.update("south/t.a"), "size"),
-    ("GET", KEYS.workspace("south", "t")), ("SET", KEYS.workspace("south", "t"), "x"),
-    ("UNLINK", KEYS.workspace("south", "t")), ("HGET", KEYS.control("south", 4), "0"),
+    ("GET", KEYS.workspace("south", "t")),
+    ("SET", KEYS.workspace("south", "t"), "x"),
+    ("UNLINK", KEYS.workspace("south", "t")),
+    ("HGET", KEYS.control("south", 4), "0"),
     ("HGET", KEYS.device(3), "0"),
     *(
         command
         for tasks in (KEYS.tasks, KEYS.tasks_of("south/edge"), KEYS.tasks_of("owner-0"))
         for command in (
             ("XREADGROUP", "GROUP", TRAINERS, "x", "STREAMS", tasks, ">"),
-            ("XCLAIM", tasks, TRAINERS, "x", 0, "1-1"), ("XPENDING", tasks, TRAINERS),
-            ("XRANGE", tasks, "-", "+"), ("XACK", tasks, TRAINERS, "1-1"), ("XDEL", tasks, "1-1"),
-            ("XADD", tasks, "*", "m", "x"), ("XGROUP", "CREATE", tasks, "g", "0", "MKSTREAM"),
+            ("XCLAIM", tasks, TRAINERS, "x", 0, "1-1"),
+            ("XPENDING", tasks, TRAINERS),
+            ("XRANGE", tasks, "-", "+"),
+            ("XACK", tasks, TRAINERS, "1-1"),
+            ("XDEL", tasks, "1-1"),
+            ("XADD", tasks, "*", "m", "x"),
+            ("XGROUP", "CREATE", tasks, "g", "0", "MKSTREAM"),
         )
     ),
-    ("XADD", THEIRS, "*", "m", "x"), ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
+    ("XADD", THEIRS, "*", "m", "x"),
+    ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
     # its own update and inbox: it can write them, and that is all
-    ("HGET", KEYS.update("north/t.a"), "0"), ("HMGET", KEYS.update("north/t.a"), "0", "size"),
-    ("UNLINK", KEYS.update("north/t.a")), ("SET", KEYS.update("north/t.a"), "x"),
+    ("HGET", KEYS.update("north/t.a"), "0"),
+    ("HMGET", KEYS.update("north/t.a"), "0", "size"),
+    ("UNLINK", KEYS.update("north/t.a")),
+    ("SET", KEYS.update("north/t.a"), "x"),
     # what was admitted of it: no more than of others
-    *((name, KEYS.queued("north/t.a"), *more) for name, *more in (
-        ("HSET", "0", "x"), ("HGET", "0"), ("HEXISTS", "0"), ("PEXPIRE", 1), ("UNLINK",),
-    )),
+    *(
+        (name, KEYS.queued("north/t.a"), *more)
+        for name, *more in (
+            ("HSET", "0", "x"),
+            ("HGET", "0"),
+            ("HEXISTS", "0"),
+            ("PEXPIRE", 1),
+            ("UNLINK",),
+        )
+    ),
     ("RENAME", KEYS.update("north/t.a"), KEYS.queued("north/t.a")),
     *((name, OWN) for name in ("DEL", "UNLINK", "GET", "TYPE")),
     ("XREADGROUP", "GROUP", COORDINATORS, "x", "STREAMS", OWN, ">"),
-    ("XCLAIM", OWN, COORDINATORS, "x", 0, "1-1"), ("XPENDING", OWN, COORDINATORS),
-    ("XAUTOCLAIM", OWN, COORDINATORS, "x", 0, "0"), ("XRANGE", OWN, "-", "+"),
-    ("XREAD", "STREAMS", OWN, "0"), ("XACK", OWN, COORDINATORS, "1-1"), ("XDEL", OWN, "1-1"),
-    ("XTRIM", OWN, "MAXLEN", 0), ("XSETID", OWN, "9-9"), ("SET", OWN, "x"),
-    ("XGROUP", "DESTROY", OWN, COORDINATORS), ("RENAME", OWN, KEYS.update("north/t.a")),
+    ("XCLAIM", OWN, COORDINATORS, "x", 0, "1-1"),
+    ("XPENDING", OWN, COORDINATORS),
+    ("XAUTOCLAIM", OWN, COORDINATORS, "x", 0, "0"),
+    ("XRANGE", OWN, "-", "+"),
+    ("XREAD", "STREAMS", OWN, "0"),
+    ("XACK", OWN, COORDINATORS, "1-1"),
+    ("XDEL", OWN, "1-1"),
+    ("XTRIM", OWN, "MAXLEN", 0),
+    ("XSETID", OWN, "9-9"),
+    ("SET", OWN, "x"),
+    ("XGROUP", "DESTROY", OWN, COORDINATORS),
+    ("RENAME", OWN, KEYS.update("north/t.a")),
     ("XINFO", "STREAM", OWN),
     # what is the services' own
     *(
         (name, key, *more)
         for key in (
-            KEYS.events, KEYS.triggers, KEYS.queue, KEYS.dead, KEYS.models, KEYS.alive,
-            KEYS.trainers, KEYS.owners, KEYS.rates, KEYS.open, KEYS.admitted, KEYS.ended,
-            KEYS.counts, KEYS.run, KEYS.head, KEYS.sites, KEYS.pool, KEYS.tokens,
+            KEYS.events,
+            KEYS.triggers,
+            KEYS.queue,
+            KEYS.dead,
+            KEYS.models,
+            KEYS.alive,
+            KEYS.trainers,
+            KEYS.owners,
+            KEYS.rates,
+            KEYS.open,
+            KEYS.admitted,
+            KEYS.ended,
+            KEYS.counts,
+            KEYS.run,
+            KEYS.head,
+            KEYS.sites,
+            KEYS.pool,
+            KEYS.tokens,
             KEYS.tasks_of("evil"),
         )
         for name, *more in (
-            ("SET", "x"), ("DEL",), ("XADD", "18446744073709551615-18446744073709551615", "m", "x"),
-            ("HSET", 99999, "ghost"), ("ZADD", 1, "ghost"), ("SADD", "ghost"),
+            ("SET", "x"),
+            ("DEL",),
+            ("XADD", "18446744073709551615-18446744073709551615", "m", "x"),
+            ("HSET", 99999, "ghost"),
+            ("ZADD", 1, "ghost"),
+            ("SADD", "ghost"),
         )
     ),
-    ("HGETALL", KEYS.open), ("HGETALL", KEYS.owners), ("HGETALL", KEYS.trainers),
-    ("XREAD", "STREAMS", KEYS.events, "0"), ("XRANGE", KEYS.models, "-", "+"),
+    ("HGETALL", KEYS.open),
+    ("HGETALL", KEYS.owners),
+    ("HGETALL", KEYS.trainers),
+    ("XREAD", "STREAMS", KEYS.events, "0"),
+    ("XRANGE", KEYS.models, "-", "+"),
     ("XRANGE", KEYS.queue, "-", "+"),
     # scripts of its own, and what would keep Redis from others
-    ("EVAL", "return 1", 0), ("EVAL_RO", "return 1", 0), ("SCRIPT", "LOAD", "return 1"),
-    ("SCRIPT", "FLUSH"), ("SCRIPT", "KILL"), ("FUNCTION", "LOAD", "#!lua name=a\n"),
-    ("FCALL", "f", 0), ("CLIENT", "KILL", "ID", 1), ("CLIENT", "LIST"), ("MONITOR",),
-    ("CONFIG", "GET", "*"), ("KEYS", "*"), ("SCAN", 0), ("FLUSHALL",),
-    ("SUBSCRIBE", "x"), ("ACL", "LIST"), ("SLOWLOG", "GET"),
-]  # fmt: skip
+    ("EVAL", "return 1", 0),
+    ("EVAL_RO", "return 1", 0),
+    ("SCRIPT", "LOAD", "return 1"),
+    ("SCRIPT", "FLUSH"),
+    ("SCRIPT", "KILL"),
+    ("FUNCTION", "LOAD", "#!lua name=a\n"),
+    ("FCALL", "f", 0),
+    ("CLIENT", "KILL", "ID", 1),
+    ("CLIENT", "LIST"),
+    ("MONITOR",),
+    ("CONFIG", "GET", "*"),
+    ("KEYS", "*"),
+    ("SCAN", 0),
+    ("FLUSHALL",),
+    ("SUBSCRIBE", "x"),
+    ("ACL", "LIST"),
+    ("SLOWLOG", "GET"),
+]
 
 
 async def is_denied(client: Client, command: Command) -> bool:
@@ -247,9 +313,10 @@ async def test_sites_can_run_only_trainers_scripts_on_their_own_keys(
     keys = {**KEYS.__dict__, "leader": KEYS.leader("updater"), "blob": KEYS.model("1.1")}
     theirs = {"stream": KEYS.tasks_of("south/edge"), "tasks": KEYS.tasks_of("south/edge")}
     rest = {
-        "mend": [KEYS.alive, KEYS.quarantine(KEYS.alive)], "measure": [KEYS.tasks_of("south/edge")],
+        "mend": [KEYS.alive, KEYS.quarantine(KEYS.alive)],
+        "measure": [KEYS.tasks_of("south/edge")],
         "trim_registers": [KEYS.enrolled("gateway")],
-    }  # fmt: skip
+    }
     async with there.client(NORTH) as north:
         for name in sorted(names - {"may"}):
             script = Script(name)
@@ -309,10 +376,20 @@ async def test_orphaned_task_streams_expire(there: Guarded, hand: Hand) -> None:
 def uploaded(task: Assignment | Trigger, site: str, **changes: Any) -> Upload:
     """An answer without an update."""
     about: dict[str, Any] = {
-        "task": task.task, "attempt": "a1", "device": task.device, "trainer": "edge", "tau": 0,
-        "base": "b", "layout": "l", "digest": "d", "size": 16, "samples": 1, "steps": 1, "lr": 0.1,
+        "task": task.task,
+        "attempt": "a1",
+        "device": task.device,
+        "trainer": "edge",
+        "tau": 0,
+        "base": "b",
+        "layout": "l",
+        "digest": "d",
+        "size": 16,
+        "samples": 1,
+        "steps": 1,
+        "lr": 0.1,
         "site": site,
-    }  # fmt: skip
+    }
     return Upload(**about | changes)
 
 
@@ -428,9 +505,10 @@ async def test_site_can_neither_change_nor_delete_admitted_updates(
     [entry] = await hand.said(honest := await hand.trained(task, 2.0, site="north"), site="north")
     written = KEYS.update(honest.blob)
     async with (
-        there.client("coordinator") as coordinator, there.client("updater") as updater,
+        there.client("coordinator") as coordinator,
+        there.client("updater") as updater,
         there.client(NORTH) as north,
-    ):  # fmt: skip
+    ):
         verdict = await EveryRole(coordinator, KEYS, "c").admit(
             entry, honest, size_limit=SIZE_LIMIT, site="north", trusted=False
         )
@@ -467,9 +545,11 @@ async def test_coordinator_expires_keys_a_site_left_permanent(there: Guarded, ha
 async def test_each_site_has_its_own_workspace_budget(there: Guarded, hand: Hand) -> None:
     """A coordinator counts them and lets go what is too much; it can't read one."""
     async with (
-        there.client("coordinator") as coordinator, there.client(NORTH) as north,
-        there.client(SOUTH) as south, there.client("trainer") as pool,
-    ):  # fmt: skip
+        there.client("coordinator") as coordinator,
+        there.client(NORTH) as north,
+        there.client(SOUTH) as south,
+        there.client("trainer") as pool,
+    ):
         names = [KEYS.workspace("north", str(n)) for n in range(5)]
         kept = [KEYS.workspace("south", "t"), *(KEYS.workspace("pool", str(n)) for n in range(5))]
         for client, key in ((south, kept[0]), *((pool, key) for key in kept[1:])):
@@ -570,8 +650,11 @@ WRITES: dict[str, tuple[str | int, ...]] = {  # by command: what is left without
     "xgroup|create": ("XGROUP", "CREATE", "K", "g", "0", "MKSTREAM"),
 }
 UNTRUSTED = (
-    ("trainer", "north"), ("trainer", "south"), ("gateway", "gateway"), ("gateway", "clinics"),
-)  # fmt: skip
+    ("trainer", "north"),
+    ("trainer", "south"),
+    ("gateway", "gateway"),
+    ("gateway", "clinics"),
+)
 
 
 def written_by(role: str, site: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -588,10 +671,15 @@ async def test_whatever_a_site_leaves_ends_or_is_bounded(tmp_path: Path, there: 
 
     What stays without an expiry is an inbox, which is read, and a gateway's registers.
     """
-    moved, clinics = KEYS.moves("clinics"), [
-        KEYS.enrolled("clinics"), KEYS.invites("clinics"), KEYS.secret("clinics"),
-        KEYS.enrolments("clinics"),
-    ]  # fmt: skip
+    moved, clinics = (
+        KEYS.moves("clinics"),
+        [
+            KEYS.enrolled("clinics"),
+            KEYS.invites("clinics"),
+            KEYS.secret("clinics"),
+            KEYS.enrolments("clinics"),
+        ],
+    )
     sets = ('coordinator.sites=["pool", "north", "south", "gateway", "clinics"]',)
     async with there.client("admin") as admin, pipeline(KEYS, there.settings, tmp_path, *sets):
         await wait_until(partial(admin.call, "EXISTS", KEYS.run))
@@ -605,7 +693,7 @@ async def test_whatever_a_site_leaves_ends_or_is_bounded(tmp_path: Path, there: 
         assert {KEYS.nonce("clinics", "left-set"), KEYS.update("north/left-hset")} <= left
         stays = {KEYS.inbox(site) for _, site in UNTRUSTED} | {
             key for key in left if re.search(":gateway:[^:]*:[a-z]*$", key)
-        }  # fmt: skip
+        }
         await admin.call("DEL", *clinics, moved)
         async with there.client("gateway-clinics") as gateway:
             await gateway.call("SET", KEYS.upload_note("clinics", "x" * 5000), "x")
@@ -649,9 +737,14 @@ async def test_redis_keeps_users_in_one_database(user: str, there: Guarded) -> N
     own = KEYS.update(f"{site}/x") if user != "coordinator" else KEYS.triggers
     async with there.client(user) as client:
         for command in (
-            ("SELECT", 1), ("MOVE", own, 1), ("SWAPDB", 0, 1), ("FLUSHALL",), ("FLUSHDB",),
-            ("MIGRATE", "127.0.0.1", there.port, own, 1, 10), ("RESTORE", own, 0, "x"),
-        ):  # fmt: skip
+            ("SELECT", 1),
+            ("MOVE", own, 1),
+            ("SWAPDB", 0, 1),
+            ("FLUSHALL",),
+            ("FLUSHDB",),
+            ("MIGRATE", "127.0.0.1", there.port, own, 1, 10),
+            ("RESTORE", own, 0, "x"),
+        ):
             with pytest.raises(BrokerError, match="refuses"):
                 await client.call(*command)
     other = there.settings(user).model_copy(update={"url": f"redis://127.0.0.1:{there.port}/1"})

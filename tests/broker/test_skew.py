@@ -52,8 +52,18 @@ LEAST = {  # only what has no default
     "close_round": CloseRound(version=4, tasks=(), why="round over"),
     "withdraw": Withdraw(tasks=(), why="timed out"),
     "upload": Upload(
-        task=ID, attempt="a1", device=3, trainer="t", tau=4, base=DIGEST, layout=DIGEST,
-        digest=DIGEST, size=16, samples=100, steps=5, lr=0.25,
+        task=ID,
+        attempt="a1",
+        device=3,
+        trainer="t",
+        tau=4,
+        base=DIGEST,
+        layout=DIGEST,
+        digest=DIGEST,
+        size=16,
+        samples=100,
+        steps=5,
+        lr=0.25,
     ),
     "give_up": GiveUp(task=ID, attempt="a1", device=3, trainer="t", reason="dropped out"),
     "presence": Presence(trainer="t"),
@@ -65,20 +75,33 @@ LEAST = {  # only what has no default
     "version": Version(version=0, time=1.5, epoch=1, digest=DIGEST, blob="0.1.ab", size=16),
     "event": Event(what="trainer", service="t", time=1.5),
     "dead": Dead(stream="tasks", entry="1-1", reason="not msgpack", time=1.5),
-}  # fmt: skip
+}
 MOST = {  # everything there is
     "task": Assignment(
         task=ID, device=3, seed=7, steps=5, epochs=2, seconds=1.5, version=4, deadline=1e9
     ),
     "trigger": Trigger(
-        task=ID, device=3, seed=7, steps=5, epochs=2, seconds=1.5, version=4, deadline=1e9,
-        why="round", origin="owner",
+        task=ID,
+        device=3,
+        seed=7,
+        steps=5,
+        epochs=2,
+        seconds=1.5,
+        version=4,
+        deadline=1e9,
+        why="round",
+        origin="owner",
     ),
     "close_round": CloseRound(version=4, tasks=(ID, OTHER), why="round over"),
     "withdraw": Withdraw(tasks=(ID, OTHER), why="deadline passed"),
     "upload": LEAST["upload"].model_copy(
         update={
-            "loss": 0.5, "seconds": 2.5, "seed": 7, "sends": "delta", "site": "north", "handed": 3,
+            "loss": 0.5,
+            "seconds": 2.5,
+            "seed": 7,
+            "sends": "delta",
+            "site": "north",
+            "handed": 3,
         }
     ),
     "seating": LEAST["seating"],
@@ -91,7 +114,13 @@ MOST = {  # everything there is
     "round_end": RoundEnd(version=4, why="round over"),
     "set_quarantine": SetQuarantine(devices=(3, 4), release=True, why="it poisons"),
     "version": Version(
-        version=5, time=1.5, epoch=1, parent=4, digest=DIGEST, blob="5.1.ab", size=16,
+        version=5,
+        time=1.5,
+        epoch=1,
+        parent=4,
+        digest=DIGEST,
+        blob="5.1.ab",
+        size=16,
         updates=(
             Contribution(
                 task=ID, device=3, tau=4, staleness=1, weight=0.25, samples=100, steps=5, loss=0.5
@@ -102,14 +131,24 @@ MOST = {  # everything there is
         ),
     ),
     "event": Event(
-        what="outcome", service="u", time=1.5, task=ID, device=3, outcome="applied", reason="r",
-        version=5, staleness=1, weight=0.25, metrics={"accuracy": 0.5}, text="words",
+        what="outcome",
+        service="u",
+        time=1.5,
+        task=ID,
+        device=3,
+        outcome="applied",
+        reason="r",
+        version=5,
+        staleness=1,
+        weight=0.25,
+        metrics={"accuracy": 0.5},
+        text="words",
         site="north",
     ),
     "dead": Dead(
         stream="tasks", entry="1-1", reason="not msgpack", time=1.5, deliveries=3, data=b"\xc1\x00"
     ),
-}  # fmt: skip
+}
 MORE = {  # with the fields that came since
     "upload": MOST["upload"].model_copy(update={"chunks": 2}),
     "presence": MOST["presence"].model_copy(update={"digest": DIGEST}),

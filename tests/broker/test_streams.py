@@ -142,8 +142,10 @@ async def test_groups_streams_are_read_in_one_exchange(
     command = reading([ann, other], count=2, block_ms=0)
     found = given([ann, other], await client.call(*command))
     assert [(group, entry.data) for group, entry in found] == [
-        (ann, b"1"), (ann, b"2"), (other, b"4")
-    ]  # fmt: skip
+        (ann, b"1"),
+        (ann, b"2"),
+        (other, b"4"),
+    ]
     assert len(given([ann, other], await client.call(*command))) == 1
     assert given([ann, other], await client.call(*command)) == []
 

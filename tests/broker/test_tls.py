@@ -73,9 +73,15 @@ def misplaced(files: Path) -> Iterator[Guarded]:
 def options(files: Path, name: str, clients: str) -> tuple[str, ...]:
     """Of a server with TLS."""
     return (
-        "--tls-cert-file", str(files / f"{name}.crt"), "--tls-key-file", str(files / f"{name}.key"),
-        "--tls-ca-cert-file", str(files / "ca.crt"), "--tls-auth-clients", clients,
-    )  # fmt: skip
+        "--tls-cert-file",
+        str(files / f"{name}.crt"),
+        "--tls-key-file",
+        str(files / f"{name}.key"),
+        "--tls-ca-cert-file",
+        str(files / "ca.crt"),
+        "--tls-auth-clients",
+        clients,
+    )
 
 
 def served(files: Path, name: str, clients: str) -> Iterator[Guarded]:
@@ -123,9 +129,11 @@ async def test_ends_of_certificates_are_those_that_new_connections_rely_on(tmp_p
     for name, days in (("lasting", 9), ("brief", 4), ("stranger", 9)):
         authority(tmp_path, name, days=days)
     for name, by, days in (
-        ("first", "lasting", 2), ("next", "lasting", 6), ("outlasting", "brief", 8),
+        ("first", "lasting", 2),
+        ("next", "lasting", 6),
+        ("outlasting", "brief", 8),
         ("untrusted", "stranger", 3),
-    ):  # fmt: skip
+    ):
         signed(tmp_path, name, by, "127.0.0.1", days=days)
     both = [(tmp_path / f"{name}.crt").read_text() for name in ("lasting", "brief")]
     (tmp_path / "ca.crt").write_text("".join(both))

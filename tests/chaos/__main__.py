@@ -89,10 +89,13 @@ def main() -> int:
     ]
     outcomes = asyncio.run(
         play(
-            plans, options.at_once, stuck_s=options.stuck_s, within_s=60 * options.minutes,
+            plans,
+            options.at_once,
+            stuck_s=options.stuck_s,
+            within_s=60 * options.minutes,
             until_failure=options.until_failure,
         )
-    )  # fmt: skip
+    )
     text = table(outcomes)
     sys.stdout.write(text)
     if options.seed is None and set(kinds) == set(every):

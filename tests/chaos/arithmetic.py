@@ -129,9 +129,10 @@ class Course:
         if self.name == "fedavg":
             self.total += weight
             self.sums = (
-                sent.copy() if self.sums is None
+                sent.copy()
+                if self.sums is None
                 else _toward(self.sums, sent, weight / self.total if self.total else 0.0)
-            )  # fmt: skip
+            )
         else:
             self._add(upload, sent, weight)
         if self.arrivals < self.size:

@@ -260,10 +260,24 @@ def as_expected(facts: Facts) -> Iterator[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    balanced, at_any_moment, counted, told_as_counted, lost_once, once, none_lost, none_astray,
-    undamaged, same_arithmetic, same_bits, same_vectors, same_feedback, same_quarantines,
-    one_digest, understood, as_expected,
-)  # fmt: skip
+    balanced,
+    at_any_moment,
+    counted,
+    told_as_counted,
+    lost_once,
+    once,
+    none_lost,
+    none_astray,
+    undamaged,
+    same_arithmetic,
+    same_bits,
+    same_vectors,
+    same_feedback,
+    same_quarantines,
+    one_digest,
+    understood,
+    as_expected,
+)
 
 
 def complaints(facts: Facts) -> list[str]:

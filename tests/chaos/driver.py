@@ -127,14 +127,26 @@ class Chaos:
         self.services = Services(zygote, folder, own)
         self._front = front
         self._phones = Phones(
-            zygote, folder, self._ledger, server, common, devices=plan.over_http,
+            zygote,
+            folder,
+            self._ledger,
+            server,
+            common,
+            devices=plan.over_http,
             url=front.url if plan.over_http else "",
-        )  # fmt: skip
+        )
         self._injector = Injector(
-            plan, folder, server=server, wires=wires, services=self.services,
-            controls=self._controls, keys=self._keys, findings=self._findings,
-            front=front, phones=self._phones,
-        )  # fmt: skip
+            plan,
+            folder,
+            server=server,
+            wires=wires,
+            services=self.services,
+            controls=self._controls,
+            keys=self._keys,
+            findings=self._findings,
+            front=front,
+            phones=self._phones,
+        )
 
     @property
     def did(self) -> Mapping[str, int]:
@@ -148,19 +160,26 @@ class Chaos:
         if plan.strategy == "fedavg":
             policy = "{kind='rounds', k=4, timeout_s=3.0}"
         settings = {
-            "RUN__NAME": self._keys.name, "RUN__VERSIONS": str(plan.versions),
-            "RUN__SEED": str(plan.seed), "TASK__NAME": "tests.chaos.task:task",
+            "RUN__NAME": self._keys.name,
+            "RUN__VERSIONS": str(plan.versions),
+            "RUN__SEED": str(plan.seed),
+            "TASK__NAME": "tests.chaos.task:task",
             "REDIS__TIMEOUT_S": "2.0",
-            "STRATEGY__NAME": plan.strategy, "SCHEDULER__POLICY": policy,
+            "STRATEGY__NAME": plan.strategy,
+            "SCHEDULER__POLICY": policy,
             "WIRE__MODEL": plan.model,
             # Faster trainers would make all versions while the devices over HTTP enrol that Redis
             # forgot.
             "DEVICES__LATENCY": f"{{kind='fixed', mean_s={0.15 if plan.over_http else 0.02}}}",
-            "JOURNAL__DIR": str(self._folder / "journal"), "JOURNAL__SYNC": plan.sync,
-            "JOURNAL__SYNC_S": "0.3", "JOURNAL__SEGMENT_VERSIONS": "30",
-            "UPDATER__LEASE_S": "1.0", "COORDINATOR__REDELIVER_S": "2.0",
-            "LEASE__SECONDS": "2.0", "LEASE__ATTEMPTS": "50",  # who is killed is not poisoned
-        }  # fmt: skip
+            "JOURNAL__DIR": str(self._folder / "journal"),
+            "JOURNAL__SYNC": plan.sync,
+            "JOURNAL__SYNC_S": "0.3",
+            "JOURNAL__SEGMENT_VERSIONS": "30",
+            "UPDATER__LEASE_S": "1.0",
+            "COORDINATOR__REDELIVER_S": "2.0",
+            "LEASE__SECONDS": "2.0",
+            "LEASE__ATTEMPTS": "50",  # who is killed is not poisoned
+        }
         if plan.strategy == "fedavg":
             settings["STRATEGY__CLIENTS_PER_ROUND"] = "4"
         elif plan.strategy != "fedasync":
@@ -172,9 +191,12 @@ class Chaos:
         if plan.over_http:
             settings |= {
                 "COORDINATOR__SITES": f'["pool", "{GATEWAY}"]',
-                "GATEWAY__RETRY_S": "[0.1, 0.5]", "GATEWAY__AWAY_S": "3.0",
-                "GATEWAY__LEASE_S": "6.0", "GATEWAY__HEARTBEAT_S": "0.5", "GATEWAY__DRAIN_S": "5.0",
-            }  # fmt: skip
+                "GATEWAY__RETRY_S": "[0.1, 0.5]",
+                "GATEWAY__AWAY_S": "3.0",
+                "GATEWAY__LEASE_S": "6.0",
+                "GATEWAY__HEARTBEAT_S": "0.5",
+                "GATEWAY__DRAIN_S": "5.0",
+            }
         return {f"FEDSTREAM_{name}": value for name, value in settings.items()} | {
             NOTES: str(self._folder / "notes")
         }
@@ -230,12 +252,18 @@ class Chaos:
     async def facts(self) -> Facts:
         """What is left behind, once the services have stopped."""
         return await gathered(
-            self._server.client, self._keys, self._folder / "journal",
-            notes=self._folder / "notes", told=self._watcher.published,
-            files=self._server.files, forged=self._injector.forged,
+            self._server.client,
+            self._keys,
+            self._folder / "journal",
+            notes=self._folder / "notes",
+            told=self._watcher.published,
+            files=self._server.files,
+            forged=self._injector.forged,
             was_full=any(fault.kind is Kind.MEMORY for fault in self._plan.faults),
             findings=(
-                *self._findings, *self.services.findings, *self._phones.findings,
+                *self._findings,
+                *self.services.findings,
+                *self._phones.findings,
                 *self._front.findings,
             ),
-        )  # fmt: skip
+        )

@@ -216,9 +216,7 @@ def _answered(done: Sequence[Command]) -> dict[str, Any] | None:
     which no task is done with."""
     if not any(command[0].upper() == b"XACK" for command in done):
         return None
-    said = (
-        _added(one)[1] for one in done if one[0].upper() == b"XADD" and _key(one) == _INBOX
-    )  # fmt: skip
+    said = (_added(one)[1] for one in done if one[0].upper() == b"XADD" and _key(one) == _INBOX)
     return next((message for message in said if message["k"] == "upload"), None)
 
 

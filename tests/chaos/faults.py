@@ -70,27 +70,74 @@ class Kind(StrEnum):
 
 # With sentinels services talk to whomever these name: there is no file to go back to, and no wire.
 SENTINELED = (
-    Kind.FAILOVER, Kind.SPLIT, Kind.KILL, Kind.FAILOVER, Kind.USURP, Kind.SPLIT, Kind.DOUBLE,
-    Kind.FAILOVER, Kind.DISK, Kind.SPLIT, Kind.CLOCK, Kind.PAUSE, Kind.TWICE, Kind.EIO, Kind.ROT,
-)  # fmt: skip
+    Kind.FAILOVER,
+    Kind.SPLIT,
+    Kind.KILL,
+    Kind.FAILOVER,
+    Kind.USURP,
+    Kind.SPLIT,
+    Kind.DOUBLE,
+    Kind.FAILOVER,
+    Kind.DISK,
+    Kind.SPLIT,
+    Kind.CLOCK,
+    Kind.PAUSE,
+    Kind.TWICE,
+    Kind.EIO,
+    Kind.ROT,
+)
 # Where Redis forgets whom a gateway knows, an operator invites the devices again (phones.py).
 WITH_GATEWAY = (
-    Kind.KILL, Kind.HANG_UP, Kind.PAUSE, Kind.PARTITION, Kind.CRASH, Kind.CUT, Kind.LATE,
-    Kind.REWIND, Kind.USURP, Kind.DELAY, Kind.EMPTY, Kind.MEMORY, Kind.BACKUP, Kind.EIO,
-)  # fmt: skip
+    Kind.KILL,
+    Kind.HANG_UP,
+    Kind.PAUSE,
+    Kind.PARTITION,
+    Kind.CRASH,
+    Kind.CUT,
+    Kind.LATE,
+    Kind.REWIND,
+    Kind.USURP,
+    Kind.DELAY,
+    Kind.EMPTY,
+    Kind.MEMORY,
+    Kind.BACKUP,
+    Kind.EIO,
+)
 ALONE = tuple(
     kind for kind in Kind if kind not in (Kind.FAILOVER, Kind.SPLIT, Kind.HANG_UP, Kind.CRASH)
 )
 
 # The longest that each lasts, in seconds: mostly beyond the updater's lease of one.
 _LASTS = {
-    Kind.KILL: 0.0, Kind.PAUSE: 2.0, Kind.USURP: 1.0, Kind.DOUBLE: 2.0, Kind.TWICE: 0.0,
-    Kind.CLOCK: 2.0, Kind.EMPTY: 0.5, Kind.REWIND: 1.0, Kind.TORN: 0.3, Kind.BACKUP: 0.3,
-    Kind.AMNESIA: 1.0, Kind.RELAPSE: 1.0, Kind.TAKEOVER: 0.0, Kind.MEMORY: 1.5, Kind.ERASE: 0.0,
-    Kind.CUT: 0.1, Kind.DELAY: 1.5, Kind.PARTITION: 4.0, Kind.LATE: 4.0,
-    Kind.FAILOVER: 0.0, Kind.SPLIT: 0.0, Kind.HANG_UP: 0.0, Kind.CRASH: 0.0,
-    Kind.DISK: 1.5, Kind.EIO: 0.7, Kind.POWER: 0.3, Kind.BLACKOUT: 0.3, Kind.ROT: 0.0,
-}  # fmt: skip
+    Kind.KILL: 0.0,
+    Kind.PAUSE: 2.0,
+    Kind.USURP: 1.0,
+    Kind.DOUBLE: 2.0,
+    Kind.TWICE: 0.0,
+    Kind.CLOCK: 2.0,
+    Kind.EMPTY: 0.5,
+    Kind.REWIND: 1.0,
+    Kind.TORN: 0.3,
+    Kind.BACKUP: 0.3,
+    Kind.AMNESIA: 1.0,
+    Kind.RELAPSE: 1.0,
+    Kind.TAKEOVER: 0.0,
+    Kind.MEMORY: 1.5,
+    Kind.ERASE: 0.0,
+    Kind.CUT: 0.1,
+    Kind.DELAY: 1.5,
+    Kind.PARTITION: 4.0,
+    Kind.LATE: 4.0,
+    Kind.FAILOVER: 0.0,
+    Kind.SPLIT: 0.0,
+    Kind.HANG_UP: 0.0,
+    Kind.CRASH: 0.0,
+    Kind.DISK: 1.5,
+    Kind.EIO: 0.7,
+    Kind.POWER: 0.3,
+    Kind.BLACKOUT: 0.3,
+    Kind.ROT: 0.0,
+}
 _VICTIMS: dict[Kind, Sequence[str]] = {
     Kind.KILL: (UPDATER, UPDATER, *NAMES[2:]),
     Kind.PAUSE: NAMES[2:],
@@ -173,9 +220,16 @@ def plan(
         formats = several[seed // 4 % len(several)]
     model = MODELS[seed // 3 % len(MODELS)]
     return Plan(
-        seed, strategy, sync, versions, tuple(planned), sentinels, formats, model,
+        seed,
+        strategy,
+        sync,
+        versions,
+        tuple(planned),
+        sentinels,
+        formats,
+        model,
         OVER_HTTP if gateway else (),
-    )  # fmt: skip
+    )
 
 
 def _possible(kind: Kind, sync: Sync) -> Kind:
@@ -191,10 +245,13 @@ def _drawn(rng: random.Random, kind: Kind, at: int, *, gateway: bool) -> Fault:
     if gateway and kind in _VICTIMS:
         victims = (*victims, *islice(cycle(GATEWAYS), len(victims)))  # every other time
     return Fault(
-        at=at, after_s=round(rng.uniform(0, 0.3), 3), kind=kind,
+        at=at,
+        after_s=round(rng.uniform(0, 0.3), 3),
+        kind=kind,
         seconds=round(rng.uniform(0, _LASTS[kind]), 3),
-        target=rng.choice(victims), share=round(rng.random(), 4),
-    )  # fmt: skip
+        target=rng.choice(victims),
+        share=round(rng.random(), 4),
+    )
 
 
 def _gap(rng: random.Random, strategy: Rule) -> int:

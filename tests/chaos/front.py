@@ -51,9 +51,10 @@ class Front:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
         self._session = aiohttp.ClientSession(
-            auto_decompress=False, connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=_PATIENCE_S),
-        )  # fmt: skip
+        )
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self._port = self._runner.addresses[0][1]
@@ -140,9 +141,13 @@ class Front:
         given = [(n, v) for n, v in request.headers.items() if n.lower() not in _HOPS]
         url = URL(f"http://127.0.0.1:{port}{request.raw_path}", encoded=True)
         async with self._session.request(
-            request.method, url, headers=given, data=body or None,
-            skip_auto_headers=("Content-Type", "User-Agent"), allow_redirects=False,
-        ) as answer:  # fmt: skip
+            request.method,
+            url,
+            headers=given,
+            data=body or None,
+            skip_auto_headers=("Content-Type", "User-Agent"),
+            allow_redirects=False,
+        ) as answer:
             said = await answer.read()
             if answer.status >= 500 and answer.status != 503:
                 self.findings.append(f"{request.method} {request.path} was answered {said!r}")

@@ -75,9 +75,12 @@ async def gathered(
     account = accounted(journal, noted)
     lives = tuple(lived(file, fell_back=number > 0) for number, file in enumerate(files))
     return Facts(
-        account=account, production=replayed(journal, account.model), lives=lives,
+        account=account,
+        production=replayed(journal, account.model),
+        lives=lives,
         unsent=tuple(disagreements(lives, noted or {}, account.shape, was_full=was_full)),
-        forged=frozenset(forged), told=frozenset(told),
+        forged=frozenset(forged),
+        told=frozenset(told),
         counts={name.decode(): int(n) for name, n in zip(counts[::2], counts[1::2], strict=True)},
         open=await client.call("HLEN", keys.open),
         queued=frozenset(one["task"] for one in waiting if one["k"] == "upload"),
@@ -87,7 +90,7 @@ async def gathered(
         quarantines=_quarantines(head) if head else (0, frozenset()),
         handed_out=await _handed_out(client, keys, ledger) if head else None,
         findings=findings,
-    )  # fmt: skip
+    )
 
 
 async def _model(client: Client, keys: Keys, ledger: EveryRole, head: Head) -> str:

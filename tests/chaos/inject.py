@@ -78,17 +78,35 @@ class Injector:
         self.forged: set[tuple[str, str]] = set()  # second answers: task and attempt
         self.did: Counter[str] = Counter()  # what faults came to that may come to nothing
         self._done: dict[Kind, Callable[[Fault], Awaitable[None]]] = {
-            Kind.KILL: self._kill, Kind.PAUSE: self._pause, Kind.USURP: self._usurp,
-            Kind.DOUBLE: self._double, Kind.TWICE: self._twice, Kind.CLOCK: self._clock,
-            Kind.EMPTY: self._empty, Kind.REWIND: self._rewind, Kind.TORN: self._torn,
-            Kind.BACKUP: self._backup, Kind.AMNESIA: self._amnesia, Kind.RELAPSE: self._relapse,
-            Kind.TAKEOVER: self._takeover, Kind.MEMORY: self._memory, Kind.ERASE: self._erase,
-            Kind.CUT: self._cut, Kind.DELAY: self._delay, Kind.PARTITION: self._partition,
-            Kind.LATE: self._late, Kind.DISK: self._disk, Kind.EIO: self._eio,
-            Kind.FAILOVER: self._fail_over, Kind.SPLIT: self._fail_over,
-            Kind.HANG_UP: self._hang_up, Kind.CRASH: self._crash,
-            Kind.POWER: self._power, Kind.BLACKOUT: self._blackout, Kind.ROT: self._rot,
-        }  # fmt: skip
+            Kind.KILL: self._kill,
+            Kind.PAUSE: self._pause,
+            Kind.USURP: self._usurp,
+            Kind.DOUBLE: self._double,
+            Kind.TWICE: self._twice,
+            Kind.CLOCK: self._clock,
+            Kind.EMPTY: self._empty,
+            Kind.REWIND: self._rewind,
+            Kind.TORN: self._torn,
+            Kind.BACKUP: self._backup,
+            Kind.AMNESIA: self._amnesia,
+            Kind.RELAPSE: self._relapse,
+            Kind.TAKEOVER: self._takeover,
+            Kind.MEMORY: self._memory,
+            Kind.ERASE: self._erase,
+            Kind.CUT: self._cut,
+            Kind.DELAY: self._delay,
+            Kind.PARTITION: self._partition,
+            Kind.LATE: self._late,
+            Kind.DISK: self._disk,
+            Kind.EIO: self._eio,
+            Kind.FAILOVER: self._fail_over,
+            Kind.SPLIT: self._fail_over,
+            Kind.HANG_UP: self._hang_up,
+            Kind.CRASH: self._crash,
+            Kind.POWER: self._power,
+            Kind.BLACKOUT: self._blackout,
+            Kind.ROT: self._rot,
+        }
 
     async def inject(self, fault: Fault) -> None:
         """One fault, from its beginning to its end."""
@@ -130,8 +148,9 @@ class Injector:
             await asyncio.sleep(fault.seconds)
         await wait_until(
             lambda: sleeper.ended or life != self._server.life,  # it may lead again
-            timeout=_TAKEN_OVER_S, what=f"an updater that has a successor ends: {sleeper.log.name}",
-        )  # fmt: skip
+            timeout=_TAKEN_OVER_S,
+            what=f"an updater that has a successor ends: {sleeper.log.name}",
+        )
 
     async def _double(self, fault: Fault) -> None:
         twin = await self._services.twin(await self._name(fault))
@@ -171,9 +190,10 @@ class Injector:
             return []
         entries = [decode(fields[1], Upload, RoundEnd, SetQuarantine) for _, fields in rows]
         uploads = [
-            one for one in entries
+            one
+            for one in entries
             if isinstance(one, Upload) and (one.task, "again") not in self.forged
-        ]  # fmt: skip
+        ]
         return uploads if any(one.task.encode() in admitted for one in uploads) else []
 
     async def _forge(self, upload: Upload) -> bytes:
@@ -183,10 +203,13 @@ class Injector:
         size = model.buffer.nbytes
         again = upload.model_copy(
             update={
-                "attempt": "again", "digest": model.digest(), "size": size, "format": "f32",
+                "attempt": "again",
+                "digest": model.digest(),
+                "size": size,
+                "format": "f32",
                 "chunks": blobs.chunks_of(size),
             }
-        )  # fmt: skip
+        )
         self.forged.add((again.task, again.attempt))
         client, inbox = self._server.client, self._keys.inbox(POOL)
         await blobs.write(client, self._keys.update(again.blob), model, expire_s=600.0)
@@ -472,8 +495,9 @@ class Injector:
                 queued = await self._entries(self._keys.queue)  # until they are on disk
                 await wait_until(
                     lambda: self._left(self._keys.queue, queued),
-                    timeout=_TAKEN_OVER_S, what="what was queued is on disk",
-                )  # fmt: skip
+                    timeout=_TAKEN_OVER_S,
+                    what="what was queued is on disk",
+                )
 
     def _lose_power(self) -> None:
         self.did["pages lost with the power"] += disk.fail(self._journal, self._platter, self._rng)

@@ -34,9 +34,16 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
 PACKAGES = ("broker", "coordinator", "experiments", "fedstream", "trainer", "updater", "tests")
 COLUMNS = (
-    "planted", "file", "faults", "seeds", "killed by", "first complaint", "without it", "seconds",
+    "planted",
+    "file",
+    "faults",
+    "seeds",
+    "killed by",
+    "first complaint",
+    "without it",
+    "seconds",
     "commit",
-)  # fmt: skip
+)
 FAULTS = 6  # of a run
 _STUCK_S = 40.0
 _COMPLAINT = re.compile(rf"^({'|'.join(check.__name__ for check in CHECKS)}): ", re.MULTILINE)
@@ -65,188 +72,263 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "applied is counted as refused", "broker/lua/prelude.lua",
-        "  count(outcome)\n", "  count(outcome == 'applied' and 'refused' or outcome)\n",
+        "applied is counted as refused",
+        "broker/lua/prelude.lua",
+        "  count(outcome)\n",
+        "  count(outcome == 'applied' and 'refused' or outcome)\n",
         (Kind.KILL,),
     ),
     Mutant(
-        "no token fences anybody", "broker/lua/prelude.lua",
-        "return now and not same and 'fenced' or 'lost'", "return nil",
+        "no token fences anybody",
+        "broker/lua/prelude.lua",
+        "return now and not same and 'fenced' or 'lost'",
+        "return nil",
         (Kind.USURP, Kind.LATE, Kind.AMNESIA),
     ),
     Mutant(
-        "what is synced is not on disk", "fedstream/journal/writer.py",
-        "            os.fdatasync(self._file)\n", "            pass\n",
+        "what is synced is not on disk",
+        "fedstream/journal/writer.py",
+        "            os.fdatasync(self._file)\n",
+        "            pass\n",
         (Kind.POWER, Kind.BLACKOUT),
     ),
     Mutant(
-        "what a failed sync did not write is read from the cache", "updater/recovery.py",
-        "        await self._patiently(lambda: sync_and_drop_cache(newest.path))\n", "",
-        (Kind.EIO,), (0, 1, 2, 3, 4, 5),
+        "what a failed sync did not write is read from the cache",
+        "updater/recovery.py",
+        "        await self._patiently(lambda: sync_and_drop_cache(newest.path))\n",
+        "",
+        (Kind.EIO,),
+        (0, 1, 2, 3, 4, 5),
     ),
     Mutant(
-        "an entry is deleted before its record is on disk", "fedstream/journal/recorder.py",
-        "return self.appended - self._writer.unsynced", "return self.appended",
-        (Kind.POWER,), (1, 3, 5, 6),
+        "an entry is deleted before its record is on disk",
+        "fedstream/journal/recorder.py",
+        "return self.appended - self._writer.unsynced",
+        "return self.appended",
+        (Kind.POWER,),
+        (1, 3, 5, 6),
     ),
     Mutant(
-        "a second answer is admitted", "broker/lua/admit.lua",
-        "if first then return astray(reasons.ANSWERED_TWICE) end\n", "",
-        (Kind.TWICE,), (1, 3, 0, 2),
+        "a second answer is admitted",
+        "broker/lua/admit.lua",
+        "if first then return astray(reasons.ANSWERED_TWICE) end\n",
+        "",
+        (Kind.TWICE,),
+        (1, 3, 0, 2),
     ),
     Mutant(
-        "counts are not restored after Redis was emptied", "broker/lua/create.lua",
-        "    counts = a.counts\n", "    counts.issued = a.counts.issued\n",
+        "counts are not restored after Redis was emptied",
+        "broker/lua/create.lua",
+        "    counts = a.counts\n",
+        "    counts.issued = a.counts.issued\n",
         (Kind.EMPTY,),
     ),
     Mutant(
-        "an update weighs half", "fedstream/strategies/fedasync.py",
-        "return self.alpha_schedule(", "return 0.5 * self.alpha_schedule(",
+        "an update weighs half",
+        "fedstream/strategies/fedasync.py",
+        "return self.alpha_schedule(",
+        "return 0.5 * self.alpha_schedule(",
         (Kind.KILL,),
     ),
     Mutant(
-        "tasks lost with Redis are counted twice", "broker/lua/create.lua",
+        "tasks lost with Redis are counted twice",
+        "broker/lua/create.lua",
         "    counts[lost] = counts.issued - known\n",
         "    counts[lost] = 2 * (counts.issued - known)\n"
         "    counts.issued = known + counts[lost]\n",
         (Kind.EMPTY,),
     ),
     Mutant(
-        "the newest model is not published again", "updater/loop.py",
-        "if not await self.publisher.keep(", "if False and not await self.publisher.keep(",
+        "the newest model is not published again",
+        "updater/loop.py",
+        "if not await self.publisher.keep(",
+        "if False and not await self.publisher.keep(",
         (Kind.ERASE,),
     ),
     Mutant(
-        "a successor reads before it fences", "fedstream/journal/claims.py",
-        r"(-[0-9]{6}\.journal|\.claim)", r"(-[0-9]{6}\.journal)",
-        (Kind.TAKEOVER,), (0, 1, 2, 3, 6, 12),
+        "a successor reads before it fences",
+        "fedstream/journal/claims.py",
+        r"(-[0-9]{6}\.journal|\.claim)",
+        r"(-[0-9]{6}\.journal)",
+        (Kind.TAKEOVER,),
+        (0, 1, 2, 3, 6, 12),
     ),
     Mutant(
-        "nobody looks for a successor", "fedstream/journal/claims.py",
-        "        if newer is not None:\n", "        if False:\n",
-        (Kind.TAKEOVER, Kind.RELAPSE), (0, 1, 2, 3, 6, 12),
+        "nobody looks for a successor",
+        "fedstream/journal/claims.py",
+        "        if newer is not None:\n",
+        "        if False:\n",
+        (Kind.TAKEOVER, Kind.RELAPSE),
+        (0, 1, 2, 3, 6, 12),
     ),
     Mutant(
-        "a version is committed on any other", "broker/lua/commit.lua",
-        "  if due < 1 or due > #versions + 1 then return behind end\n", "",
-        (Kind.LATE,), (7, 0, 1, 2),
+        "a version is committed on any other",
+        "broker/lua/commit.lua",
+        "  if due < 1 or due > #versions + 1 then return behind end\n",
+        "",
+        (Kind.LATE,),
+        (7, 0, 1, 2),
     ),
     Mutant(
-        "a task that is in the journal is done again", "updater/decider.py",
+        "a task that is in the journal is done again",
+        "updater/decider.py",
         "state.ends.get(message.task)) is not None:",
         "state.ends.get(message.task)) is not None and False:",
         (Kind.REWIND, Kind.TORN),
     ),
     Mutant(
-        "a segment's name is not on disk", "fedstream/journal/writer.py",
-        "            sync_folder(folder)\n", "            pass\n",
-        (Kind.POWER, Kind.KILL), (1, 3, 5, 0),
+        "a segment's name is not on disk",
+        "fedstream/journal/writer.py",
+        "            sync_folder(folder)\n",
+        "            pass\n",
+        (Kind.POWER, Kind.KILL),
+        (1, 3, 5, 0),
     ),
     Mutant(
-        "a successor begins before its predecessor is on disk", "fedstream/journal/writer.py",
+        "a successor begins before its predecessor is on disk",
+        "fedstream/journal/writer.py",
         "                os.fdatasync(file)\n            os.fdatasync(file)\n",
         "                pass\n",
-        (Kind.KILL, Kind.POWER), (1, 3, 5, 6),
+        (Kind.KILL, Kind.POWER),
+        (1, 3, 5, 6),
     ),
     Mutant(
-        "damage in a record is not noticed", "fedstream/journal/segment.py",
-        "if not is_whole(self._salt, data, checksum):", "if False:",
+        "damage in a record is not noticed",
+        "fedstream/journal/segment.py",
+        "if not is_whole(self._salt, data, checksum):",
+        "if False:",
         (Kind.ROT,),
     ),
     Mutant(
-        "what a device has to know is not handed out", "updater/commit.py",
-        "used = {end.device for end in ends if", "used = {end.device for end in ends if False and",
-        (Kind.KILL,), (5, 11),
+        "what a device has to know is not handed out",
+        "updater/commit.py",
+        "used = {end.device for end in ends if",
+        "used = {end.device for end in ends if False and",
+        (Kind.KILL,),
+        (5, 11),
     ),
     Mutant(
-        "an end is counted and not told", "broker/lua/prelude.lua",
+        "an end is counted and not told",
+        "broker/lua/prelude.lua",
         "event.what, event.task, event.outcome, event.reason = 'outcome', task, outcome, reason\n"
-        "  tell(event)\n", "",
+        "  tell(event)\n",
+        "",
         (Kind.KILL,),
     ),
     Mutant(
-        "a task is opened and not counted", "broker/lua/trigger.lua",
-        "count('issued')", "count('issue')",
+        "a task is opened and not counted",
+        "broker/lua/trigger.lua",
+        "count('issued')",
+        "count('issue')",
         (Kind.KILL,),
     ),
     Mutant(
-        "an end that Redis forgot is counted again", "broker/lua/prelude.lua",
+        "an end that Redis forgot is counted again",
+        "broker/lua/prelude.lua",
         "if redis.call('HDEL', key.open, task) == 0 then return 0 end",
         "redis.call('HDEL', key.open, task)",
         (Kind.REWIND, Kind.KILL),
     ),
     Mutant(
-        "buffers are added up", "fedstream/strategies/batches.py",
-        "1.0 / arrivals, into=total.buffers", "1.0, into=total.buffers",
-        (Kind.KILL,), (2, 3),
+        "buffers are added up",
+        "fedstream/strategies/batches.py",
+        "1.0 / arrivals, into=total.buffers",
+        "1.0, into=total.buffers",
+        (Kind.KILL,),
+        (2, 3),
     ),
     Mutant(
-        "a device's last gradient stays in the sum", "fedstream/strategies/afa.py",
-        "np.subtract(latest, last)", "latest",
-        (Kind.KILL,), (4, 10),
+        "a device's last gradient stays in the sum",
+        "fedstream/strategies/afa.py",
+        "np.subtract(latest, last)",
+        "latest",
+        (Kind.KILL,),
+        (4, 10),
     ),
     Mutant(
-        "an update says another base", "trainer/attempt.py",
-        "tau=start.version,", "tau=max(0, start.version - 1),",
+        "an update says another base",
+        "trainer/attempt.py",
+        "tau=start.version,",
+        "tau=max(0, start.version - 1),",
         (Kind.KILL,),
     ),
     Mutant(
-        "what an update left unsent is not kept", "broker/lua/finish_task.lua",
-        "  if unsent then redis.call('RENAME', staged, kept) end\n", "",
-        (Kind.KILL,), (2, 10, 14, 15),
+        "what an update left unsent is not kept",
+        "broker/lua/finish_task.lua",
+        "  if unsent then redis.call('RENAME', staged, kept) end\n",
+        "",
+        (Kind.KILL,),
+        (2, 10, 14, 15),
     ),
     Mutant(
-        "what an update left unsent is not sent", "trainer/learner.py",
-        "fed_back(into, memory, how)", "fed_back(into, None, how)",
-        (Kind.KILL,), (2, 10, 14, 15),
+        "what an update left unsent is not sent",
+        "trainer/learner.py",
+        "fed_back(into, memory, how)",
+        "fed_back(into, None, how)",
+        (Kind.KILL,),
+        (2, 10, 14, 15),
     ),
     Mutant(
-        "an update leaves unsent what it sent", "fedstream/core/formats.py",
+        "an update leaves unsent what it sent",
+        "fedstream/core/formats.py",
         "lost = np.subtract(wanted, update.parameters, out=wanted)",
         "lost = np.multiply(wanted, 1, out=wanted)",
-        (Kind.KILL,), (2, 10, 14, 15),
+        (Kind.KILL,),
+        (2, 10, 14, 15),
     ),
     Mutant(
-        "a field that an earlier release does not write is required", "fedstream/core/messages.py",
-        '    sends: Sends = "model"\n', "    sends: Sends\n",
-        (Kind.KILL,), (0, 1, 6, 7),
+        "a field that an earlier release does not write is required",
+        "fedstream/core/messages.py",
+        '    sends: Sends = "model"\n',
+        "    sends: Sends\n",
+        (Kind.KILL,),
+        (0, 1, 6, 7),
     ),
     Mutant(
-        "a gateway acknowledges a task when it gets it", "coordinator/gateway/tasks.py",
+        "a gateway acknowledges a task when it gets it",
+        "coordinator/gateway/tasks.py",
         "is_new=is_new, is_untouched=is_new), now)\n",
         "is_new=is_new, is_untouched=is_new), now)\n"
         '        await self._client.call("XACK", group.stream, TRAINERS, entry.id)\n',
-        (Kind.HANG_UP,), over_http=True,
+        (Kind.HANG_UP,),
+        over_http=True,
     ),
     Mutant(
-        "a device gets another device's task", "coordinator/gateway/desk.py",
+        "a device gets another device's task",
+        "coordinator/gateway/desk.py",
         "return seat.tasks[0] if seat is not None and seat.tasks else None",
         "return next(iter(self._held.values()), None)",
-        (Kind.HANG_UP,), over_http=True,
+        (Kind.HANG_UP,),
+        over_http=True,
     ),
     Mutant(
         "a device hears of an error of the gateway's while Redis is away",
         "coordinator/gateway/app.py",
         "            case FedstreamError(retriable=True):\n",
         "            case FedstreamError(retriable=None):\n",
-        (Kind.PARTITION, Kind.CUT), over_http=True,
+        (Kind.PARTITION, Kind.CUT),
+        over_http=True,
     ),
     Mutant(
-        "an upload that was cut is filled up", "coordinator/gateway/uploads.py",
+        "an upload that was cut is filled up",
+        "coordinator/gateway/uploads.py",
         '"more bytes came than the upload was to have") from None\n',
         '"more bytes came than the upload was to have") from None\n'
         "        except Exception:\n"
         "            for number, chunk in chunks.take(bytes(chunks._length - chunks.received)):\n"
         "                await use(number, chunk)\n",
-        (Kind.HANG_UP,), over_http=True,
+        (Kind.HANG_UP,),
+        over_http=True,
     ),
     Mutant(
-        "an update over HTTP says the newest version as its base", "coordinator/gateway/uploads.py",
+        "an update over HTTP says the newest version as its base",
+        "coordinator/gateway/uploads.py",
         "tau=report.tau, base=report.base,",
         "tau=self._current.head.version, base=self._current.head.given,",
-        (Kind.HANG_UP,), over_http=True,
+        (Kind.HANG_UP,),
+        over_http=True,
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -291,12 +373,28 @@ def play(
             mutant.plant(Path(folder))
         said = subprocess.run(
             [
-                sys.executable, "-m", "tests.chaos", "--of", str(FAULTS), "--at-once", "1",
-                "--stuck-s", str(_STUCK_S), "--until-failure", "--seed", *map(str, seeds),
-                *(["--gateway"] if over_http else []), "--only", *kinds,
+                sys.executable,
+                "-m",
+                "tests.chaos",
+                "--of",
+                str(FAULTS),
+                "--at-once",
+                "1",
+                "--stuck-s",
+                str(_STUCK_S),
+                "--until-failure",
+                "--seed",
+                *map(str, seeds),
+                *(["--gateway"] if over_http else []),
+                "--only",
+                *kinds,
             ],
-            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        ).stdout  # fmt: skip
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        ).stdout
     played = tuple(
         int(n) for n in re.findall(r"^seed (\d+): .*(?:held|FAILED)", said, re.MULTILINE)
     )
@@ -323,12 +421,16 @@ def row(verdict: Verdict) -> dict[str, str]:
     """A mutant's line of the table, to be kept."""
     mutant, played, without = verdict.mutant, verdict.played, verdict.without
     return {
-        "planted": mutant.name, "file": mutant.path, "faults": " ".join(mutant.kinds),
-        "seeds": " ".join(map(str, played.seeds)), "killed by": " ".join(played.complained),
+        "planted": mutant.name,
+        "file": mutant.path,
+        "faults": " ".join(mutant.kinds),
+        "seeds": " ".join(map(str, played.seeds)),
+        "killed by": " ".join(played.complained),
         "first complaint": played.first,
         "without it": " ".join(without.complained) or "held",
-        "seconds": str(round(played.seconds)), "commit": commit(),
-    }  # fmt: skip
+        "seconds": str(round(played.seconds)),
+        "commit": commit(),
+    }
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -340,15 +442,25 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     for one in rows:
         cells = dict(one) | {"killed by": one["killed by"] or "**survived**"}
         lines.append("| " + " | ".join(cells[name].replace("|", "\\|") for name in COLUMNS) + " |")
-    return "\n".join([
-        "# Faults planted in the code", "",
-        "`make chaos-mutants`: each is planted alone in a copy of the project, in which runs of",
-        f"{FAULTS} faults that reach it are played, seed by seed, until a check complains; then",
-        "the same runs without it. `tests/chaos/mutants.py` says what exactly is planted.", "",
-        about, "",
-        f"{killed} of {len(rows)} killed" + (f", {missing} not played" if missing else ""), "",
-        *lines,
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                "# Faults planted in the code",
+                "",
+                "`make chaos-mutants`: each is planted alone in a copy of the project, in which",
+                f"runs of {FAULTS} faults that reach it are played, seed by seed, until a check",
+                "complains; then the same runs without it. `tests/chaos/mutants.py` says what",
+                "exactly is planted.",
+                "",
+                about,
+                "",
+                f"{killed} of {len(rows)} killed" + (f", {missing} not played" if missing else ""),
+                "",
+                *lines,
+            ]
+        )
+        + "\n"
+    )
 
 
 def written(verdicts: Sequence[Verdict]) -> str:

@@ -122,9 +122,14 @@ def read(path: Path) -> Pages:
         if record.kind not in ("taken", "round_closed", "quarantine_set"):
             raise Unreadable(f"{record}: a {record.kind} among the records")
     return Pages(
-        path.name, head.message, standing, tuple(vectors), tuple(records), len(data),
+        path.name,
+        head.message,
+        standing,
+        tuple(vectors),
+        tuple(records),
+        len(data),
         len(data) - at,
-    )  # fmt: skip
+    )
 
 
 def chain(folder: Path) -> list[Pages]:

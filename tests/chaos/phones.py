@@ -132,9 +132,16 @@ class Phones:
             log = self._folder / f"device-{device}.{begun}.log"
             key = self._folder / f"device-{device}.pem"
             argv = [
-                "device", "--url", self._url, "--task", "tests.chaos.task:task",
-                "--invite", invite, "--key", str(key),
-            ]  # fmt: skip
+                "device",
+                "--url",
+                self._url,
+                "--task",
+                "tests.chaos.task:task",
+                "--invite",
+                invite,
+                "--key",
+                str(key),
+            ]
             child = self._children[device] = await self._zygote.fork(argv, self._env, log)
             code = await child.wait()
             if code == 0 or device in self._too_late:

@@ -41,10 +41,20 @@ class Node:
         file.write_text(config)
         with (self._folder / "log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                binary, file, "--bind", "127.0.0.1", "--port", str(self.port),
-                "--dir", self._folder, *arguments,
-                stdin=DEVNULL, stdout=log, stderr=log, preexec_fn=death_with_parent(),
-            )  # fmt: skip
+                binary,
+                file,
+                "--bind",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--dir",
+                self._folder,
+                *arguments,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=death_with_parent(),
+            )
         await wait_until(self.answers, what="Redis answers")
 
     async def answers(self) -> bool:
@@ -104,11 +114,14 @@ class Sentineled:
         await first.start("--save", "")
         await second.start("--save", "", "--replicaof", "127.0.0.1", str(first.port))
         for one in self._sentinels:
-            await one.start("--sentinel", config=(
-                f"sentinel monitor {_NAME} 127.0.0.1 {first.port} 2\n"
-                f"sentinel down-after-milliseconds {_NAME} {_DOWN_MS}\n"
-                f"sentinel failover-timeout {_NAME} 3000\n"
-            ))  # fmt: skip
+            await one.start(
+                "--sentinel",
+                config=(
+                    f"sentinel monitor {_NAME} 127.0.0.1 {first.port} 2\n"
+                    f"sentinel down-after-milliseconds {_NAME} {_DOWN_MS}\n"
+                    f"sentinel failover-timeout {_NAME} 3000\n"
+                ),
+            )
         for one in self._sentinels:
             # One that was itself held up, on a busy machine, would do nothing for 30 s.
             await one.client.call("SENTINEL", "DEBUG", "tilt-trigger", "60000")

@@ -42,11 +42,29 @@ class Server:
         folder.mkdir(exist_ok=True)
         with (self._folder / f"{self._name}.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                find_server(), "--bind", "127.0.0.1", "--port", str(self.port),
-                "--dir", folder, "--save", "", "--appendonly", "yes", "--appendfsync", "no",
-                "--auto-aof-rewrite-percentage", "0", "--aof-use-rdb-preamble", "no", *options,
-                stdin=DEVNULL, stdout=log, stderr=log, preexec_fn=death_with_parent(),
-            )  # fmt: skip
+                find_server(),
+                "--bind",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--dir",
+                folder,
+                "--save",
+                "",
+                "--appendonly",
+                "yes",
+                "--appendfsync",
+                "no",
+                "--auto-aof-rewrite-percentage",
+                "0",
+                "--aof-use-rdb-preamble",
+                "no",
+                *options,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=death_with_parent(),
+            )
         await wait_until(self._answers, what="Redis answers")
         self.life += 1
         self.up.set()

@@ -35,9 +35,12 @@ class Zygote:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.zygote", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                pass_fds=(theirs.fileno(),), preexec_fn=death_with_parent(),  # noqa: PLW1509
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                pass_fds=(theirs.fileno(),),
+                preexec_fn=death_with_parent(),  # noqa: PLW1509
+            )
         self._channel, self._server = ours, lives._Server(ours, process)
 
     async def __aenter__(self) -> Self:

@@ -72,11 +72,20 @@ def note(
     known = None if work.device_control is None else work.device_control.tobytes()
     said = msgpack.packb(
         {
-            "task": work.task, "device": work.device, "tau": work.version, "base": work.base,
-            "seed": work.seed, "lr": work.solver.lr, "steps": steps, "samples": samples,
-            "began": began, "ended": ended, "control": control.tobytes(), "known": known,
+            "task": work.task,
+            "device": work.device,
+            "tau": work.version,
+            "base": work.base,
+            "seed": work.seed,
+            "lr": work.solver.lr,
+            "steps": steps,
+            "samples": samples,
+            "began": began,
+            "ended": ended,
+            "control": control.tobytes(),
+            "known": known,
         }
-    )  # fmt: skip
+    )
     file = os.open(f"{folder}/{os.getpid()}.notes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(file, said)

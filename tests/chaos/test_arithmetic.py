@@ -58,18 +58,29 @@ def test_arithmetic_matches_the_updater(rule: Strategy, early: int | None) -> No
     model.floats[:] = rng.standard_normal(shape.floats)
     strategy, before = rule.build(4), Progress(State(0, model.copy()))
     course = Course(
-        rule.model_dump(mode="json"), Shape.of(msgpack.unpackb(shape.encode())), 4,
+        rule.model_dump(mode="json"),
+        Shape.of(msgpack.unpackb(shape.encode())),
+        4,
         model.floats.copy(),
-    )  # fmt: skip
+    )
     for number in range(20):
         update = Model(shape)
         update.floats[:] = rng.standard_normal(shape.floats)
         late = 0 if isinstance(rule, FedAvgSettings) else int(rng.integers(0, 4))
         upload = Upload(
-            task=f"t{number}", attempt="a", device=int(rng.integers(0, 4)), trainer="t",
-            tau=max(0, course.version - late), base="b", layout="l", digest="d", size=0,
-            samples=int(rng.integers(1, 9)), steps=int(rng.integers(1, 4)), lr=0.3,
-        )  # fmt: skip
+            task=f"t{number}",
+            attempt="a",
+            device=int(rng.integers(0, 4)),
+            trainer="t",
+            tau=max(0, course.version - late),
+            base="b",
+            layout="l",
+            digest="d",
+            size=0,
+            samples=int(rng.integers(1, 9)),
+            steps=int(rng.integers(1, 4)),
+            lr=0.3,
+        )
         said = upload.model_dump()
         step = take(strategy, before, upload, update, Model(shape))
         assert step.decision

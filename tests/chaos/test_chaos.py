@@ -46,9 +46,13 @@ async def test_devices_over_http_are_treated_as_trainers_are() -> None:
     assert not outcome.complaints, told(outcome)
     assert came_over_http(outcome) > 10
     for what in (
-        "requests lost", "requests sent twice at once", "requests repeated behind later ones",
-        "uploads cut amid their bodies", "answers lost", "devices that Redis forgot",
-    ):  # fmt: skip
+        "requests lost",
+        "requests sent twice at once",
+        "requests repeated behind later ones",
+        "uploads cut amid their bodies",
+        "answers lost",
+        "devices that Redis forgot",
+    ):
         assert outcome.did[what], what
 
 

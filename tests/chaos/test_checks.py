@@ -30,8 +30,10 @@ def noted(folder: Path) -> Notes:
                 continue
             notes[upload["task"], upload["tau"], upload["base"]] = {
                 **{name: upload.get(name) for name in ("device", "steps", "samples", "lr", "seed")},
-                "began": b"", "ended": record.payload, "known": None,
-            }  # fmt: skip
+                "began": b"",
+                "ended": record.payload,
+                "known": None,
+            }
     return notes
 
 
@@ -54,18 +56,27 @@ def right(journal: Path) -> Facts:
     outcomes = [(record["upload"]["task"], record["outcome"]) for record in known.taken]
     counts = {"issued": 5, "applied": 3, "refused": 1, "refused:not finite": 1}
     life = Life(
-        counts=Counter(counts), counted=Counter(counts),
+        counts=Counter(counts),
+        counted=Counter(counts),
         ended=[{"task": task, "outcome": outcome} for task, outcome in outcomes],
-        opened={*tasks, "open"}, open={"open"},
+        opened={*tasks, "open"},
+        open={"open"},
         admitted={task: {"attempt"} for task in tasks},
         settled={f"{n}-0": {"k": "upload", "task": task} for n, task in enumerate(tasks)},
         told=[Told(version, digest, 1, "") for version, digest in known.made.items()],
-    )  # fmt: skip
+    )
     return Facts(
-        account=known, production=replayed(journal), lives=(life,), forged=frozenset(),
-        counts=counts, open=1, queued=frozenset(), admitted=frozenset(),
-        head=(known.version, known.model), model=known.model,
-    )  # fmt: skip
+        account=known,
+        production=replayed(journal),
+        lives=(life,),
+        forged=frozenset(),
+        counts=counts,
+        open=1,
+        queued=frozenset(),
+        admitted=frozenset(),
+        head=(known.version, known.model),
+        model=known.model,
+    )
 
 
 def test_without_redis_files_the_journal_and_redis_are_compared(right: Facts) -> None:

@@ -29,19 +29,31 @@ def written(path: Path, *commands: tuple[object, ...]) -> Path:
 
 
 OPENED = (
-    ("MULTI",), ("HSET", PREFIX + "open", "t", "x"),
-    ("HINCRBY", PREFIX + "counts", "issued", 1), ("EXEC",),
-)  # fmt: skip
+    ("MULTI",),
+    ("HSET", PREFIX + "open", "t", "x"),
+    ("HINCRBY", PREFIX + "counts", "issued", 1),
+    ("EXEC",),
+)
 
 
 def ended(outcome: str) -> tuple[tuple[object, ...], ...]:
     """A task's end, as the scripts do it."""
     return (
-        ("MULTI",), ("HDEL", PREFIX + "open", "t"), ("HINCRBY", PREFIX + "counts", outcome, 1),
-        ("XADD", PREFIX + "events", "MAXLEN", "=", "10000", "5-0", "m",
-         packed(what="outcome", task="t", outcome=outcome)),
+        ("MULTI",),
+        ("HDEL", PREFIX + "open", "t"),
+        ("HINCRBY", PREFIX + "counts", outcome, 1),
+        (
+            "XADD",
+            PREFIX + "events",
+            "MAXLEN",
+            "=",
+            "10000",
+            "5-0",
+            "m",
+            packed(what="outcome", task="t", outcome=outcome),
+        ),
         ("EXEC",),
-    )  # fmt: skip
+    )
 
 
 TOKEN = ("HSET", PREFIX + "tokens", "updater", "3:mine")
@@ -131,15 +143,22 @@ def test_what_an_update_left_unsent_is_followed(file: Path) -> None:
     upload = packed(k="upload", task="t", attempt="a", device=4, format="int4")
     said = ("XADD", PREFIX + "inbox:pool", "5-0", "m", upload)
     told = (
-        ("SET", kept, b"old", "PXAT", 9), ("SET", kept + ".a", b"new", "PXAT", 9),
-        ("MULTI",), ("HSET", update, "size", 4, 0, b"data"), ("PEXPIREAT", update, 9), ("EXEC",),
-    )  # fmt: skip
+        ("SET", kept, b"old", "PXAT", 9),
+        ("SET", kept + ".a", b"new", "PXAT", 9),
+        ("MULTI",),
+        ("HSET", update, "size", 4, 0, b"data"),
+        ("PEXPIREAT", update, 9),
+        ("EXEC",),
+    )
     ends = ("XACK", PREFIX + "tasks", "trainers", "3-0")
     replaced = (("UNLINK", kept), ("RENAME", kept + ".a", kept))
     [answer] = lived(written(file, *told, ("MULTI",), said, ends, *replaced, ("EXEC",))).answers
     assert (answer.data, answer.before, answer.staged, answer.after) == (
-        b"data", b"old", b"new", b"new",
-    )  # fmt: skip
+        b"data",
+        b"old",
+        b"new",
+        b"new",
+    )
     [answer] = lived(written(file, *told, ("MULTI",), said, ends, replaced[0], ("EXEC",))).answers
     assert (answer.staged, answer.after) == (b"new", None)
     assert lived(written(file, *told, said)).answers == [], "nobody's task: it is forged"

@@ -15,7 +15,7 @@ from tests.chaos.faults import (
     WITH_GATEWAY,
     Kind,
     plan,
-)  # fmt: skip
+)
 
 
 def test_same_seed_gives_the_same_plan() -> None:

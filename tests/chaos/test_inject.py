@@ -110,10 +110,17 @@ def injector(
 ) -> Injector:
     parts: Any = SimpleNamespace(server=redis, services=services, front=None, phones=None)
     return Injector(
-        plan(6, 0), folder, server=parts.server, wires={}, services=parts.services,
-        controls=controls or {}, keys=Keys("chaos"), findings=findings,
-        front=parts.front, phones=parts.phones,
-    )  # fmt: skip
+        plan(6, 0),
+        folder,
+        server=parts.server,
+        wires={},
+        services=parts.services,
+        controls=controls or {},
+        keys=Keys("chaos"),
+        findings=findings,
+        front=parts.front,
+        phones=parts.phones,
+    )
 
 
 def is_asleep(child: Child) -> bool:

@@ -35,9 +35,14 @@ def answered(number: int, name: str, before: bytes | None, **changes: Any) -> An
     memory = None if before is None else np.frombuffer(before, np.float32)
     sent, left, _ = fed_back(model, memory, format_of(name))
     upload = {
-        "task": str(number), "attempt": "a", "device": 4, "tau": 0, "base": "b", "format": name,
+        "task": str(number),
+        "attempt": "a",
+        "device": 4,
+        "tau": 0,
+        "base": "b",
+        "format": name,
         "digest": digest_of(sent.tobytes()),
-    }  # fmt: skip
+    }
     unsent = left.tobytes()
     return replace(Answer(upload, sent.tobytes(), before, unsent, unsent), **changes)
 

@@ -15,9 +15,14 @@ from fedstream.local import fork_server
 from tests.chaos import seams
 
 _PRELOADED = (
-    "fedstream.cli.device", "fedstream.coordinator.gateway.service", "fedstream.device.life",
-    "fedstream.settings.config", "fedstream.trainer.vector", "tests.chaos.task", "uvloop",
-)  # fmt: skip
+    "fedstream.cli.device",
+    "fedstream.coordinator.gateway.service",
+    "fedstream.device.life",
+    "fedstream.settings.config",
+    "fedstream.trainer.vector",
+    "tests.chaos.task",
+    "uvloop",
+)
 
 
 def main() -> None:

@@ -89,14 +89,24 @@ def table(stage: Stage, described: Mapping[str, object], before: str) -> str:
     kept = [cells for cells in rows if cells[0] in SCENARIOS and cells[0] != stage.scenario]
     new = [[*cells_of(row), commit] for row in stage.rows if row.scenario == stage.scenario]
     order = list(SCENARIOS)
-    return "\n".join([
-        "# Kubernetes, on a real cluster", "", _MEANING, "",
-        f"Kubernetes {server} with {len(nodes)} nodes;",
-        f"{', '.join(f'{key} {value}' for key, value in about.items())}.", "",
-        f"| {' | '.join([*COLUMNS, 'date, commit'])} |", "|---" * (len(COLUMNS) + 1) + "|",
-        *(f"| {' | '.join(c)} |" for c in sorted([*kept, *new], key=lambda c: order.index(c[0]))),
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# Kubernetes, on a real cluster",
+            "",
+            _MEANING,
+            "",
+            f"Kubernetes {server} with {len(nodes)} nodes;",
+            f"{', '.join(f'{key} {value}' for key, value in about.items())}.",
+            "",
+            f"| {' | '.join([*COLUMNS, 'date, commit'])} |",
+            "|---" * (len(COLUMNS) + 1) + "|",
+            *(
+                f"| {' | '.join(c)} |"
+                for c in sorted([*kept, *new], key=lambda c: order.index(c[0]))
+            ),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -142,18 +142,21 @@ class Run:
             f"{name} ended {times} times: {how}"
             for name, (times, how) in restarts.items()
             if "code 0" not in how and not re.search(may_restart, name)
-        ]  # fmt: skip
+        ]
         replayed = subprocess.run(
             [sys.executable, "-m", "fedstream", "replay", str(journal)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         said = (replayed.stdout.splitlines() or [""])[0]
         if replayed.returncode or not re.match(r"(\d+) of \1 versions identical", said):
             wrong.append(f"fedstream replay: {said} {replayed.stderr.strip()[-500:]}")
         used = Counter(
             record["upload"].get("site") or record["upload"]["trainer"]
-            for record in facts.account.taken if record["outcome"] in USED
-        )  # fmt: skip
+            for record in facts.account.taken
+            if record["outcome"] in USED
+        )
         return Outcome(about["tasks"], recorded(journal), restarts, tuple(wrong), said, used)
 
     def copied_journal(self) -> Path:
@@ -175,11 +178,15 @@ class Run:
         """Redis, or of three the master, as the user ``operator`` reaches it."""
         services = [one["metadata"]["name"] for one in self._redis.objects("service")]
         target = "service/redis" if "redis" in services else f"pod/{self.master()}"
-        [keys] = (one["data"] for one in self.cluster.objects("configmap")
-                  if one["metadata"]["name"] in self._settings())  # fmt: skip
+        [keys] = (
+            one["data"]
+            for one in self.cluster.objects("configmap")
+            if one["metadata"]["name"] in self._settings()
+        )
         settings: dict[str, Any] = {
-            "username": "operator", "password": self.cluster.secret("fedstream-redis", "operator"),
-        }  # fmt: skip
+            "username": "operator",
+            "password": self.cluster.secret("fedstream-redis", "operator"),
+        }
         scheme = "redis"
         if keys.get("FEDSTREAM_REDIS__URL", "").startswith("rediss"):
             ca = self._folder / "redis-ca.crt"

@@ -79,13 +79,17 @@ class Cluster:
             folder = Path(name).resolve()
             up = os.path.relpath(K8S, folder / "chosen")  # kustomize takes no absolute paths
             parts = [
-                os.path.relpath(Path(one).resolve() if "/" in one else K8S / "components" / one,
-                                folder / "chosen") for one in components
-            ]  # fmt: skip
+                os.path.relpath(
+                    Path(one).resolve() if "/" in one else K8S / "components" / one,
+                    folder / "chosen",
+                )
+                for one in components
+            ]
             chosen = {
-                "kind": "Kustomization", "resources": [f"{up}/{resource}"],
+                "kind": "Kustomization",
+                "resources": [f"{up}/{resource}"],
                 "components": [*parts, f"{up}/images"],
-            }  # fmt: skip
+            }
             literals = [f"FEDSTREAM_{key}={value}" for key, value in settings.items()]
             generated = [{"name": "fedstream-settings", "behavior": "merge", "literals": literals}]
             if task:
@@ -94,9 +98,11 @@ class Cluster:
                 )
             # A layer of its own: settings are merged after those of the components.
             own = {
-                "kind": "Kustomization", "namespace": "fedstream", "resources": ["../chosen"],
+                "kind": "Kustomization",
+                "namespace": "fedstream",
+                "resources": ["../chosen"],
                 "configMapGenerator": generated,
-            }  # fmt: skip
+            }
             for layer, content in (("chosen", chosen), ("own", own)):
                 (folder / layer).mkdir()
                 (folder / layer / "kustomization.yaml").write_text(yaml.safe_dump(content))
@@ -171,19 +177,28 @@ class Cluster:
                 self.kubectl("get", "customresourcedefinition", f"{plural}.{group}")
                 continue
             definition = {
-                "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-                "metadata": {"name": f"{plural}.{group}", "annotations": {
-                    "api-approved.kubernetes.io": "unapproved, for a test",
-                }},
-                "spec": {
-                    "group": group, "scope": "Namespaced",
-                    "names": {"kind": kind, "plural": plural},
-                    "versions": [{
-                        "name": version, "served": True, "storage": True,
-                        "schema": {"openAPIV3Schema": schema},
-                    }],
+                "apiVersion": "apiextensions.k8s.io/v1",
+                "kind": "CustomResourceDefinition",
+                "metadata": {
+                    "name": f"{plural}.{group}",
+                    "annotations": {
+                        "api-approved.kubernetes.io": "unapproved, for a test",
+                    },
                 },
-            }  # fmt: skip
+                "spec": {
+                    "group": group,
+                    "scope": "Namespaced",
+                    "names": {"kind": kind, "plural": plural},
+                    "versions": [
+                        {
+                            "name": version,
+                            "served": True,
+                            "storage": True,
+                            "schema": {"openAPIV3Schema": schema},
+                        }
+                    ],
+                },
+            }
             self.kubectl("apply", "--filename", "-", said=yaml.safe_dump(definition))
             self.kubectl("wait", "--for=condition=Established", f"crd/{plural}.{group}")
 
@@ -206,39 +221,58 @@ class Cluster:
         self._on_node("".join(f"mkdir -p -m 777 {folder}/{name};" for name in wanted))
         made = [
             {
-                "apiVersion": "v1", "kind": "PersistentVolume",
+                "apiVersion": "v1",
+                "kind": "PersistentVolume",
                 "metadata": {
-                    "name": f"{self.namespace}-{name}", "labels": {"made-for": self.namespace},
+                    "name": f"{self.namespace}-{name}",
+                    "labels": {"made-for": self.namespace},
                 },
                 "spec": {
-                    "capacity": spec["resources"]["requests"], "accessModes": spec["accessModes"],
-                    "storageClassName": "", "persistentVolumeReclaimPolicy": "Retain",
+                    "capacity": spec["resources"]["requests"],
+                    "accessModes": spec["accessModes"],
+                    "storageClassName": "",
+                    "persistentVolumeReclaimPolicy": "Retain",
                     "claimRef": {"namespace": self.namespace, "name": name},
                     "hostPath": {"path": f"{folder}/{name}"},
                 },
             }
             for name, spec in wanted.items()
-        ]  # fmt: skip
+        ]
         self.kubectl("apply", "--filename", "-", said=yaml.safe_dump_all(made))
 
     def _on_node(self, script: str) -> None:
         """Runs a script as root, with the node's folder for volumes."""
         name = f"volumes-{time.monotonic_ns()}"
         spec = {
-            "containers": [{
-                "name": name, "image": self.image, "command": ["sh", "-ec", script],
-                "securityContext": {"runAsUser": 0},
-                "volumeMounts": [{"name": "node", "mountPath": _ON_NODE}],
-            }],
+            "containers": [
+                {
+                    "name": name,
+                    "image": self.image,
+                    "command": ["sh", "-ec", script],
+                    "securityContext": {"runAsUser": 0},
+                    "volumeMounts": [{"name": "node", "mountPath": _ON_NODE}],
+                }
+            ],
             "volumes": [
                 {"name": "node", "hostPath": {"path": _ON_NODE, "type": "DirectoryOrCreate"}}
             ],
-        }  # fmt: skip
+        }
         self.kubectl(
-            "--namespace", "default", "run", name, "--image", self.image, "--restart", "Never",
-            "--rm", "--attach", "--quiet", "--pod-running-timeout=3m",
-            "--overrides", json.dumps({"spec": spec}),
-        )  # fmt: skip
+            "--namespace",
+            "default",
+            "run",
+            name,
+            "--image",
+            self.image,
+            "--restart",
+            "Never",
+            "--rm",
+            "--attach",
+            "--quiet",
+            "--pod-running-timeout=3m",
+            "--overrides",
+            json.dumps({"spec": spec}),
+        )
 
     def ready(self, *names: str, within_s: float = _WITHIN_S) -> None:
         """Waits until workloads ('deployment/trainer'; all, if none is named) are rolled out."""

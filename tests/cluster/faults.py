@@ -32,9 +32,19 @@ from tests.k8s.manifests import Manifest
 
 RESULTS = ROOT / "benchmarks" / "results" / "cluster-faults.csv"
 COLUMNS = (
-    "seed", "number", "kind", "target", "without_version_s", "whole_again_s", "recovered",
-    "components", "policies", "tasks", "replay", "held",
-)  # fmt: skip
+    "seed",
+    "number",
+    "kind",
+    "target",
+    "without_version_s",
+    "whole_again_s",
+    "recovered",
+    "components",
+    "policies",
+    "tasks",
+    "replay",
+    "held",
+)
 VARIANTS: Sequence[tuple[str, ...]] = (("gateway", "site"), ("redis-aof",), ("redis-sentinel",))
 _BATCH = 20
 _VERSIONS = 3  # that have to come after a fault before the next one
@@ -77,10 +87,12 @@ class Injector:
 
         def running() -> list[Manifest]:
             return [
-                pod for pod in self.cluster.pods() if not parts or _part(pod) in parts
+                pod
+                for pod in self.cluster.pods()
+                if not parts or _part(pod) in parts
                 if (started := pod["status"].get("containerStatuses"))
                 and all("running" in one["state"] for one in started)
-            ]  # fmt: skip
+            ]
 
         found: list[Manifest] = until(running, f"a pod runs: {' '.join(parts)}")
         return found
@@ -190,8 +202,10 @@ class Injector:
         ends = [", ".join(pod["status"]["podIP"] for pod in those) for those in (servers, pods)]
         table = f"ip {self.cluster.namespace}-cut"
         chain = f"{table} cut {{ type filter hook forward priority 0; }}"
-        rules = "; ".join(f"add rule {table} cut ip saddr {{ {a} }} ip daddr {{ {b} }} drop"
-                          for a, b in (ends, ends[::-1]))  # fmt: skip
+        rules = "; ".join(
+            f"add rule {table} cut ip saddr {{ {a} }} ip daddr {{ {b} }} drop"
+            for a, b in (ends, ends[::-1])
+        )
         begin = f"nft 'add table {table}; add chain {chain}; {rules}'"
         self.lasts(nodes(self.cluster), begin, f"nft delete table {table}", rng)
 
@@ -296,19 +310,29 @@ def agent(cluster: Cluster, node: str) -> str:
 def agents(cluster: Cluster) -> Iterator[None]:
     """A privileged pod on each node, which shares its processes and network."""
     container = {
-        "name": "agent", "image": cluster.image, "command": ["sleep", "infinity"],
+        "name": "agent",
+        "image": cluster.image,
+        "command": ["sleep", "infinity"],
         "securityContext": {"privileged": True, "runAsUser": 0},
         # Of the class Guaranteed: the kernel kills any other process before what takes memory.
         "resources": {"limits": {"cpu": "500m", "memory": "512Mi"}},
-    }  # fmt: skip
+    }
     spec = {
-        "hostPID": True, "hostNetwork": True, "terminationGracePeriodSeconds": 1,
-        "tolerations": [{"operator": "Exists"}], "containers": [container],
-    }  # fmt: skip
+        "hostPID": True,
+        "hostNetwork": True,
+        "terminationGracePeriodSeconds": 1,
+        "tolerations": [{"operator": "Exists"}],
+        "containers": [container],
+    }
     pods = [
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": agent(cluster, node)},
-         "spec": {**spec, "nodeName": node}} for node in nodes(cluster)
-    ]  # fmt: skip
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": agent(cluster, node)},
+            "spec": {**spec, "nodeName": node},
+        }
+        for node in nodes(cluster)
+    ]
     names, there = [f"pod/{_name(pod)}" for pod in pods], Cluster("default")
     for pod in pods:
         there.kubectl("apply", "--filename", "-", said=json.dumps(pod))
@@ -324,10 +348,10 @@ def faults(stage: Stage) -> None:
     """The faults of a seed that are not in the results yet, in batches: a run for each."""
     done = {(row["seed"], row["number"]) for row in recorded()}
     todo = [
-        (number, kind, draw) for number, kind, draw in plan(stage.seed)
-        if (str(stage.seed), str(number)) not in done
-        and KINDS[kind].needs in ("", *os.environ)
-    ]  # fmt: skip
+        (number, kind, draw)
+        for number, kind, draw in plan(stage.seed)
+        if (str(stage.seed), str(number)) not in done and KINDS[kind].needs in ("", *os.environ)
+    ]
     with agents(stage.cluster):
         while todo:
             record(_played(stage, todo[:_BATCH]))
@@ -349,9 +373,10 @@ def _played(stage: Stage, batch: Sequence[tuple[int, str, int]]) -> list[dict[st
         opened.callback(injector.on, node, f"umount --lazy {at}")
         run = injector.run = opened.enter_context(stage.deployed("no-data", *components))
         about = {
-            "seed": stage.seed, "components": " ".join(components),
+            "seed": stage.seed,
+            "components": " ".join(components),
             "policies": "enforced" if enforced(cluster) else "not enforced",
-        }  # fmt: skip
+        }
         for number, kind, draw in batch:
             lives, since, rng = set(map(_life, cluster.pods())), time.time(), random.Random(draw)
             pods = KINDS[kind].draw(injector, rng)
@@ -362,10 +387,16 @@ def _played(stage: Stage, batch: Sequence[tuple[int, str, int]]) -> list[dict[st
                 stopped = f"{kind}: {error}"
             spans.append((since, time.time()))
             new = sorted(_name(pod) for pod in cluster.pods() if _life(pod) not in lives)
-            rows.append({
-                **about, "number": number, "kind": kind, "target": " ".join(map(_name, pods)),
-                "whole_again_s": round(time.time() - since, 1), "recovered": " ".join(new),
-            })  # fmt: skip
+            rows.append(
+                {
+                    **about,
+                    "number": number,
+                    "kind": kind,
+                    "target": " ".join(map(_name, pods)),
+                    "whole_again_s": round(time.time() - since, 1),
+                    "recovered": " ".join(new),
+                }
+            )
             print(*rows[-1].values(), stopped, sep=" | ", flush=True)  # noqa: T201
             if stopped:
                 break
@@ -408,8 +439,11 @@ def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[Row]:
     for kind, those in by_kind.items():
         if those:
             pauses = [float(row["without_version_s"]) for row in those]
-            failed = "; ".join(f"seed {row['seed']}, {row['number']}: {row['held']}"
-                               for row in those if row["held"] != "yes")  # fmt: skip
+            failed = "; ".join(
+                f"seed {row['seed']}, {row['number']}: {row['held']}"
+                for row in those
+                if row["held"] != "yes"
+            )
             note = f"median {statistics.median(pauses):.1f} s"
             note += "" if failed else "; counts and replays hold"
             yield Row("faults", f"{kind}: {len(those)}", None, max(pauses), note, failed)
@@ -470,18 +504,29 @@ def _strangers(image: str) -> Iterator[list[Peer]]:
 def policies(stage: Stage) -> None:
     """From every pod to every port of every other: what connects is what the docs' table says."""
     components = (
-        "no-data", "redis-sentinel", "redis-tls", "gateway", "gateway-ingress", "ingress", "site",
-    )  # fmt: skip
+        "no-data",
+        "redis-sentinel",
+        "redis-tls",
+        "gateway",
+        "gateway-ingress",
+        "ingress",
+        "site",
+    )
     with stage.deployed(*components) as run, _strangers(stage.cluster.image) as strangers:
         ours = [
             Peer(
-                stage.cluster, _name(pod), pod["status"]["podIP"],
-                frozenset(port["containerPort"] for container in pod["spec"]["containers"]
-                          for port in container.get("ports", ())),
+                stage.cluster,
+                _name(pod),
+                pod["status"]["podIP"],
+                frozenset(
+                    port["containerPort"]
+                    for container in pod["spec"]["containers"]
+                    for port in container.get("ports", ())
+                ),
                 Place(_part(pod), pod["metadata"]["labels"]),
             )
             for pod in stage.cluster.pods()
-        ]  # fmt: skip
+        ]
         peers = {peer.address: peer for peer in (*ours, *strangers)}
         found = set()
         for peer in peers.values():
@@ -494,8 +539,9 @@ def policies(stage: Stage) -> None:
         wanted = {flow for flow in wanted if flow[2] == "TCP" and flow[3] in peers[flow[1]].ports}
         tokens = [
             f"{_name(pod)} has a token of its service account"
-            for pod in stage.cluster.pods() if "serviceAccountToken" in json.dumps(pod["spec"])
-        ]  # fmt: skip
+            for pod in stage.cluster.pods()
+            if "serviceAccountToken" in json.dumps(pod["spec"])
+        ]
         outcome = run.finish()
     wrong = [
         f"{peers[sender].pod} {verb} {peers[receiver].pod}, port {port}"

@@ -166,8 +166,11 @@ def _is_over(pod: Manifest) -> bool:
 
 def rules(objects: list[Manifest], dns: Sequence[str], namespace: str) -> str:
     """The input of ``nft --file``; what is dropped is put into the set `dropped`, which stays."""
-    policies = [one for one in objects if one["kind"] == "NetworkPolicy"
-                and one["metadata"]["namespace"] == namespace]  # fmt: skip
+    policies = [
+        one
+        for one in objects
+        if one["kind"] == "NetworkPolicy" and one["metadata"]["namespace"] == namespace
+    ]
     there = places(objects, dns, namespace)
     elements = {
         "ours": sorted(at for at, one in there.items() if one.namespace == _OURS),
@@ -177,23 +180,37 @@ def rules(objects: list[Manifest], dns: Sequence[str], namespace: str) -> str:
         ),
     }
     drop = "update @dropped { ip saddr . ip daddr . meta l4proto . th dport } counter drop"
-    return "\n".join([
-        f"add table {TABLE}",
-        f"add set {TABLE} ours {{ type ipv4_addr; }}",
-        f"add set {TABLE} allowed {{ type {_FLOW}; flags interval; }}",
-        f"add set {TABLE} dropped {{ type {_FLOW}; flags dynamic; size 65535; }}",
-        f"add chain {TABLE} policies",
-        *(f"add chain {TABLE} {hook} {{ type filter hook {hook} priority 10; }}"
-          for hook in ("forward", "input")),  # input: the node's own addresses, with the DNS
-        f"flush table {TABLE}", f"flush set {TABLE} ours", f"flush set {TABLE} allowed",
-        *(f"add element {TABLE} {name} {{ {', '.join(those)} }}"
-          for name, those in elements.items() if those),
-        f"add rule {TABLE} policies ct state established,related accept",
-        f"add rule {TABLE} policies ip saddr . ip daddr . meta l4proto . th dport @allowed accept",
-        f"add rule {TABLE} policies ip saddr @ours {drop}",
-        f"add rule {TABLE} policies ip daddr @ours {drop}",
-        f"add rule {TABLE} forward jump policies", f"add rule {TABLE} input jump policies", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"add table {TABLE}",
+            f"add set {TABLE} ours {{ type ipv4_addr; }}",
+            f"add set {TABLE} allowed {{ type {_FLOW}; flags interval; }}",
+            f"add set {TABLE} dropped {{ type {_FLOW}; flags dynamic; size 65535; }}",
+            f"add chain {TABLE} policies",
+            *(
+                f"add chain {TABLE} {hook} {{ type filter hook {hook} priority 10; }}"
+                for hook in ("forward", "input")
+            ),  # input: the node's own addresses, with the DNS
+            f"flush table {TABLE}",
+            f"flush set {TABLE} ours",
+            f"flush set {TABLE} allowed",
+            *(
+                f"add element {TABLE} {name} {{ {', '.join(those)} }}"
+                for name, those in elements.items()
+                if those
+            ),
+            f"add rule {TABLE} policies ct state established,related accept",
+            (
+                f"add rule {TABLE} policies "
+                "ip saddr . ip daddr . meta l4proto . th dport @allowed accept"
+            ),
+            f"add rule {TABLE} policies ip saddr @ours {drop}",
+            f"add rule {TABLE} policies ip daddr @ours {drop}",
+            f"add rule {TABLE} forward jump policies",
+            f"add rule {TABLE} input jump policies",
+            "",
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -216,8 +233,10 @@ def documented() -> Iterator[Row]:
         yield Row(
             tuple(re.sub(r" \(.*?\)", "", senders).split(", ")),
             tuple(re.sub(r" \(.*?\)", "", receivers).split(", ")),
-            protocols, int(port.partition(",")[0]), frozenset(re.findall(r"`(.*?)`", brought)),
-        )  # fmt: skip
+            protocols,
+            int(port.partition(",")[0]),
+            frozenset(re.findall(r"`(.*?)`", brought)),
+        )
 
 
 def of_group(group: str, place: Place) -> bool:
@@ -225,9 +244,16 @@ def of_group(group: str, place: Place) -> bool:
     if place.namespace != _OURS:
         return group == place.name
     part = place.labels.get("app.kubernetes.io/component", "")
-    return group == "every pod" or group.rstrip("s") == part.rstrip("s") or group == {
-        "fedstream": "services", "redis": "Redis", "sentinel": "Sentinels",
-    }.get(place.labels.get("app.kubernetes.io/name", ""))  # fmt: skip
+    return (
+        group == "every pod"
+        or group.rstrip("s") == part.rstrip("s")
+        or group
+        == {
+            "fedstream": "services",
+            "redis": "Redis",
+            "sentinel": "Sentinels",
+        }.get(place.labels.get("app.kubernetes.io/name", ""))
+    )
 
 
 def expected(

@@ -75,22 +75,26 @@ class Rotation:
         def are_seen() -> bool:
             own = all(
                 self.in_pod(pod, _OWN).split("\n") == self._lines(secret, key)
-                for key, (_, pod) in logins.items() if pod
-            )  # fmt: skip
+                for key, (_, pod) in logins.items()
+                if pod
+            )
             return own and all(
                 self.in_pod(one, _ASKS_WITH) == self._lines(secret, "sentinel")[0]
-                for one in self._sentinels if "sentinel" in logins
-            )  # fmt: skip
+                for one in self._sentinels
+                if "sentinel" in logins
+            )
 
         old = {key: self._lines(secret, key)[0] for key in logins}
         self.sees(
-            f"`{secret}`: a new password", lambda: self.types("$old", secret, *logins),
+            f"`{secret}`: a new password",
+            lambda: self.types("$old", secret, *logins),
             lambda: replies(0) == replies(1) == {True} and are_seen(),
-        )  # fmt: skip
+        )
         self.sees(
-            f"`{secret}`: without the old", lambda: self.types("$new", secret, *logins),
+            f"`{secret}`: without the old",
+            lambda: self.types("$new", secret, *logins),
             lambda: replies(0) == {True} and replies(1) == {False} and are_seen(),
-        )  # fmt: skip
+        )
 
     def _lines(self, secret: str, key: str) -> list[str]:
         return self._cluster.secret(secret, key).split("\n")
@@ -107,10 +111,13 @@ class Rotation:
         [old] = self._lines("fedstream-http", "token")
         for what, begins in (("a new token", "$old"), ("without the old", "$new")):
             self.sees(
-                f"`fedstream-http`: {what}", lambda: self.types(begins, "fedstream-http", "token"),  # noqa: B023
-                lambda: accepts(self._lines("fedstream-http", "token")[0])
-                and accepts(old) == (begins == "$old"),  # noqa: B023
-            )  # fmt: skip
+                f"`fedstream-http`: {what}",
+                lambda: self.types(begins, "fedstream-http", "token"),  # noqa: B023
+                lambda: (
+                    accepts(self._lines("fedstream-http", "token")[0])
+                    and accepts(old) == (begins == "$old")  # noqa: B023
+                ),
+            )
 
     def certificate(self, what: str, *commands: str) -> None:
         """Replace Redis's, by commands before the docs'; wait until Redis shows what it has."""
@@ -154,9 +161,11 @@ def _played(stage: Stage, *components: str, may_restart: str = "^$") -> None:
         stage.docs.type(KUBERNETES, "openssl req -x509", *sign)
         shell.run("cp ca.crt new-ca.crt; cp tls.crt new.crt; cp tls.key new.key")
         rotation.certificate(
-            "a second authority", "cat old-ca.crt new-ca.crt > ca.crt", "cp old.crt tls.crt",
+            "a second authority",
+            "cat old-ca.crt new-ca.crt > ca.crt",
+            "cp old.crt tls.crt",
             "cp old.key tls.key",
-        )  # fmt: skip
+        )
         rotation.certificate("its certificate", "cp new.crt tls.crt", "cp new.key tls.key")
         rotation.certificate("without the first authority", "cp new-ca.crt ca.crt")
         outcome = run.finish(may_restart=may_restart)

@@ -150,17 +150,19 @@ def lifecycle(stage: Stage) -> None:
         created = run.get()["created"]
         docs.type(OPERATE, "kubectl --namespace fedstream cp updater-0", "fedstream journal verify")
         docs.type(
-            PRODUCTION, "kubectl --namespace fedstream create job backup-now",
+            PRODUCTION,
+            "kubectl --namespace fedstream create job backup-now",
             "kubectl --namespace fedstream wait --for=condition=Complete",
-        )  # fmt: skip
+        )
         run.more(10)
         # What came after the copy is discarded.
         docs.type(
-            OPERATE, "kubectl --namespace fedstream scale statefulset updater --replicas=0",
+            OPERATE,
+            "kubectl --namespace fedstream scale statefulset updater --replicas=0",
             "kubectl --namespace fedstream wait --for=delete --timeout=5m pod/updater-0",
             "kubectl --namespace fedstream create job restore",
             "kubectl --namespace fedstream wait --for=condition=Complete --timeout=10m job/restore",
-        )  # fmt: skip
+        )
         operator(stage, run, "purge", "--run", NAME, "--force", "--yes")
         docs.type(OPERATE, "kubectl --namespace fedstream scale statefulset updater --replicas=1")
         cluster.ready()
@@ -199,9 +201,10 @@ def moving(stage: Stage) -> None:
             docs.type(OPERATE, "kubectl apply -k YOUR_OVERLAY")
             if not component:
                 docs.type(
-                    OPERATE, "kubectl --namespace fedstream delete statefulset/sentinel",
+                    OPERATE,
+                    "kubectl --namespace fedstream delete statefulset/sentinel",
                     "kubectl --namespace fedstream delete networkpolicy/sentinel",
-                )  # fmt: skip
+                )
             cluster.ready()
             run.more(5)
             took = f"{time.time() - at:.0f} s until the 5th version after"
@@ -274,9 +277,11 @@ def gateway(stage: Stage) -> None:
         ExitStack() as opened,
     ):
         behind = opened.enter_context(stage.cluster.forward("service/gateway", 80))
-        (folder / "all.pem").write_text("".join(
-            stage.cluster.secret("fedstream-redis-tls", name) for name in ("tls.crt", "tls.key")
-        ))  # fmt: skip
+        (folder / "all.pem").write_text(
+            "".join(
+                stage.cluster.secret("fedstream-redis-tls", name) for name in ("tls.crt", "tls.key")
+            )
+        )
         (folder / "haproxy.cfg").write_text(
             "defaults\n mode http\n timeout connect 5s\n timeout client 9m\n timeout server 9m\n"
             f"frontend front\n bind 127.0.0.1:{port} ssl crt {folder}/all.pem\n"
@@ -292,11 +297,25 @@ def gateway(stage: Stage) -> None:
         ca = folder / "ca.crt"
         ca.write_text(stage.cluster.secret("fedstream-redis-tls", "ca.crt"))
         for number, invite in enumerate(invites):
-            opened.enter_context(program(
-                sys.executable, "-m", "fedstream", "device", "--url", f"https://localhost:{port}",
-                "--ca", str(ca), "--task", f"{task}:task", "--key", str(folder / f"{number}.pem"),
-                "--invite", invite, log=folder / f"{number}.log",
-            ))  # fmt: skip
+            opened.enter_context(
+                program(
+                    sys.executable,
+                    "-m",
+                    "fedstream",
+                    "device",
+                    "--url",
+                    f"https://localhost:{port}",
+                    "--ca",
+                    str(ca),
+                    "--task",
+                    f"{task}:task",
+                    "--key",
+                    str(folder / f"{number}.pem"),
+                    "--invite",
+                    invite,
+                    log=folder / f"{number}.log",
+                )
+            )
         until(lambda: answers_of_gateways(run) >= 10, "ten updates of devices")
         outcome = run.finish()
     assert outcome.used.get("gateway"), (outcome.used, (folder / "0.log").read_text()[-500:])
@@ -434,47 +453,64 @@ def redis_elsewhere(stage: Stage) -> tuple[Cluster, Manifest]:
     passwords = {f"FEDSTREAM_PASSWORD_{role.upper()}": one for role, one in stage.passwords.items()}
     passwords["FEDSTREAM_PASSWORD_SITE_SITE_A"] = stage.passwords["site-a"]
     run_fedstream(
-        "acl", "--run", NAME, "--site", "gateway", "--site", "site-a",
-        "--out", str(clone / "users.acl"), **passwords,
-    )  # fmt: skip
+        "acl",
+        "--run",
+        NAME,
+        "--site",
+        "gateway",
+        "--site",
+        "site-a",
+        "--out",
+        str(clone / "users.acl"),
+        **passwords,
+    )
     users = (clone / "users.acl").read_text()
     files = stage.certificate | {"users.acl": users, "redis.conf": _ELSEWHERE}
     labels = {"app": "redis"}
     container = {
-        "name": "redis", "image": "redis:7.2.11-bookworm",
+        "name": "redis",
+        "image": "redis:7.2.11-bookworm",
         "command": ["redis-server", "/etc/redis/redis.conf"],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "files", "mountPath": "/etc/redis"}],
-    }  # fmt: skip
+    }
     pod = {
         "securityContext": {
-            "runAsNonRoot": True, "runAsUser": 10002, "seccompProfile": {"type": "RuntimeDefault"},
+            "runAsNonRoot": True,
+            "runAsUser": 10002,
+            "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
         "volumes": [{"name": "files", "secret": {"secretName": "fedstream-redis-tls"}}],
-    }  # fmt: skip
+    }
     ports = [{"name": f"port-{port}", "port": port, "targetPort": 6380} for port in (6379, 6380)]
-    there.apply([
-        secret("fedstream-redis-tls", there.namespace, files),
-        {
-            "apiVersion": "apps/v1", "kind": "Deployment",
-            "metadata": {"name": "redis", "namespace": there.namespace},
-            "spec": {
-                "selector": {"matchLabels": labels},
-                "template": {"metadata": {"labels": labels}, "spec": pod},
+    there.apply(
+        [
+            secret("fedstream-redis-tls", there.namespace, files),
+            {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                "metadata": {"name": "redis", "namespace": there.namespace},
+                "spec": {
+                    "selector": {"matchLabels": labels},
+                    "template": {"metadata": {"labels": labels}, "spec": pod},
+                },
             },
-        },
-        {
-            "apiVersion": "v1", "kind": "Service",
-            "metadata": {"name": "redis", "namespace": there.namespace},
-            "spec": {"selector": labels, "ports": ports},
-        },
-    ])  # fmt: skip
+            {
+                "apiVersion": "v1",
+                "kind": "Service",
+                "metadata": {"name": "redis", "namespace": there.namespace},
+                "spec": {"selector": labels, "ports": ports},
+            },
+        ]
+    )
     there.ready()
     return there, {
-        "apiVersion": "v1", "kind": "ConfigMap", "data": {"ca.crt": files["ca.crt"]},
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "data": {"ca.crt": files["ca.crt"]},
         "metadata": {"name": "fedstream-redis-ca", "namespace": stage.cluster.namespace},
-    }  # fmt: skip
+    }
 
 
 def tracked(one: Manifest) -> None:
@@ -492,9 +528,12 @@ def operator(stage: Stage, run: Run, *command: str) -> str:
         tls = f'tls.ca = "{redis.tls.ca}"\n' if redis.tls else ""
         file.write_text(f'[run]\nname = "{NAME}"\n[redis]\nurl = "{redis.url}"\n{tls}')
         return run_fedstream(
-            *command, "--config", str(file), FEDSTREAM_REDIS__USERNAME="operator",
+            *command,
+            "--config",
+            str(file),
+            FEDSTREAM_REDIS__USERNAME="operator",
             FEDSTREAM_REDIS__PASSWORD=stage.passwords["operator"],
-        )  # fmt: skip
+        )
 
 
 def answers_of_gateways(run: Run) -> int:

@@ -26,9 +26,18 @@ from tests.k8s.manifests import K8S, Manifest, kubectl
 from tests.support import free_port
 
 ROLES = (
-    "coordinator", "scheduler", "updater", "evaluator", "trainer", "operator", "replica",
-    "sentinel", "watch", "sinks", "gateway",
-)  # fmt: skip
+    "coordinator",
+    "scheduler",
+    "updater",
+    "evaluator",
+    "trainer",
+    "operator",
+    "replica",
+    "sentinel",
+    "watch",
+    "sinks",
+    "gateway",
+)
 KUBERNETES, OPERATE = "docs/how-to/kubernetes.md", "docs/how-to/operate-kubernetes.md"
 PRODUCTION = "docs/how-to/production.md"
 PAGES = (KUBERNETES, OPERATE, PRODUCTION, "docs/how-to/inspect.md", "docs/how-to/browser.md")
@@ -103,10 +112,15 @@ class Docs:
         # What is applied is adapted as everywhere in the suite.
         options = ["--namespace", cluster.namespace, "--image", cluster.image]
         options += ["--node", cluster.node]
-        adapt = shlex.join([
-            sys.executable, "-m", "tests.cluster.cluster", *options,
-            *(["--small"] if cluster.small else []),
-        ])  # fmt: skip
+        adapt = shlex.join(
+            [
+                sys.executable,
+                "-m",
+                "tests.cluster.cluster",
+                *options,
+                *(["--small"] if cluster.small else []),
+            ]
+        )
         (folder / "kubectl").write_text(
             "#!/bin/bash\nset -o pipefail\nPATH=${PATH#*:}\n"
             'case "$1 $2" in\n'
@@ -145,8 +159,11 @@ class Docs:
 
     def text(self, page: str, language: str, begins: str) -> str:
         """A block that is no command, such as a file, as it is written here."""
-        [found] = (one.text for one in blocks(page)
-                   if one.language == language and one.text.startswith(begins))  # fmt: skip
+        [found] = (
+            one.text
+            for one in blocks(page)
+            if one.language == language and one.text.startswith(begins)
+        )
         return self.here(found).replace(
             "namespace: fedstream", f"namespace: {self._cluster.namespace}"
         )
@@ -170,8 +187,12 @@ class Docs:
 
     def left(self) -> list[str]:
         """The commands of the pages on Kubernetes that nobody has typed."""
-        every = {f"{block.place}: {text}" for page in PAGES for block, text in self.commands(page)
-                 if page.endswith("kubernetes.md") or "kubectl" in text}  # fmt: skip
+        every = {
+            f"{block.place}: {text}"
+            for page in PAGES
+            for block, text in self.commands(page)
+            if page.endswith("kubernetes.md") or "kubectl" in text
+        }
         return sorted(every - self.typed)
 
     def follow(self, page: str, files: Mapping[str, str]) -> None:
@@ -207,14 +228,15 @@ class Docs:
         names = [*(f"components/{name}" for name in components), "images"]
         literals = [f"FEDSTREAM_{key}={value}" for key, value in settings.items()]
         content = {
-            "kind": "Kustomization", "namespace": "fedstream",
+            "kind": "Kustomization",
+            "namespace": "fedstream",
             "resources": ["../fedstream/k8s/base"],
             "components": [f"../fedstream/k8s/{name}" for name in names],
             "configMapGenerator": [
                 {"name": "fedstream-task", "behavior": "replace", "files": ["task.py"]},
                 {"name": "fedstream-settings", "behavior": "merge", "literals": literals},
             ],
-        }  # fmt: skip
+        }
         folder = self.clone.parent / "YOUR_OVERLAY"
         folder.mkdir(exist_ok=True)
         (folder / "task.py").write_text(SLOW)
@@ -320,8 +342,9 @@ def cells_of(row: Row) -> tuple[str, ...]:
     versions = tasks = replay = ""
     if row.outcome is not None:
         counts = row.outcome.tasks
-        ended = [f"{n} {name.replace('_', ' ')}" for name, n in counts.items()
-                 if n and name != "issued"]  # fmt: skip
+        ended = [
+            f"{n} {name.replace('_', ' ')}" for name, n in counts.items() if n and name != "issued"
+        ]
         versions = str(len(row.outcome.versions) - 1)
         tasks = f"{counts.get('issued', 0)} = {' + '.join(ended)}"
         replay = row.outcome.replayed

@@ -37,8 +37,10 @@ def test_policies_let_through_what_is_documented(components: tuple[str, ...]) ->
 def test_documented_groups_are_ones_that_places_belong_to() -> None:
     """A misspelt one would mean nobody."""
     parts = ("coordinator", "gateway", "sinks")
-    ours = [Place(one, {"app.kubernetes.io/name": "fedstream", "app.kubernetes.io/component": one})
-            for one in parts]  # fmt: skip
+    ours = [
+        Place(one, {"app.kubernetes.io/name": "fedstream", "app.kubernetes.io/component": one})
+        for one in parts
+    ]
     ours += [Place(one, {"app.kubernetes.io/name": one}) for one in ("redis", "sentinel")]
     groups = {group for row in documented() for group in row.senders + row.receivers}
     assert [one for one in groups if not any(of_group(one, at) for at in ours + OUTSIDE)] == []
@@ -62,16 +64,30 @@ NAMESPACES = [
 ]
 CLOSED = policy("closed", policyTypes=["Ingress", "Egress"])
 A_TO_B = policy(
-    "a-to-b", podSelector={"matchLabels": {"app": "a"}}, policyTypes=["Egress"],
-    egress=[{"to": [{"podSelector": {"matchLabels": {"app": "b"}}},
-                    {"ipBlock": {"cidr": "192.0.2.0/24"}}],
-             "ports": [{"protocol": "TCP", "port": 6379}]}],
-)  # fmt: skip
+    "a-to-b",
+    podSelector={"matchLabels": {"app": "a"}},
+    policyTypes=["Egress"],
+    egress=[
+        {
+            "to": [
+                {"podSelector": {"matchLabels": {"app": "b"}}},
+                {"ipBlock": {"cidr": "192.0.2.0/24"}},
+            ],
+            "ports": [{"protocol": "TCP", "port": 6379}],
+        }
+    ],
+)
 TO_B = policy(
-    "to-b", podSelector={"matchLabels": {"app": "b"}}, policyTypes=["Ingress"],
-    ingress=[{"from": [{"podSelector": {"matchLabels": {"app": "a"}}}],
-              "ports": [{"protocol": "TCP", "port": 6379}]}],
-)  # fmt: skip
+    "to-b",
+    podSelector={"matchLabels": {"app": "b"}},
+    policyTypes=["Ingress"],
+    ingress=[
+        {
+            "from": [{"podSelector": {"matchLabels": {"app": "a"}}}],
+            "ports": [{"protocol": "TCP", "port": 6379}],
+        }
+    ],
+)
 
 
 def elements(text: str, name: str) -> set[str]:
@@ -81,12 +97,19 @@ def elements(text: str, name: str) -> set[str]:
 
 def test_rules_are_for_the_addresses_of_running_pods() -> None:
     objects = [
-        *NAMESPACES, CLOSED, A_TO_B, TO_B,
+        *NAMESPACES,
+        CLOSED,
+        A_TO_B,
+        TO_B,
         policy("elsewhere", "other", policyTypes=["Ingress"]),
-        pod("10.0.0.1", "a"), pod("10.0.0.2", "b"), pod("10.0.0.3", "b", "other"),
-        pod("10.0.0.4", "b", phase="Succeeded"), pod("10.0.0.5", "a", phase="Failed"),
-        pod("10.0.0.6", "a", host=True), {**pod("", "a"), "status": {"phase": "Pending"}},
-    ]  # fmt: skip
+        pod("10.0.0.1", "a"),
+        pod("10.0.0.2", "b"),
+        pod("10.0.0.3", "b", "other"),
+        pod("10.0.0.4", "b", phase="Succeeded"),
+        pod("10.0.0.5", "a", phase="Failed"),
+        pod("10.0.0.6", "a", host=True),
+        {**pod("", "a"), "status": {"phase": "Pending"}},
+    ]
     text = rules(objects, ["10.96.0.10"], "fedstream")
     assert elements(text, "ours") == {"10.0.0.1", "10.0.0.2"}
     allowed = {"10.0.0.1 . 10.0.0.2 . tcp . 6379", "10.0.0.1 . 192.0.2.0/24 . tcp . 6379"}
@@ -94,8 +117,13 @@ def test_rules_are_for_the_addresses_of_running_pods() -> None:
 
 
 def test_policies_of_another_namespace_close_nothing_of_ours() -> None:
-    objects = [*NAMESPACES, TO_B, policy("closed", "other", policyTypes=["Egress"]),
-               pod("10.0.0.1", "a"), pod("10.0.0.2", "b")]  # fmt: skip
+    objects = [
+        *NAMESPACES,
+        TO_B,
+        policy("closed", "other", policyTypes=["Egress"]),
+        pod("10.0.0.1", "a"),
+        pod("10.0.0.2", "b"),
+    ]
     assert "10.0.0.1 . 10.0.0.2 . tcp . 6379" in elements(
         rules(objects, ["10.96.0.10"], "fedstream"), "allowed"
     )

@@ -32,13 +32,21 @@ def make(redis: RedisSettings, keys: Keys) -> Any:
     """A coordinator."""
 
     def make(
-        *, name: str = "coordinator-0", redis: RedisSettings = redis, lease_s: float = 15.0,
-        anarchic: bool = False, **settings: Any,
-    ) -> Coordinator:  # fmt: skip
+        *,
+        name: str = "coordinator-0",
+        redis: RedisSettings = redis,
+        lease_s: float = 15.0,
+        anarchic: bool = False,
+        **settings: Any,
+    ) -> Coordinator:
         return Coordinator(
-            CoordinatorSettings(**settings), LeaseSettings(seconds=lease_s),
-            keys=keys, redis=redis, name=name, anarchic=anarchic,
-        )  # fmt: skip
+            CoordinatorSettings(**settings),
+            LeaseSettings(seconds=lease_s),
+            keys=keys,
+            redis=redis,
+            name=name,
+            anarchic=anarchic,
+        )
 
     return make
 

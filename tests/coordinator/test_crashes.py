@@ -57,8 +57,10 @@ async def test_entry_that_crashes_coordinators_becomes_a_dead_letter(make: Any, 
     async with running(make(name="coordinator-0"), context()):
         [letter] = await dead(run, 1)
     assert (letter.stream, letter.reason, letter.deliveries) == (
-        "inbox:pool", "crashed its coordinators", 3
-    )  # fmt: skip
+        "inbox:pool",
+        "crashed its coordinators",
+        3,
+    )
     assert Upload.decode(letter.data) == upload
     view = await run.ledger.look()
     assert upload.task not in {trigger.task for trigger in view.open}

@@ -35,9 +35,12 @@ async def run(hand: Hand, monkeypatch: pytest.MonkeyPatch) -> Hand:
 def make(redis: RedisSettings, keys: Keys, **settings: Any) -> Coordinator:
     """A coordinator that serves the pool and a site."""
     return Coordinator(
-        CoordinatorSettings(sites=("pool", "north"), **settings), LeaseSettings(),
-        keys=keys, redis=redis, name="coordinator-0",
-    )  # fmt: skip
+        CoordinatorSettings(sites=("pool", "north"), **settings),
+        LeaseSettings(),
+        keys=keys,
+        redis=redis,
+        name="coordinator-0",
+    )
 
 
 async def works(run: Hand) -> None:
@@ -62,10 +65,19 @@ async def works(run: Hand) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "events", "inbox:pool", "inbox:north", "triggers", "tasks", "alive", "trainers", "owners",
-        "pool", "rates", "sites",
+        "events",
+        "inbox:pool",
+        "inbox:north",
+        "triggers",
+        "tasks",
+        "alive",
+        "trainers",
+        "owners",
+        "pool",
+        "rates",
+        "sites",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("when", ["before", "while it runs"])
 async def test_foreign_value_is_moved_aside_and_the_run_continues(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys, name: str, when: str
@@ -183,11 +195,14 @@ async def test_sites_keys_without_an_expiry_get_one(
     year_ms = 365 * 24 * 3600 * 1000
     await client.pipeline(
         [
-            ("HSET", forgotten[0], "size", 16), ("SET", forgotten[1], "x"),
-            ("HSET", far, "size", 16), ("PEXPIRE", far, year_ms),
-            ("HSET", honest, "size", 16), ("PEXPIRE", honest, 60_000),
+            ("HSET", forgotten[0], "size", 16),
+            ("SET", forgotten[1], "x"),
+            ("HSET", far, "size", 16),
+            ("PEXPIRE", far, year_ms),
+            ("HSET", honest, "size", 16),
+            ("PEXPIRE", honest, 60_000),
         ]
-    )  # fmt: skip
+    )
     admitted = await run.admitted()
     with capture_logs() as logs:
         async with running(make(redis, keys), context()):

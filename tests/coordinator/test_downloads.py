@@ -257,8 +257,10 @@ async def test_stalled_readers_use_no_memory(redis: RedisSettings, hand: Hand) -
     arguments = ("coordinator", "--set", f"run.name={hand.keys.name}", "--set", "log.format=json")
     coordinator = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-m", "fedstream", *arguments, "--set", "coordinator.downloads=64"],
-        env=os.environ | {"FEDSTREAM_REDIS__URL": redis.url}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=os.environ | {"FEDSTREAM_REDIS__URL": redis.url},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert coordinator.stderr
         line: dict[str, Any] = {}

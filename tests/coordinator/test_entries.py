@@ -55,9 +55,14 @@ def make(
     **settings: Any,
 ) -> Coordinator:
     return Coordinator(
-        CoordinatorSettings(sites=("pool", "north:3-4,7"), **settings), LeaseSettings(),
-        keys=keys, redis=redis, name="coordinator-0", anarchic=anarchic, lr_of=lr_of,
-    )  # fmt: skip
+        CoordinatorSettings(sites=("pool", "north:3-4,7"), **settings),
+        LeaseSettings(),
+        keys=keys,
+        redis=redis,
+        name="coordinator-0",
+        anarchic=anarchic,
+        lr_of=lr_of,
+    )
 
 
 async def heard(run: Hand, n: int) -> None:
@@ -90,19 +95,24 @@ async def test_coordinator_sets_origin_and_task_of_a_sites_trigger(
     assert time_of(opened.task) == pytest.approx(now, abs=60)
     assert opened == said.model_copy(
         update={
-            "task": opened.task, "origin": "north/scheduler", "why": "own initiative",
-            "version": None, "deadline": None,
+            "task": opened.task,
+            "origin": "north/scheduler",
+            "why": "own initiative",
+            "version": None,
+            "deadline": None,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
     "length",
     [
-        {"steps": 1_000_001, "epochs": None}, {"epochs": 1001}, {"seconds": 1e9, "epochs": None},
+        {"steps": 1_000_001, "epochs": None},
+        {"epochs": 1001},
+        {"seconds": 1e9, "epochs": None},
         {"seconds": float("inf"), "epochs": None},
     ],
-)  # fmt: skip
+)
 async def test_trigger_for_too_long_is_rejected(
     run: Hand, redis: RedisSettings, keys: Keys, length: dict[str, Any]
 ) -> None:
@@ -146,9 +156,16 @@ async def test_only_a_sites_errors_are_relayed_and_rate_limited(
     outbox = Outbox(run.client, keys, NORTH)
     forged = Event(what="evaluation", service="evaluator", time=1.0, metrics={"accuracy": 1.0})
     error = Event(
-        what="error", service="edge", time=float("inf"), task="t", device=3, reason="r" * 999,
-        text="x" * 20_000, metrics={"accuracy": 1.0}, outcome="applied",
-    )  # fmt: skip
+        what="error",
+        service="edge",
+        time=float("inf"),
+        task="t",
+        device=3,
+        reason="r" * 999,
+        text="x" * 20_000,
+        metrics={"accuracy": 1.0},
+        outcome="applied",
+    )
     unmeasured = error.model_copy(update={"device": None})  # as the evaluator says it
     async with running(make(redis, keys), context()):
         for foreign in (forged, unmeasured):
@@ -182,11 +199,22 @@ async def test_foreign_layouts_of_encoded_updates_do_not_read_the_run_each_time(
     def says(n: int, layout: str) -> list[Command]:
         answers = [
             Upload(
-                task=f"{layout}-{i}", attempt="a", device=3, trainer="edge", tau=0, base="b",
-                layout=layout, digest="d", size=8, samples=1, steps=1, lr=0.1, format="bf16",
+                task=f"{layout}-{i}",
+                attempt="a",
+                device=3,
+                trainer="edge",
+                tau=0,
+                base="b",
+                layout=layout,
+                digest="d",
+                size=8,
+                samples=1,
+                steps=1,
+                lr=0.1,
+                format="bf16",
             )
             for i in range(n)
-        ]  # fmt: skip
+        ]
         return [("XADD", keys.inbox(NORTH), "*", "m", one.encode()) for one in answers]
 
     monkeypatch.setattr(CoordinatorLedger, "run", reading)
@@ -340,9 +368,14 @@ async def queued_claims(
     ],
 )
 async def test_untrusted_site_cannot_claim_other_steps_than_were_asked(
-    run: Hand, redis: RedisSettings, keys: Keys,
-    asked: dict[str, Any], trusted: bool, claimed: int, counted: int,
-) -> None:  # fmt: skip
+    run: Hand,
+    redis: RedisSettings,
+    keys: Keys,
+    asked: dict[str, Any],
+    trusted: bool,
+    claimed: int,
+    counted: int,
+) -> None:
     service = make(
         redis, keys, trusted_sites=("pool", NORTH) if trusted else ("pool",), most_steps=1000
     )
@@ -354,17 +387,26 @@ async def test_untrusted_site_cannot_claim_other_steps_than_were_asked(
 @pytest.mark.parametrize(
     ("claimed", "settings", "is_admitted"),
     [
-        (0.01, {}, True), (0.0099, {}, False), (1.0, {}, True), (1.01, {}, False),
+        (0.01, {}, True),
+        (0.0099, {}, False),
+        (1.0, {}, True),
+        (1.01, {}, False),
         (math.inf, {}, False),
-        (0.051, {"lr_factor": 2.0}, True), (0.049, {"lr_factor": 2.0}, False),
-        (1e-9, {"lr_factor": 0}, True), (1e-9, {"trusted_sites": ("pool", NORTH)}, True),
+        (0.051, {"lr_factor": 2.0}, True),
+        (0.049, {"lr_factor": 2.0}, False),
+        (1e-9, {"lr_factor": 0}, True),
+        (1e-9, {"trusted_sites": ("pool", NORTH)}, True),
         (0.0, {}, True),  # refused by the updater, as an update without steps
     ],
-)  # fmt: skip
+)
 async def test_rate_far_from_the_configured_one_is_refused_and_never_replaced(
-    run: Hand, redis: RedisSettings, keys: Keys,
-    claimed: float, settings: dict[str, Any], is_admitted: bool,
-) -> None:  # fmt: skip
+    run: Hand,
+    redis: RedisSettings,
+    keys: Keys,
+    claimed: float,
+    settings: dict[str, Any],
+    is_admitted: bool,
+) -> None:
     """Such as one that a task's own training chose."""
     service = make(redis, keys, lr_of=lambda device: device / 30, **settings)
     found = await queued_claims(run, service, {}, lr=claimed)
@@ -389,9 +431,12 @@ def test_factor_of_rates_is_none_or_at_least_one(factor: float) -> None:
     ],
 )
 async def test_losses_and_times_of_an_untrusted_site_can_be_added_up(
-    run: Hand, redis: RedisSettings, keys: Keys,
-    claimed: tuple[float | None, float], counted: tuple[float | None, float],
-) -> None:  # fmt: skip
+    run: Hand,
+    redis: RedisSettings,
+    keys: Keys,
+    claimed: tuple[float | None, float],
+    counted: tuple[float | None, float],
+) -> None:
     service = make(redis, keys, most_seconds=500.0)
     found = await queued_claims(run, service, {}, loss=claimed[0], seconds=claimed[1])
     assert found is not None
@@ -404,8 +449,10 @@ async def test_losses_and_times_of_an_untrusted_site_can_be_added_up(
 def test_sites_may_list_the_devices_they_may_own() -> None:
     sites = served(("pool", "north", "south:0-2,9"), ("pool", "north"))
     assert [(one.name, one.trusted) for one in sites.values()] == [
-        ("pool", True), ("north", True), ("south", False)
-    ]  # fmt: skip
+        ("pool", True),
+        ("north", True),
+        ("south", False),
+    ]
     assert sites["south"].denied(range(10)) == [3, 4, 5, 6, 7, 8]
     assert sites["north"].denied(range(10)) == []
 

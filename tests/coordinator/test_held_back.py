@@ -15,9 +15,13 @@ async def test_held_back_shows_each_reason_only_while_it_applies(
     await hand.create()
     await hand.scheduler.release()
     scheduler = Scheduler(
-        SchedulerSettings(max_queue=4), InFlight(n=3), keys=hand.keys, redis=redis,
-        name="scheduler-0", seed=7,
-    )  # fmt: skip
+        SchedulerSettings(max_queue=4),
+        InFlight(n=3),
+        keys=hand.keys,
+        redis=redis,
+        name="scheduler-0",
+        seed=7,
+    )
     watched = context()
 
     def shown() -> dict[str, float | None]:

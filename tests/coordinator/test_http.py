@@ -88,15 +88,32 @@ async def test_status_describes_the_run(http: Http, hand: Hand) -> None:
     assert answer.status == 200
     status: dict[str, Any] = await answer.json()
     assert status["tasks"] == {
-        "issued": 2, "applied": 1, "buffered": 0, "refused": 0, "given_up": 1, "dead": 0, "open": 0
-    }  # fmt: skip
+        "issued": 2,
+        "applied": 1,
+        "buffered": 0,
+        "refused": 0,
+        "given_up": 1,
+        "dead": 0,
+        "open": 0,
+    }
     expected = {
-        "run": hand.keys.name, "state": "running", "why": None, "version": 1, "versions": 5,
-        "given_up": {"dropped out": 1}, "strays": {"unknown task": 1}, "refused": {},
-        "trainers": 1, "parameters": 4,
-        "kept_versions": 2, "triggers": 0, "queue": 0, "retained": 0, "published_as": "f32",
+        "run": hand.keys.name,
+        "state": "running",
+        "why": None,
+        "version": 1,
+        "versions": 5,
+        "given_up": {"dropped out": 1},
+        "strays": {"unknown task": 1},
+        "refused": {},
+        "trainers": 1,
+        "parameters": 4,
+        "kept_versions": 2,
+        "triggers": 0,
+        "queue": 0,
+        "retained": 0,
+        "published_as": "f32",
         "encoded": {"updates": 0, "bytes": 0, "smaller_by": None},
-    }  # fmt: skip
+    }
     assert {key: status[key] for key in expected} == expected
     assert status["register"]["ann"]["owns"] == []
 
@@ -250,8 +267,11 @@ async def test_stopping_coordinator_keeps_no_connection(redis: RedisSettings, ha
     paths = (f"/v1/runs/{hand.keys.name}", "/v1/runs/another", "/v1/models/0", "/v1/models/newest")
     async with running(coordinator, live):
         assert [await said(path) for path in paths] == [
-            (200, None), (404, None), (304, None), (400, None)
-        ]  # fmt: skip
+            (200, None),
+            (404, None),
+            (304, None),
+            (400, None),
+        ]
         live.stop.set()
         for path in paths:
             assert (await said(path))[1] == "close"
@@ -286,12 +306,14 @@ def test_tokens_are_those_that_the_file_has_now(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=re.escape(line["reason"])):
             Tokens(None, str(file), operator)
 
-    for number, (unusable, why) in enumerate((
-        ("", "expected tokens of at least 16 characters, one a line$"),
-        ("too short", "expected"),
-        (f"{new}\nshort", "expected"),
-        (f"{new}\n{'operator' * 3}", "a token is the same as one of page.operator_token"),
-    )):  # fmt: skip
+    for number, (unusable, why) in enumerate(
+        (
+            ("", "expected tokens of at least 16 characters, one a line$"),
+            ("too short", "expected"),
+            (f"{new}\nshort", "expected"),
+            (f"{new}\n{'operator' * 3}", "a token is the same as one of page.operator_token"),
+        )
+    ):
         file.write_text(unusable)
         stays(why)
         file.write_text(f"{new}\n{old}" + "\n" * number)  # of another length each time
@@ -320,16 +342,27 @@ async def test_token_is_required_if_configured(redis: RedisSettings, keys: Keys)
     """Of status and models, in no other form than it is; an autoscaler has none."""
     right = "0123456789abcdef-é"
     coordinator = Coordinator(
-        CoordinatorSettings(), LeaseSettings(), keys=keys, redis=redis, name="coordinator-0",
+        CoordinatorSettings(),
+        LeaseSettings(),
+        keys=keys,
+        redis=redis,
+        name="coordinator-0",
         tokens=Tokens(SecretStr(right)),
-    )  # fmt: skip
+    )
     http = await serving(coordinator)
     try:
         for path in (f"/v1/runs/{keys.name}", "/v1/models/latest", "/v1/models/0"):
             for said in (
-                None, "", "Bearer", "Bearer ", f"Bearer {right[:-1]}",
-                f"bearer {right}", f"Basic {right}", right, "Bearer \udcff",
-            ):  # fmt: skip
+                None,
+                "",
+                "Bearer",
+                "Bearer ",
+                f"Bearer {right[:-1]}",
+                f"bearer {right}",
+                f"Basic {right}",
+                right,
+                "Bearer \udcff",
+            ):
                 answer = await http.get(path, headers={"Authorization": said} if said else {})
                 assert answer.status == 401, said
                 assert answer.headers["WWW-Authenticate"].startswith("Bearer")

@@ -53,21 +53,28 @@ async def run(there: Guarded) -> AsyncIterator[Hand]:
 def process(there: Guarded, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A coordinator as its own user."""
     sets = (
-        f"run.name={KEYS.name}", 'coordinator.sites=["pool", "north", "south"]',
-        "coordinator.trainer_silence_s=600.0", "http.port=0", "http.health_port=0",
-    )  # fmt: skip
+        f"run.name={KEYS.name}",
+        'coordinator.sites=["pool", "north", "south"]',
+        "coordinator.trainer_silence_s=600.0",
+        "http.port=0",
+        "http.health_port=0",
+    )
     settings = there.settings("coordinator")
     assert settings.password
     user = {
-        "FEDSTREAM_REDIS__URL": settings.url, "FEDSTREAM_REDIS__USERNAME": "coordinator",
+        "FEDSTREAM_REDIS__URL": settings.url,
+        "FEDSTREAM_REDIS__USERNAME": "coordinator",
         "FEDSTREAM_REDIS__PASSWORD": settings.password.get_secret_value(),
-    }  # fmt: skip
+    }
     arguments = [part for one in sets for part in ("--set", one)]
     with log.open("ab") as out:
         coordinator = subprocess.Popen(
             [sys.executable, "-m", "fedstream", "coordinator", *arguments],
-            env=os.environ | user, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-        )  # fmt: skip
+            env=os.environ | user,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
     try:
         yield coordinator
     finally:
@@ -156,9 +163,12 @@ async def test_huge_entries_claimed_from_another_coordinator_are_not_loaded(
     for _ in range(4):
         await gone.claim(idle_ms=0, most=9, own=True)
     made = Coordinator(
-        CoordinatorSettings(redeliver_s=0.01), LeaseSettings(attempts=2), keys=keys, redis=redis,
+        CoordinatorSettings(redeliver_s=0.01),
+        LeaseSettings(attempts=2),
+        keys=keys,
+        redis=redis,
         name="coordinator-0",
-    )  # fmt: skip
+    )
     async with running(made, context()):
 
         async def empty() -> bool:
@@ -177,9 +187,12 @@ async def test_busy_sites_are_all_heard(hand: Hand, redis: RedisSettings, keys: 
             await hand.client.call("XADD", keys.inbox(site), "*", "m", bytes(LARGEST - 1))
         await outbox.announce("last", (3,) if site == "north" else ())
     made = Coordinator(
-        CoordinatorSettings(sites=("pool", "north")), LeaseSettings(), keys=keys, redis=redis,
+        CoordinatorSettings(sites=("pool", "north")),
+        LeaseSettings(),
+        keys=keys,
+        redis=redis,
         name="coordinator-0",
-    )  # fmt: skip
+    )
     async with running(made, context()):
 
         async def heard() -> bool:
@@ -205,9 +218,12 @@ async def test_entries_behind_much_poison_are_found_at_once(
     await Outbox(hand.client, keys, "pool").announce("last")
     assert len(await crashed.read(count=99, block_ms=0)) == 1
     made = Coordinator(
-        CoordinatorSettings(redeliver_s=3600.0), LeaseSettings(attempts=2), keys=keys, redis=redis,
+        CoordinatorSettings(redeliver_s=3600.0),
+        LeaseSettings(attempts=2),
+        keys=keys,
+        redis=redis,
         name="coordinator-0",
-    )  # fmt: skip
+    )
     async with running(made, context()):
 
         async def heard() -> bool:

@@ -34,10 +34,20 @@ def view_of(**changes: Any) -> View:
     about: dict[str, Any] = {
         "run": Run(layout_of(4), "fedasync", "digits", 10, 100, 0, 1.5),
         "head": Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1),
-        "counts": {"issued": 5}, "open": (), "admitted": 0, "queue": 0, "triggers": 0,
-        "inbox": 0, "trainers": 2, "workers": 2, "kept": 3, "dead": 1, "owned": (),
-        "pool": False, "now": 100.0,
-    }  # fmt: skip
+        "counts": {"issued": 5},
+        "open": (),
+        "admitted": 0,
+        "queue": 0,
+        "triggers": 0,
+        "inbox": 0,
+        "trainers": 2,
+        "workers": 2,
+        "kept": 3,
+        "dead": 1,
+        "owned": (),
+        "pool": False,
+        "now": 100.0,
+    }
     about |= changes
     return View(**about, tasks=len(about["open"]), owners=len(about["owned"]))
 
@@ -146,9 +156,12 @@ async def test_last_values_are_kept_while_redis_is_away(redis: RedisSettings, ha
     watched = context()
     async with Proxy(redis) as proxy:
         coordinator = Coordinator(
-            CoordinatorSettings(), LeaseSettings(),
-            keys=hand.keys, redis=proxy.settings, name="coordinator-0",
-        )  # fmt: skip
+            CoordinatorSettings(),
+            LeaseSettings(),
+            keys=hand.keys,
+            redis=proxy.settings,
+            name="coordinator-0",
+        )
         async with running(coordinator, watched):
             await wait_until(lambda: counted(watched, "fedstream_run_open", state="waiting") == 2)
             assert counted(watched, "fedstream_redis_reconnects_total") == 0
@@ -167,15 +180,24 @@ async def test_coordinator_says_when_rediss_certificate_ends(tmp_path: Path) -> 
     signed(tmp_path, "server", "ca", "127.0.0.1", days=1)
     cert, key, ca = (str(tmp_path / name) for name in ("server.crt", "server.key", "ca.crt"))
     options = (
-        "--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", ca,
-        "--tls-auth-clients", "no",
-    )  # fmt: skip
+        "--tls-cert-file",
+        cert,
+        "--tls-key-file",
+        key,
+        "--tls-ca-cert-file",
+        ca,
+        "--tls-auth-clients",
+        "no",
+    )
     with redis_server(tmp_path / "redis", *options, tls=True) as server:
         settings = RedisSettings(url=f"rediss://127.0.0.1:{server.port}", tls=TlsSettings(ca=ca))
         coordinator = Coordinator(
-            CoordinatorSettings(), LeaseSettings(),
-            keys=Keys("tls"), redis=settings, name="coordinator-0",
-        )  # fmt: skip
+            CoordinatorSettings(),
+            LeaseSettings(),
+            keys=Keys("tls"),
+            redis=settings,
+            name="coordinator-0",
+        )
         watched = context()
         labels = {"certificate": f"127.0.0.1:{server.port}"}
 

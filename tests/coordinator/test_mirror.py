@@ -43,10 +43,26 @@ class Follower(Walk):
 
     def steps(self) -> list[Callable[[], Awaitable[object]]]:
         return [
-            *super().steps(), self.own, self.own, self.own, self.away, self.pool, self.bar,
-            self.look, self.look, self.look, self.look, self.keep, self.fall_back, self.empty,
-            self.cut, self.lose_owners, self.earlier_release, self.fail, self.fail,
-        ]  # fmt: skip
+            *super().steps(),
+            self.own,
+            self.own,
+            self.own,
+            self.away,
+            self.pool,
+            self.bar,
+            self.look,
+            self.look,
+            self.look,
+            self.look,
+            self.keep,
+            self.fall_back,
+            self.empty,
+            self.cut,
+            self.lose_owners,
+            self.earlier_release,
+            self.fail,
+            self.fail,
+        ]
 
     async def own(self) -> None:
         """A trainer claims other devices than before: a few, or many."""

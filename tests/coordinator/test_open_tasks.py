@@ -14,9 +14,12 @@ from fedstream.core.messages import Trigger
 TIMES = st.sampled_from([0.0, 1.0, 2.0, 3.0])
 TRIGGERS = st.builds(
     Trigger,
-    task=st.sampled_from("abcdef"), device=st.integers(0, 2), seed=st.just(0),
-    version=st.none() | st.integers(0, 2), deadline=st.none() | TIMES,
-)  # fmt: skip
+    task=st.sampled_from("abcdef"),
+    device=st.integers(0, 2),
+    seed=st.just(0),
+    version=st.none() | st.integers(0, 2),
+    deadline=st.none() | TIMES,
+)
 STEPS = st.lists(st.tuples(TRIGGERS, TIMES) | st.sampled_from("abcdef"), max_size=15)
 
 

@@ -21,10 +21,24 @@ from fedstream.simulation import arrivals
 NOW = 1_000_000.0
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 CALM = Situation(
-    now=NOW, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-    round_ending=False, mean_staleness=0.0, trainers=0, workers=4, model_bytes=1000,
-    devices=tuple(range(10)), last=NOW, round_since=NOW, began=NOW - 60,
-)  # fmt: skip
+    now=NOW,
+    issued=0,
+    version=0,
+    open=(),
+    queue=0,
+    backlog=0,
+    kept=1,
+    held=(),
+    round_ending=False,
+    mean_staleness=0.0,
+    trainers=0,
+    workers=4,
+    model_bytes=1000,
+    devices=tuple(range(10)),
+    last=NOW,
+    round_since=NOW,
+    began=NOW - 60,
+)
 
 
 class Careful(Policy):
@@ -176,9 +190,12 @@ class Creeping(Copy):
 
 def simulated(policy: Policy, events: int = 60, **more: Any) -> list[Any]:
     sets = (
-        "simulation.staleness.kind=latency", "devices.latency.kind=exponential",
-        "devices.latency.mean_s=1.0", "strategy.name=fedbuff", "strategy.buffer_size=3",
-    )  # fmt: skip
+        "simulation.staleness.kind=latency",
+        "devices.latency.kind=exponential",
+        "devices.latency.mean_s=1.0",
+        "strategy.name=fedbuff",
+        "strategy.buffer_size=3",
+    )
     usual = read(None, sets)
     scheduler = usual.scheduler.model_copy(update={"policy": policy})
     found = usual.model_copy(update={"scheduler": scheduler, **more})

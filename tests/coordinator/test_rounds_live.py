@@ -18,9 +18,12 @@ async def test_round_uses_only_its_own_answers(
 ) -> None:
     """More devices are asked than fill a version: what the others train comes too late."""
     sets = (
-        "strategy.name=afa-cd", f"strategy.buffer_size={BATCH}", "run.versions=8",
-        "scheduler.policy.kind=rounds", "scheduler.policy.k=4",
-    )  # fmt: skip
+        "strategy.name=afa-cd",
+        f"strategy.buffer_size={BATCH}",
+        "run.versions=8",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.k=4",
+    )
     async with pipeline(keys, lambda _role: redis, tmp_path, *sets) as services:
         for name in ("ann", "bob", "cat", "dan"):
             await services.start("trainer", name)

@@ -43,16 +43,34 @@ NOW = 1_000_000.0
 FIVE = FixedSteps(n=5)
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 CALM = Situation(
-    now=NOW, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-    round_ending=False, mean_staleness=0.0, trainers=0, workers=4, model_bytes=1000,
-    devices=tuple(range(10)), last=NOW, round_since=NOW,
-)  # fmt: skip
+    now=NOW,
+    issued=0,
+    version=0,
+    open=(),
+    queue=0,
+    backlog=0,
+    kept=1,
+    held=(),
+    round_ending=False,
+    mean_staleness=0.0,
+    trainers=0,
+    workers=4,
+    model_bytes=1000,
+    devices=tuple(range(10)),
+    last=NOW,
+    round_since=NOW,
+)
 
 
 def planned(
-    policy: Policy | Rounds, seen: Situation = CALM, *, seed: int = 0, steps: Steps = FIVE,
-    hold: HoldBack = FREE, groups: Sequence[ParticipationGroup] = (),
-) -> Plan:  # fmt: skip
+    policy: Policy | Rounds,
+    seen: Situation = CALM,
+    *,
+    seed: int = 0,
+    steps: Steps = FIVE,
+    hold: HoldBack = FREE,
+    groups: Sequence[ParticipationGroup] = (),
+) -> Plan:
     return plan(policy, Participation(steps, groups), hold, seed, seen)
 
 
@@ -327,9 +345,14 @@ def closed_loop(
     steering, in_flight, means = None, list[int](), list[float]()
     while len(means) < updates:
         seen = replace(
-            CALM, open=tuple(trigger for trigger, _ in at_work), issued=ended + len(at_work),
-            version=version, mean_staleness=mean, devices=tuple(range(64)), steering=steering,
-        )  # fmt: skip
+            CALM,
+            open=tuple(trigger for trigger, _ in at_work),
+            issued=ended + len(at_work),
+            version=version,
+            mean_staleness=mean,
+            devices=tuple(range(64)),
+            steering=steering,
+        )
         what = planned(InFlight(n=64), seen, hold=hold)
         steering = what.steering
         at_work.extend((trigger, version) for trigger in what.triggers)
@@ -348,11 +371,13 @@ def closed_loop(
 @pytest.mark.parametrize(
     ("about", "within"),
     [
-        ({"target": 8.0, "began": 1}, 40), ({"target": 8.0, "began": 64}, 160),
-        ({"target": 1.0, "began": 64}, 160), ({"target": 2.0, "began": 1, "batch": 4}, 300),
+        ({"target": 8.0, "began": 1}, 40),
+        ({"target": 8.0, "began": 64}, 160),
+        ({"target": 1.0, "began": 64}, 160),
+        ({"target": 2.0, "began": 1, "batch": 4}, 300),
         ({"target": 8.0, "began": 1, "lost": 2}, 400),
     ],
-)  # fmt: skip
+)
 def test_tasks_in_flight_are_steered_to_the_staleness_wanted(
     about: dict[str, Any], within: int
 ) -> None:
@@ -404,9 +429,12 @@ def test_strongest_limit_decides() -> None:
 
 
 @given(
-    st.integers(1, 100), st.integers(0, 10**4), st.integers(0, 10**4), st.floats(0, 1e6),
+    st.integers(1, 100),
+    st.integers(0, 10**4),
+    st.integers(0, 10**4),
+    st.floats(0, 1e6),
     st.integers(0, 10**9),
-)  # fmt: skip
+)
 def test_at_least_one_task_and_never_more_than_wanted(
     wanted: int, queue: int, kept: int, staleness: float, budget: int
 ) -> None:
@@ -428,7 +456,7 @@ def test_held_back_plan_says_why() -> None:
 @given(
     st.lists(st.tuples(st.floats(0, 20), st.none() | st.floats(0, 20)), max_size=8),
     st.sampled_from([InFlight(n=3), Anarchic(), Rounds(k=4, timeout_s=60.0)]),
-)  # fmt: skip
+)
 def test_only_overdue_tasks_are_given_up(
     ages: list[tuple[float, float | None]], policy: Policy
 ) -> None:

@@ -145,8 +145,9 @@ async def test_junk_becomes_dead_letters_and_blocks_nothing(
     async with running(make(), context()):
         letters = await dead(run, 2)
         assert [(letter.stream, letter.data) for letter in letters] == [
-            (stream, b"junk"), (stream, b"")
-        ]  # fmt: skip
+            (stream, b"junk"),
+            (stream, b""),
+        ]
         assert all("not m" in letter.reason for letter in letters)
         await run.request()
         [(entry, task)] = await tasks(run, 1)
@@ -164,8 +165,10 @@ async def test_task_that_crashes_its_trainers_becomes_a_dead_letter(make: Any, r
     async with running(make(lease_s=0.05), context()):
         [letter] = await dead(run, 1)
         assert (letter.entry, letter.reason, letter.deliveries) == (
-            poison.id, "crashed its trainers", 3
-        )  # fmt: skip
+            poison.id,
+            "crashed its trainers",
+            3,
+        )
         view = await run.ledger.look()
         assert view.reasons("dead") == {"crashed its trainers": 1}
         assert task.task not in {trigger.task for trigger in view.open}

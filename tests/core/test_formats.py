@@ -191,9 +191,23 @@ def refused(name: str, data: bytes, count: int = 1000) -> str:
     return caught.value.reason
 
 
-@pytest.mark.parametrize("name", ["", "f16", "int8 ", "topk", "topk:0", "topk:0.0", "topk:1.5",
-                                  "topk:nan", "topk:0.\u0663", "topk:0.1234567891", "int8+gzip",
-                                  "F32"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "f16",
+        "int8 ",
+        "topk",
+        "topk:0",
+        "topk:0.0",
+        "topk:1.5",
+        "topk:nan",
+        "topk:0.\u0663",
+        "topk:0.1234567891",
+        "int8+gzip",
+        "F32",
+    ],
+)
 def test_unknown_formats_are_refused(name: str) -> None:
     with pytest.raises(Undecodable, match="none of ours: f32, bf16, int8, int4, topk") as caught:
         format_of(name)

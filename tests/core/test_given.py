@@ -51,8 +51,9 @@ def test_known_digests() -> None:
     x = model_of(layout_of(300, buffers=1), *(n / 700 - 0.2 for n in range(300)), 0.7)
     found = {
         (name, sends): given_by(x, format_of(name), version=3, sends=sends, digests="sha256").digest
-        for name in ("bf16", "int8") for sends in SENDS
-    }  # fmt: skip
+        for name in ("bf16", "int8")
+        for sends in SENDS
+    }
     assert found == KNOWN
 
 

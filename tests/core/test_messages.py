@@ -41,47 +41,100 @@ positive = st.none() | st.integers(1, 2**31)
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=50)
 
 contributions = st.builds(
-    Contribution, task=ids, device=counts, tau=counts, staleness=counts, weight=floats,
-    samples=counts, steps=counts, loss=some_floats,
-)  # fmt: skip
+    Contribution,
+    task=ids,
+    device=counts,
+    tau=counts,
+    staleness=counts,
+    weight=floats,
+    samples=counts,
+    steps=counts,
+    loss=some_floats,
+)
 messages = st.one_of(
     st.builds(
-        Trigger, task=ids, device=counts, seed=counts, steps=positive, epochs=positive, why=texts,
-        origin=names, version=st.none() | counts, deadline=some_floats,
+        Trigger,
+        task=ids,
+        device=counts,
+        seed=counts,
+        steps=positive,
+        epochs=positive,
+        why=texts,
+        origin=names,
+        version=st.none() | counts,
+        deadline=some_floats,
     ),
     st.builds(CloseRound, version=counts, tasks=st.lists(ids, max_size=5).map(tuple), why=texts),
     st.builds(
-        Withdraw, tasks=st.lists(ids, max_size=5).map(tuple),
+        Withdraw,
+        tasks=st.lists(ids, max_size=5).map(tuple),
         why=st.sampled_from(("timed out", "deadline passed")),
     ),
     st.builds(
-        Assignment, task=ids, device=counts, seed=counts, steps=positive, epochs=positive,
-        version=st.none() | counts, deadline=some_floats,
+        Assignment,
+        task=ids,
+        device=counts,
+        seed=counts,
+        steps=positive,
+        epochs=positive,
+        version=st.none() | counts,
+        deadline=some_floats,
     ),
     st.builds(
-        Upload, task=ids, attempt=ids, device=counts, trainer=names, tau=counts, base=names,
-        layout=names, digest=names, size=counts, samples=counts, steps=counts, lr=floats,
-        loss=some_floats, seconds=floats,
+        Upload,
+        task=ids,
+        attempt=ids,
+        device=counts,
+        trainer=names,
+        tau=counts,
+        base=names,
+        layout=names,
+        digest=names,
+        size=counts,
+        samples=counts,
+        steps=counts,
+        lr=floats,
+        loss=some_floats,
+        seconds=floats,
     ),
     st.builds(GiveUp, task=ids, attempt=ids, device=counts, trainer=names, reason=names),
     st.builds(RoundEnd, version=counts, why=texts),
     st.builds(
-        Version, version=counts, time=floats, epoch=counts, parent=st.none() | counts,
-        digest=names, blob=names, size=counts,
+        Version,
+        version=counts,
+        time=floats,
+        epoch=counts,
+        parent=st.none() | counts,
+        digest=names,
+        blob=names,
+        size=counts,
         updates=st.lists(contributions, max_size=3).map(tuple),
     ),
     st.builds(
-        Event, what=names, service=names, time=floats, task=st.none() | names,
-        device=st.none() | counts, outcome=st.none() | st.sampled_from(OUTCOMES),
-        reason=st.none() | texts, version=st.none() | counts, staleness=st.none() | counts,
-        weight=some_floats, metrics=st.none() | st.dictionaries(texts, floats, max_size=3),
+        Event,
+        what=names,
+        service=names,
+        time=floats,
+        task=st.none() | names,
+        device=st.none() | counts,
+        outcome=st.none() | st.sampled_from(OUTCOMES),
+        reason=st.none() | texts,
+        version=st.none() | counts,
+        staleness=st.none() | counts,
+        weight=some_floats,
+        metrics=st.none() | st.dictionaries(texts, floats, max_size=3),
         text=st.none() | texts,
     ),
     st.builds(
-        Dead, stream=names, entry=names, reason=texts, time=floats, deliveries=counts,
+        Dead,
+        stream=names,
+        entry=names,
+        reason=texts,
+        time=floats,
+        deliveries=counts,
         data=st.binary(max_size=50),
     ),
-)  # fmt: skip
+)
 
 
 @given(messages)
@@ -98,13 +151,19 @@ def test_junk_is_a_bad_message(junk: bytes) -> None:
 
 # What msgpack can say, and nobody of ours does.
 strange = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
-    | st.text(max_size=5) | st.binary(max_size=5)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
     | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=5)),
-    lambda one: st.lists(one, max_size=3)
-    | st.dictionaries(st.text(max_size=5) | st.binary(max_size=3), one, max_size=3),
+    lambda one: (
+        st.lists(one, max_size=3)
+        | st.dictionaries(st.text(max_size=5) | st.binary(max_size=3), one, max_size=3)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @given(messages, st.data())

@@ -65,10 +65,15 @@ def options(server: TestServer, gateway: FakeGateway, task: Steps, tmp_path: Pat
 
     def made(**changes: Any) -> DeviceOptions:
         about: dict[str, Any] = {
-            "address": GatewayAddress(str(server.make_url("/"))), "key": tmp_path / "device.pem",
-            "folder": tmp_path / "state", "load": lambda: task, "solvers": Solvers(SGD),
-            "devices": DeviceSettings(), "invite": gateway.invite(7), "once": True,
-        }  # fmt: skip
+            "address": GatewayAddress(str(server.make_url("/"))),
+            "key": tmp_path / "device.pem",
+            "folder": tmp_path / "state",
+            "load": lambda: task,
+            "solvers": Solvers(SGD),
+            "devices": DeviceSettings(),
+            "invite": gateway.invite(7),
+            "once": True,
+        }
         return DeviceOptions(**about | changes)
 
     return made

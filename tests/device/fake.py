@@ -154,16 +154,22 @@ class FakeGateway:
             task=OfferedTask(id=task, device=device, seed=5, **(length or {"steps": 3})),  # type: ignore[arg-type]
             attempt=attempt,
             model=OfferedModel(
-                version=version, digest=found.digest, size=found.payload.buffer.nbytes,
-                format=published, url=url, changes=changed,
+                version=version,
+                digest=found.digest,
+                size=found.payload.buffer.nbytes,
+                format=published,
+                url=url,
+                changes=changed,
             ),
             update=ExpectedUpdate(
-                url=f"/v1/tasks/{task}/updates/{attempt}", sends=sends, format=format,
+                url=f"/v1/tasks/{task}/updates/{attempt}",
+                sends=sends,
+                format=format,
                 layout=layout or self.layout.signature,
                 most=format_of(format).sizes(self.layout)[1],
             ),
             heartbeat_s=heartbeat_s,
-        )  # fmt: skip
+        )
         self.offers.append(made)
         return made
 
@@ -176,18 +182,20 @@ class FakeGateway:
 
     def server(self) -> TestServer:
         app = web.Application(middlewares=[self._faulty])
-        app.add_routes([
-            web.post("/v1/devices", self._enrol),
-            web.post("/v1/token", self._token),
-            web.post("/v1/check-in", self._check_in),
-            web.get("/v1/models/{digest}", self._model),
-            web.get("/v1/models/{digest}/changes/{has}", self._changes),
-            web.post("/v1/tasks/{task}/heartbeat", self._beat),
-            web.post("/v1/tasks/{task}/give-up", self._give_up),
-            web.post("/v1/tasks/{task}/updates/{attempt}", self._create),
-            web.head("/v1/tasks/{task}/updates/{attempt}", self._how_far),
-            web.patch("/v1/tasks/{task}/updates/{attempt}", self._append),
-        ])  # fmt: skip
+        app.add_routes(
+            [
+                web.post("/v1/devices", self._enrol),
+                web.post("/v1/token", self._token),
+                web.post("/v1/check-in", self._check_in),
+                web.get("/v1/models/{digest}", self._model),
+                web.get("/v1/models/{digest}/changes/{has}", self._changes),
+                web.post("/v1/tasks/{task}/heartbeat", self._beat),
+                web.post("/v1/tasks/{task}/give-up", self._give_up),
+                web.post("/v1/tasks/{task}/updates/{attempt}", self._create),
+                web.head("/v1/tasks/{task}/updates/{attempt}", self._how_far),
+                web.patch("/v1/tasks/{task}/updates/{attempt}", self._append),
+            ]
+        )
         return TestServer(app)
 
     # requests
@@ -350,9 +358,7 @@ class FakeGateway:
         if boolean(names.COMPLETE, request.headers[names.COMPLETE]):
             return self._receipt(task, attempt)
         offset = str(len(self.sent[attempt].data))
-        return web.Response(
-            status=201, headers={"Location": request.path, names.OFFSET: offset}
-        )  # fmt: skip
+        return web.Response(status=201, headers={"Location": request.path, names.OFFSET: offset})
 
     async def _how_far(self, request: web.Request) -> web.StreamResponse:
         sent = self.sent.get(request.match_info["attempt"])
@@ -361,10 +367,11 @@ class FakeGateway:
         return web.Response(
             status=204,
             headers={
-                names.OFFSET: str(len(sent.data)), names.COMPLETE: as_boolean(sent.complete),
+                names.OFFSET: str(len(sent.data)),
+                names.COMPLETE: as_boolean(sent.complete),
                 "Cache-Control": "no-store",
             },
-        )  # fmt: skip
+        )
 
     async def _append(self, request: web.Request) -> web.StreamResponse:
         sent = self.sent.get(request.match_info["attempt"])

@@ -62,13 +62,14 @@ class Wider(Steps):
     [
         (Steps(), {"run_devices": 12}, "its data is split over 12 devices, the run has 10"),
         (
-            Wider(), {"run_devices": 10},
+            Wider(),
+            {"run_devices": 10},
             r"its model's layout is \w{12}, the run's is \w{12} \(\d+ parameters in \d+ tensors\)",
         ),
         (Wider(), {}, r"its model's layout is .*; its data is split over 12 devices, the run h"),
     ],
     ids=["devices", "layout", "both"],
-)  # fmt: skip
+)
 async def test_device_with_another_task_is_told_how_it_differs(
     place: Place, hand: Hand, options: Options, task: Task, changes: dict[str, Any], says: str
 ) -> None:
@@ -80,8 +81,10 @@ async def test_device_with_another_task_is_told_how_it_differs(
     text = str(raised.value)
     assert "\n" not in text
     assert text.startswith("the gateway refused this task: its ")
-    assert text.endswith("(another task): name the task that the run was made with (--task), with "
-                         "as many devices (--set task.devices=N)")  # fmt: skip
+    assert text.endswith(
+        "(another task): name the task that the run was made with (--task), with "
+        "as many devices (--set task.devices=N)"
+    )
     [line] = [one for one in lines if one["event"] == SAID]
     assert line["device"] == 7
     assert line["reason"] in text

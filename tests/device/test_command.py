@@ -66,10 +66,20 @@ async def start(
     async def started(*options: str) -> Process:
         environment = {key: v for key, v in os.environ.items() if not key.startswith("FEDSTREAM_")}
         process = await asyncio.create_subprocess_exec(
-            *COMMAND, "--url", str(server.make_url("/")), "--task", name, "--key", "device.pem",
-            *options, cwd=tmp_path, stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
+            *COMMAND,
+            "--url",
+            str(server.make_url("/")),
+            "--task",
+            name,
+            "--key",
+            "device.pem",
+            *options,
+            cwd=tmp_path,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=PIPE,
             env=environment | {"FEDSTREAM_INVITE": gateway.invite(7)},
-        )  # fmt: skip
+        )
         running.append(process)
         return process
 
@@ -143,9 +153,13 @@ async def test_killed_device_goes_on_after_a_restart(
     ],
 )
 def test_mistake_is_told_in_one_sentence(
-    options: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    options: list[str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["device", "--key", "device.pem", *options])

@@ -150,7 +150,10 @@ async def test_cut_upload_of_44_mb_sends_less_than_a_chunk_again_for_each_cut(
     assert (upload.device, upload.digest, upload.size) == (DEVICE, x_new.digest(), size)
     found = Model(hand.layout)
     await blobs.read(
-        hand.client, hand.keys.queued(upload.blob), found,
-        digest=upload.digest, chunks=upload.chunks,
-    )  # fmt: skip
+        hand.client,
+        hand.keys.queued(upload.blob),
+        found,
+        digest=upload.digest,
+        chunks=upload.chunks,
+    )
     assert found.digest() == x_new.digest()

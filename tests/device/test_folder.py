@@ -18,9 +18,13 @@ REPORT = UpdateReport(
     digest="1" * 64, samples=5, steps=2, lr=0.1, tau=3, base="2" * 64, layout="3" * 64
 )
 UPDATE = FinishedUpdate(
-    "task-1", "0" * 12, "/v1/tasks/task-1/updates/000000000000", REPORT,
-    np.arange(12, dtype=np.uint8), UNSENT,
-)  # fmt: skip
+    "task-1",
+    "0" * 12,
+    "/v1/tasks/task-1/updates/000000000000",
+    REPORT,
+    np.arange(12, dtype=np.uint8),
+    UNSENT,
+)
 
 
 @pytest.fixture

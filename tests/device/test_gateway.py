@@ -105,9 +105,13 @@ async def test_token_is_asked_for_anew_where_nothing_says_that_it_was_refused(
     [("/v1/check-in", "token"), ("/v1/token", "unknown device"), ("/v1/token", "clock")],
 )
 async def test_refusal_of_a_known_device_is_final_after_minutes(
-    own: OwnGateway, gateway: FakeGateway, waits: list[float | None],
-    monkeypatch: pytest.MonkeyPatch, path: str, reason: str,
-) -> None:  # fmt: skip
+    own: OwnGateway,
+    gateway: FakeGateway,
+    waits: list[float | None],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    reason: str,
+) -> None:
     now = 1000.0
     monkeypatch.setattr("fedstream.device.gateway.time.monotonic", lambda: now)
 
@@ -332,9 +336,13 @@ async def test_renewed_files_are_used_by_the_next_request(
     ],
 )
 async def test_certificate_that_is_not_trusted_ends_it_with_advice(
-    gateway: FakeGateway, authority: trustme.CA, tmp_path: Path, said: list[str], name: str,
+    gateway: FakeGateway,
+    authority: trustme.CA,
+    tmp_path: Path,
+    said: list[str],
+    name: str,
     advice: str,
-) -> None:  # fmt: skip
+) -> None:
     trusted = trustme.CA() if name == "localhost" else authority
     trusted.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     async with (
@@ -347,9 +355,13 @@ async def test_certificate_that_is_not_trusted_ends_it_with_advice(
 
 
 async def test_proxy_of_the_environment_carries_tls(
-    gateway: FakeGateway, authority: trustme.CA, own: OwnGateway, tmp_path: Path,
-    said: list[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    gateway: FakeGateway,
+    authority: trustme.CA,
+    own: OwnGateway,
+    tmp_path: Path,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

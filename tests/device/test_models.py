@@ -329,9 +329,14 @@ def bomb(_changes: bytes) -> bytes:
     ids=["noise", "cut", "bomb", "other model", "too few", "too many", "none"],
 )
 async def test_bad_changes_cost_no_more_than_the_model(
-    store: ModelStore, gateway: FakeGateway, model: Model, said: list[str], folder: Path,
-    spoilt: Callable[[bytes], bytes], why: str,
-) -> None:  # fmt: skip
+    store: ModelStore,
+    gateway: FakeGateway,
+    model: Model,
+    said: list[str],
+    folder: Path,
+    spoilt: Callable[[bytes], bytes],
+    why: str,
+) -> None:
     first = gateway.offer(model)
     await store.model(first.model, model.layout)
     newer = moved(model)

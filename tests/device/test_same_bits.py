@@ -35,15 +35,27 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
     ],
 )
 async def test_device_sends_what_a_trainer_sends(
-    hand: Hand, redis: RedisSettings, gateway: FakeGateway, options: Options, task: Steps,
-    name: str, sends: Sends,
-) -> None:  # fmt: skip
+    hand: Hand,
+    redis: RedisSettings,
+    gateway: FakeGateway,
+    options: Options,
+    task: Steps,
+    name: str,
+    sends: Sends,
+) -> None:
     await begun(hand, task, sends=sends)
     x_tau = await hand.model((await hand.published())[0])
     trainer = Trainer(
-        TrainerSettings(), SGD, DeviceSettings(), LeaseSettings(seconds=60),
-        keys=hand.keys, redis=redis, name="t", load=lambda: task, wire=format_of(name),
-    )  # fmt: skip
+        TrainerSettings(),
+        SGD,
+        DeviceSettings(),
+        LeaseSettings(seconds=60),
+        keys=hand.keys,
+        redis=redis,
+        name="t",
+        load=lambda: task,
+        wire=format_of(name),
+    )
     for count in (1, 2):  # what a format loses of the first update goes into the second
         async with running(trainer, context()):
             [asked] = await hand.open(device=7, steps=H, epochs=None, seed=5)

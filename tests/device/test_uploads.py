@@ -27,9 +27,14 @@ def update(gateway: FakeGateway, model: Model) -> FinishedUpdate:
     offer = gateway.offer(model)
     data = np.random.default_rng(0).integers(256, size=SIZE, dtype=np.uint8)
     report = UpdateReport(
-        digest=digest_of(data.data), samples=1, steps=1, lr=0.1, tau=0, base="0" * 64,
+        digest=digest_of(data.data),
+        samples=1,
+        steps=1,
+        lr=0.1,
+        tau=0,
+        base="0" * 64,
         layout=gateway.layout.signature,
-    )  # fmt: skip
+    )
     return FinishedUpdate("task-1", offer.attempt, offer.update.url, report, data, None)
 
 

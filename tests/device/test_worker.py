@@ -164,9 +164,12 @@ async def test_refused_update_is_said_with_its_reason(
 
 
 async def test_device_that_waits_long_says_so_once(
-    gateway: FakeGateway, options: Options, model: Model, said: list[str],
+    gateway: FakeGateway,
+    options: Options,
+    model: Model,
+    said: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     now = count(start=0, step=40)  # seconds, one look at the clock to the next
     clock = SimpleNamespace(monotonic=lambda: next(now))
     monkeypatch.setattr("fedstream.device.worker.time", clock)
@@ -205,9 +208,13 @@ async def test_device_whose_updates_are_always_turned_away_ends(
 
 
 async def test_told_to_stop_it_gives_its_task_up(
-    gateway: FakeGateway, options: Options, model: Model, task: Steps, said: list[str],
+    gateway: FakeGateway,
+    options: Options,
+    model: Model,
+    task: Steps,
+    said: list[str],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     gateway.offer(model, steps=100)
     task.begins(hold=2)
     life = asyncio.create_task(live(options(), said.append, nothing))
@@ -222,9 +229,13 @@ async def test_told_to_stop_it_gives_its_task_up(
 
 
 async def test_stopped_without_a_gateway_it_still_ends(
-    gateway: FakeGateway, options: Options, model: Model, task: Steps, said: list[str],
+    gateway: FakeGateway,
+    options: Options,
+    model: Model,
+    task: Steps,
+    said: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("fedstream.device.worker._GOODBYE_S", 0.05)
     gateway.offer(model, steps=100)
     task.begins(hold=2)
@@ -397,9 +408,12 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_killed_in_training_it_goes_on_where_it_was_saved(
-    gateway: FakeGateway, options: Options, model: Model, task: Steps,
+    gateway: FakeGateway,
+    options: Options,
+    model: Model,
+    task: Steps,
     seconds: None,
-) -> None:  # fmt: skip
+) -> None:
     whole = trained(task, model, steps=20)
     offer = gateway.offer(model, steps=20)
     task.begins()
@@ -414,9 +428,12 @@ async def test_killed_in_training_it_goes_on_where_it_was_saved(
 
 
 async def test_work_of_another_task_is_not_resumed(
-    gateway: FakeGateway, options: Options, model: Model, task: Steps,
+    gateway: FakeGateway,
+    options: Options,
+    model: Model,
+    task: Steps,
     seconds: None,
-) -> None:  # fmt: skip
+) -> None:
     gateway.offer(model, steps=20)
     await killed_in(DeviceFolder, "keep_update", options(save_s=6.0))
     gateway.offers.clear()
@@ -458,9 +475,12 @@ async def test_stopped_before_a_left_update_is_delivered_it_keeps_it(
 
 
 async def test_update_that_nobody_knows_any_more_is_dropped(
-    gateway: FakeGateway, options: Options, model: Model, said: list[str],
+    gateway: FakeGateway,
+    options: Options,
+    model: Model,
+    said: list[str],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     gateway.offer(model)
     await killed_in(UpdateUpload, "receipt", options())
     gateway.offers.clear()

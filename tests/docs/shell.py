@@ -33,9 +33,14 @@ class Shell:
         with log.open("ab") as output:
             self._bash = subprocess.Popen(
                 ["bash", "--norc"],
-                stdin=subprocess.PIPE, stdout=output, stderr=output,
-                cwd=folder, env=environ, pass_fds=[theirs], start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env=environ,
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
         self._theirs = theirs
         self.beside: list[Beside] = []
         self._begun = 0

@@ -172,8 +172,9 @@ def test_every_experiment_has_a_valid_configuration() -> None:
 def test_no_experiment_limits_norms(tiny: Experiment) -> None:
     """What a run refuses by default, a device that takes enormous steps."""
     base = {**tiny.base, "solver.lr": 1e4, "run.versions": 3}
-    job = jobs_of(replace(tiny, base=base, cells=(Cell("wild", {}),)), repeats=1, scale=1.0,
-                  data_root=None)[0]  # fmt: skip
+    job = jobs_of(
+        replace(tiny, base=base, cells=(Cell("wild", {}),)), repeats=1, scale=1.0, data_root=None
+    )[0]
     row, _ = run_job(job)
     assert (row.versions, row.refused) == (3, 0)
     row, _ = run_job(replace(job, sets=job.sets | {"updater.norm_factor": 30}))
@@ -401,8 +402,9 @@ def test_verdict_needs_five_repeats_and_two_standard_errors(
 def test_figures_are_compared_repeat_by_repeat() -> None:
     """Cells may have different repeats: those that both have count."""
     assert above({0: 3.0, 1: 5.0, 7: 1.0}, {1: 2.0, 0: 2.0, 2: 9.0}, 0.5, times=0.5).tolist() == [
-        1.5, 3.5
-    ]  # fmt: skip
+        1.5,
+        3.5,
+    ]
     one, other = within(({0: 0.5}, {0: 0.25}), 0.5)
     assert (one[0], other[0]) == (0.75, 0.25)
 
@@ -433,8 +435,10 @@ def test_single_cell_with_a_given_first_seed(tiny: Experiment, tmp_path: Path) -
     run(tiny, tmp_path, repeats=1, scale=10)
     results = run(tiny, tmp_path, repeats=1, scale=10, cells=["slow"], seed=5)
     assert [(row.cell, row.repeat) for row in results.rows] == [
-        ("fast", 0), ("slow", 0), ("slow", 5)
-    ]  # fmt: skip
+        ("fast", 0),
+        ("slow", 0),
+        ("slow", 5),
+    ]
     before = {(row.cell, row.repeat): row for row in results.rows}
     again = run(tiny, tmp_path, repeats=1, scale=10, cells=["slow"], seed=5, again=True)
     after = {(row.cell, row.repeat): row for row in again.rows}
@@ -450,8 +454,10 @@ def checkout(folder: Path) -> Path:
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
         subprocess.run(
             ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
-            cwd=folder, check=True, env={"PATH": os.environ["PATH"], "HOME": str(folder)},
-        )  # fmt: skip
+            cwd=folder,
+            check=True,
+            env={"PATH": os.environ["PATH"], "HOME": str(folder)},
+        )
     return folder
 
 
@@ -509,9 +515,16 @@ def test_every_published_table_follows_from_the_stored_numbers(name: str) -> Non
 
 def ask(names: Sequence[str], out: Path | None = None, data_root: str | None = None) -> None:
     command.reproduce(
-        names, repeats=1, scale=50.0, data_root=data_root, processes=1, out=out,
-        again=False, command="reproduce", say=lambda _: None,
-    )  # fmt: skip
+        names,
+        repeats=1,
+        scale=50.0,
+        data_root=data_root,
+        processes=1,
+        out=out,
+        again=False,
+        command="reproduce",
+        say=lambda _: None,
+    )
 
 
 @pytest.mark.process
@@ -559,15 +572,30 @@ def test_runs_too_short_to_judge_are_still_shown(name: str, points: int) -> None
         best = 0.1 + n / 1000
         rows.append(
             Row(
-                cell.label, 0, 2000.0, "", "finished", points - 1, 1, 1, 1.0, 2, 0, best,
-                points - 1, best, 1.0,
+                cell.label,
+                0,
+                2000.0,
+                "",
+                "finished",
+                points - 1,
+                1,
+                1,
+                1.0,
+                2,
+                0,
+                best,
+                points - 1,
+                best,
+                1.0,
             )
-        )  # fmt: skip
+        )
         columns = ("version", "updates", "gradients", "epochs", "communications", "time")
         spent = {column: np.arange(points, dtype=float) for column in columns}
         measured = {
-            "training_loss": np.full(points, np.nan), "accuracy": np.full(points, best),
-            "loss": np.full(points, 1.0), "perplexity": np.full(points, np.e),
-        }  # fmt: skip
+            "training_loss": np.full(points, np.nan),
+            "accuracy": np.full(points, best),
+            "loss": np.full(points, 1.0),
+            "perplexity": np.full(points, np.e),
+        }
         curves[cell.label, 0] = spent | measured
     assert "\n## Claims\n" in table(experiment, Results(rows, curves, 2000.0))

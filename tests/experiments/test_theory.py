@@ -57,9 +57,14 @@ def test_loop_passes_each_updates_base_to_the_rule() -> None:
     rule = AfaCdSettings(buffer_size=1, server_lr=0.3).build(1)
     sent = [DrawnArrival(0, *of) for of in ((0, 1), (0, 3), (1, 2), (2, 1), (2, 3), (0, 2), (1, 1))]
     states = closed_loop(
-        rule, problem, np.zeros((1, 10), np.float32), iter(sent),
-        lr=0.5, oldest=2, rng=np.random.default_rng(0),
-    )  # fmt: skip
+        rule,
+        problem,
+        np.zeros((1, 10), np.float32),
+        iter(sent),
+        lr=0.5,
+        oldest=2,
+        rng=np.random.default_rng(0),
+    )
     found = [points(state, (1, 10))[0].copy() for state in states]
     expected = [np.zeros(10)]
     for t, (_, d, steps) in enumerate(sent):

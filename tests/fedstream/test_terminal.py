@@ -44,9 +44,7 @@ from tests.support import Hand
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 OVERRIDE = "abc\u202egpj.exe"
 MARKUP = "[bold red]x[/] [link=http://evil]y[/link] [/] :boom: \\"
-HOSTILE = [
-    ESCAPE, OVERRIDE, MARKUP, "two\nlines\r\x85\u2028", "\x00\x9b31m", "", " ", "\n \n"
-]  # fmt: skip
+HOSTILE = [ESCAPE, OVERRIDE, MARKUP, "two\nlines\r\x85\u2028", "\x00\x9b31m", "", " ", "\n \n"]
 
 unicode = st.characters(exclude_categories=["Cs"])  # no message has a surrogate in it
 texts = st.one_of(st.sampled_from(HOSTILE), st.text(unicode, max_size=20))
@@ -92,17 +90,31 @@ def test_markup_is_shown_as_text() -> None:
 
 
 hostile_events = st.builds(
-    Event, what=st.one_of(st.sampled_from(["evaluation", "error", "outcome", "trainer"]), names),
-    service=names, time=st.one_of(st.just(CREATED), floats), task=st.none() | texts,
-    device=st.none() | counts, outcome=st.none() | st.sampled_from(OUTCOMES),
-    reason=st.none() | texts, version=st.none() | counts, staleness=st.none() | counts,
-    weight=st.none() | floats, text=st.none() | texts,
+    Event,
+    what=st.one_of(st.sampled_from(["evaluation", "error", "outcome", "trainer"]), names),
+    service=names,
+    time=st.one_of(st.just(CREATED), floats),
+    task=st.none() | texts,
+    device=st.none() | counts,
+    outcome=st.none() | st.sampled_from(OUTCOMES),
+    reason=st.none() | texts,
+    version=st.none() | counts,
+    staleness=st.none() | counts,
+    weight=st.none() | floats,
+    text=st.none() | texts,
     metrics=st.none() | st.dictionaries(st.just("accuracy") | texts, floats, max_size=3),
-)  # fmt: skip
+)
 hostile_updates = st.builds(
-    Contribution, task=st.just("t"), device=counts, tau=counts, staleness=counts, weight=floats,
-    samples=counts, steps=counts, loss=st.none() | floats,
-)  # fmt: skip
+    Contribution,
+    task=st.just("t"),
+    device=counts,
+    tau=counts,
+    staleness=counts,
+    weight=floats,
+    samples=counts,
+    steps=counts,
+    loss=st.none() | floats,
+)
 hostile_trainers = st.dictionaries(
     texts,
     st.fixed_dictionaries(
@@ -127,16 +139,25 @@ hostile_trainers = st.dictionaries(
 )
 @example(
     told=[event("trainer").model_copy(update={"time": time}) for time in (math.inf, math.nan)],
-    updates=[], trainers={}, text="", now=math.inf, width=80,
-)  # fmt: skip
+    updates=[],
+    trainers={},
+    text="",
+    now=math.inf,
+    width=80,
+)
 @example(
-    told=[event("evaluation", version=n, metrics={"accuracy": x})
-          for n, x in enumerate([-5.0, 1.0, 1e308, math.inf])],
-    updates=[], text=ESCAPE, now=0.0, width=80,
+    told=[
+        event("evaluation", version=n, metrics={"accuracy": x})
+        for n, x in enumerate([-5.0, 1.0, 1e308, math.inf])
+    ],
+    updates=[],
+    text=ESCAPE,
+    now=0.0,
+    width=80,
     trainers={
         ESCAPE: {"owns": [], "host": MARKUP, "answers": MARKUP, "device": MARKUP, "pid": MARKUP}
     },
-)  # fmt: skip
+)
 def test_hostile_text_is_escaped_in_top_status_and_bar(
     told: list[Event],
     updates: list[Contribution],
@@ -166,10 +187,14 @@ def test_hostile_text_is_escaped_in_top_status_and_bar(
 
 @settings(max_examples=40)
 @given(
-    reason=texts, stream=names, entry=names, at=floats | st.just(CREATED),
-    data=st.binary(max_size=40), trigger_why=texts,
+    reason=texts,
+    stream=names,
+    entry=names,
+    at=floats | st.just(CREATED),
+    data=st.binary(max_size=40),
+    trigger_why=texts,
     task=st.text("abc\x1b\u202e[]/\\", min_size=1, max_size=30),
-)  # fmt: skip
+)
 def test_hostile_text_is_escaped_in_dead_letters(
     reason: str, stream: str, entry: str, at: float, data: bytes, trigger_why: str, task: str
 ) -> None:
@@ -230,8 +255,11 @@ async def test_evaluation_without_a_version_or_by_a_device_is_ignored(
 ) -> None:
     await hand.create()
     forged: list[Mapping[str, Any]] = [
-        {"version": 7}, {"version": 10**12}, {"version": None}, {"version": 0, "device": 3}
-    ]  # fmt: skip
+        {"version": 7},
+        {"version": 10**12},
+        {"version": None},
+        {"version": 0, "device": 3},
+    ]
     for about in forged:
         await hand.ledger.tell(event("evaluation", metrics={"accuracy": 1.0}, **about))
     observer = Observer(client, hand.keys)

@@ -40,10 +40,11 @@ def test_built_in_strategies_keep_what_is_relied_on(rule: type[Strategy]) -> Non
 @pytest.mark.parametrize(
     "rule",
     [
-        FedBuffSettings(buffer_size=1), FedBuffSettings(buffer_size=3, staleness=Hinge(b=1)),
+        FedBuffSettings(buffer_size=1),
+        FedBuffSettings(buffer_size=3, staleness=Hinge(b=1)),
         AfaCsSettings(buffer_size=1, max_staleness=2),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_so_do_they_with_other_keys(rule: Strategy, seed: int) -> None:
     check_strategy(rule, seed=seed)

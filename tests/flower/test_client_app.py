@@ -50,9 +50,15 @@ def unchanged_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def work(device: int = 0, *, seed: int = 7, version: int = 4, stopped: bool = False) -> Work:
     return Work(
-        device=device, task="t", version=version, seed=seed, steps=5, epochs=None,
-        solver=Sgd(lr=0.25), cancelled=lambda: stopped,
-    )  # fmt: skip
+        device=device,
+        task="t",
+        version=version,
+        seed=seed,
+        steps=5,
+        epochs=None,
+        solver=Sgd(lr=0.25),
+        cancelled=lambda: stopped,
+    )
 
 
 class Small(nn.Module):
@@ -177,7 +183,7 @@ def without(name: str) -> Callable[[dict[str, Any]], None]:
         (without("w"), r"returned no array 'w', which the model has"),
         (lambda r: r.pop("arrays"), r"returned 0 array records: expected one, named 'arrays'"),
     ],
-)  # fmt: skip
+)
 def test_useless_reply_is_refused_and_changes_nothing(
     change: Callable[[dict[str, Any]], None], said: str
 ) -> None:

@@ -55,9 +55,11 @@ def trainer(config: Path, app: Path) -> Iterator[None]:
     log = config.with_name("log")
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedstream", *command], stdout=output, stderr=output,
+            [sys.executable, "-m", "fedstream", *command],
+            stdout=output,
+            stderr=output,
             env={n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")},
-        )  # fmt: skip
+        )
     try:
         yield
         process.terminate()

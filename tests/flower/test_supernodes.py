@@ -87,9 +87,12 @@ def app(tmp_path: Path) -> Path:
     (folder / "numpy_app" / "__init__.py").touch()
     (folder / "numpy_app" / "client_app.py").write_text(APP)
     subprocess.run(
-        [Path(sys.executable).with_name("flwr"), "build", "--app", folder], cwd=tmp_path,
-        check=True, capture_output=True, env=environment(tmp_path),
-    )  # fmt: skip
+        [Path(sys.executable).with_name("flwr"), "build", "--app", folder],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        env=environment(tmp_path),
+    )
     [found] = tmp_path.glob("*.fab")
     return found
 
@@ -117,10 +120,11 @@ def key(folder: Path, device: int) -> str:
     private = ec.generate_private_key(ec.SECP256R1())
     (folder / f"key-{device}").write_bytes(
         private.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH,
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.OpenSSH,
             serialization.NoEncryption(),
         )
-    )  # fmt: skip
+    )
     public = private.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
@@ -138,9 +142,11 @@ async def gateway(
     issued.private_key_pem.write_to_path(folder / "tls-key.pem")
     issued.cert_chain_pems[0].write_to_path(folder / "tls-cert.pem")
     settings = GatewaySettings(
-        tls_cert=str(folder / "tls-cert.pem"), tls_key=str(folder / "tls-key.pem"),
-        flower_app=str(app), flower_keys=str(folder / "keys"),
-    )  # fmt: skip
+        tls_cert=str(folder / "tls-cert.pem"),
+        tls_key=str(folder / "tls-key.pem"),
+        flower_app=str(app),
+        flower_keys=str(folder / "keys"),
+    )
     one = Gateway(settings, LeaseSettings(), keys=keys, redis=redis, name="gw-0", update=F32)
     its, tls = context(), settings.tls()
     assert tls is not None
@@ -168,13 +174,24 @@ def supernode(folder: Path, port: int, device: int) -> Iterator[Path]:
         process = subprocess.Popen(
             [
                 commands(DEVICES[device]) / "flower-supernode",
-                "--superlink", f"localhost:{port}", "--root-certificates", folder / "ca.pem",
-                "--auth-supernode-private-key", folder / f"key-{device}",
-                "--node-config", f"partition-id={device} num-partitions=6",
-                "--host", "127.0.0.1", "--port", str(free_port()),
+                "--superlink",
+                f"localhost:{port}",
+                "--root-certificates",
+                folder / "ca.pem",
+                "--auth-supernode-private-key",
+                folder / f"key-{device}",
+                "--node-config",
+                f"partition-id={device} num-partitions=6",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(free_port()),
             ],
-            stdout=output, stderr=output, env=environment(folder, DEVICES[device]), cwd=folder,
-        )  # fmt: skip
+            stdout=output,
+            stderr=output,
+            env=environment(folder, DEVICES[device]),
+            cwd=folder,
+        )
     try:
         yield log
         process.terminate()
@@ -190,9 +207,10 @@ async def test_stock_supernodes_train_a_run(
     """Twenty versions by a NumPyClient, with a supernode of each release that the docs name."""
     (tmp_path / "keys").write_text("# clinics\n" + "".join(key(tmp_path, n) for n in DEVICES))
     sets = (
-        f"run.versions={VERSIONS}", 'coordinator.sites=["pool","gateway"]',
+        f"run.versions={VERSIONS}",
+        'coordinator.sites=["pool","gateway"]',
         "scheduler.policy={kind='in_flight', n=3}",
-    )  # fmt: skip
+    )
     async with (
         pipeline(keys, lambda _role: redis, tmp_path, *sets),
         gateway(keys, redis, tmp_path, app) as (port, came),

@@ -63,9 +63,14 @@ def refused(context: Any, response: Any, case: Any) -> bool | None:
 
 
 CHECKS = (
-    no_fault, status_code_conformance, content_type_conformance,
-    response_schema_conformance, missing_required_header, refused, ignored_auth,
-)  # fmt: skip
+    no_fault,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    missing_required_header,
+    refused,
+    ignored_auth,
+)
 
 Signed = Callable[[str, bytes, str], dict[str, str]]
 
@@ -109,9 +114,12 @@ def explore(
         case.validate_response(answer, checks=list(CHECKS), headers=dict(token))
 
     limits = settings(
-        max_examples=n // len(MODES), deadline=None, database=None,
-        suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
-    )  # fmt: skip
+        max_examples=n // len(MODES),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
     has_parts = any(operation.iter_parameters()) or operation.body
     for mode in MODES if has_parts else MODES[:1]:
         drawn = operation.as_strategy(generation_mode=mode)
@@ -155,9 +163,15 @@ async def attack(
                 await _begin(hand, place, operation.path.format(**known), token, version.digest)
             known = {key: known[key] for key in known if f"{{{key}}}" in operation.path}
             told[operation.label] = await asyncio.to_thread(
-                explore, operation, place.url, n=n // len(operations), token=token,
-                auth=Signature(devices.signed, keyid) if keyid else None, known=known, begin=begin,
-            )  # fmt: skip
+                explore,
+                operation,
+                place.url,
+                n=n // len(operations),
+                token=token,
+                auth=Signature(devices.signed, keyid) if keyid else None,
+                known=known,
+                begin=begin,
+            )
     return told
 
 

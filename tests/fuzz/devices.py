@@ -15,20 +15,32 @@ from tests.fuzz.harness import Target
 
 _DIGEST = "ab" * 32
 _KEYS: tuple[PrivateKey, ...] = (
-    Ed25519PrivateKey.from_private_bytes(bytes(range(32))), derive_private_key(7, SECP256R1()),
-)  # fmt: skip
+    Ed25519PrivateKey.from_private_bytes(bytes(range(32))),
+    derive_private_key(7, SECP256R1()),
+)
 _BODIES: dict[type[Body], dict[str, Any]] = {
     Enrolment: {"invite": "3-" + "i" * 32, "public_key": pem_of(_KEYS[0].public_key())},
     CheckIn: {
-        "nonce": "n" * 22, "eligible": True, "wait_s": 50, "formats": ["f32", "topk:0.1+zstd"],
+        "nonce": "n" * 22,
+        "eligible": True,
+        "wait_s": 50,
+        "formats": ["f32", "topk:0.1+zstd"],
         "has": _DIGEST,
     },
     Surrender: {"attempt": "0123456789ab", "reason": "raised ValueError"},
     UpdateReport: {
-        "digest": _DIGEST, "samples": 5, "steps": 10, "lr": 0.1, "loss": 0.5, "seconds": 1.5,
-        "tau": 3, "base": _DIGEST, "layout": _DIGEST, "format": "f32",
+        "digest": _DIGEST,
+        "samples": 5,
+        "steps": 10,
+        "lr": 0.1,
+        "loss": 0.5,
+        "seconds": 1.5,
+        "tau": 3,
+        "base": _DIGEST,
+        "layout": _DIGEST,
+        "format": "f32",
     },
-}  # fmt: skip
+}
 _HEADERS = {"Upload-Offset": "17", "Upload-Complete": "?1", "Authorization": "Bearer a.b.c"}
 
 
@@ -64,9 +76,11 @@ def _signed(key: PrivateKey) -> dict[str, Any]:
     where = {"method": "POST", "authority": "gateway", "path": "/v1/token"}
     given = sign(key, **where, body=b"{}", keyid="17", created=1_763_884_800, nonce="n" * 22)
     return {
-        **where, "body": "{}", "pem": pem_of(key.public_key()),
+        **where,
+        "body": "{}",
+        "pem": pem_of(key.public_key()),
         "headers": {name.lower(): value for name, value in given.items()},
-    }  # fmt: skip
+    }
 
 
 _SIGNED = [_signed(key) for key in _KEYS]

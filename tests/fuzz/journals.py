@@ -127,9 +127,13 @@ def _write(folder: Path, value: dict[Any, Any]) -> None:
                 cut, follows = ends.get(str(message.get("predecessor")), (PAGE, "0" * 64))
                 message = message | {"cut": cut, "follows": follows}
             begin, chain = framed(
-                packed(message), payload=len(payload), synced=0, offset=len(data), follows=chain,
+                packed(message),
+                payload=len(payload),
+                synced=0,
+                offset=len(data),
+                follows=chain,
                 salt=_SALT,
-            )  # fmt: skip
+            )
             data += _paged(begin) + _paged(payload)
         path.write_bytes(data)
         ends[str(name)] = (len(data), chain.hex())

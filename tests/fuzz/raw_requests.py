@@ -59,24 +59,90 @@ _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n")
 
 _VALUES = (
-    "", " ", "0", "-1", "+2", "0x2", "2, 2", "9" * 30, "a" * 9000, "\0", "\x7f", "é", "?1", "?0",
-    "chunked", "gzip, chunked", "identity", "close", "Upgrade", "100-continue", "bytes=0-",
-    "bytes=-1", "bytes=5-2", "bytes=" + "0-," * 500, '"', "*", "Bearer", "Bearer a.b.c",
-    "sha-256=:AAAA:", "fedstream=:AAAA:", "fedstream=();created=1", "application/json",
-    "application/partial-upload", "{}", '{"digest": 1}', "[" * 500, "../..", "x\r\n y",
-)  # fmt: skip
+    "",
+    " ",
+    "0",
+    "-1",
+    "+2",
+    "0x2",
+    "2, 2",
+    "9" * 30,
+    "a" * 9000,
+    "\0",
+    "\x7f",
+    "é",
+    "?1",
+    "?0",
+    "chunked",
+    "gzip, chunked",
+    "identity",
+    "close",
+    "Upgrade",
+    "100-continue",
+    "bytes=0-",
+    "bytes=-1",
+    "bytes=5-2",
+    "bytes=" + "0-," * 500,
+    '"',
+    "*",
+    "Bearer",
+    "Bearer a.b.c",
+    "sha-256=:AAAA:",
+    "fedstream=:AAAA:",
+    "fedstream=();created=1",
+    "application/json",
+    "application/partial-upload",
+    "{}",
+    '{"digest": 1}',
+    "[" * 500,
+    "../..",
+    "x\r\n y",
+)
 _NAMES = (
-    "Content-Length", "Transfer-Encoding", "Content-Encoding", "Connection", "Upgrade", "Expect",
-    "Host", "Range", "If-Range", "If-None-Match", "Authorization", "Content-Digest", "Signature",
-    "Signature-Input", "Upload-Offset", "Upload-Complete", "Upload-Length", "Update-Report",
-    "Content-Type", "X-Forwarded-For", "Trailer", "Via", "X\0", "X Y", "",
-)  # fmt: skip
+    "Content-Length",
+    "Transfer-Encoding",
+    "Content-Encoding",
+    "Connection",
+    "Upgrade",
+    "Expect",
+    "Host",
+    "Range",
+    "If-Range",
+    "If-None-Match",
+    "Authorization",
+    "Content-Digest",
+    "Signature",
+    "Signature-Input",
+    "Upload-Offset",
+    "Upload-Complete",
+    "Upload-Length",
+    "Update-Report",
+    "Content-Type",
+    "X-Forwarded-For",
+    "Trailer",
+    "Via",
+    "X\0",
+    "X Y",
+    "",
+)
 _TARGETS = (
-    "*", "/", "//", "/v1", "/v1/models/", "/v1/models/%00", "/v1/models/..%2f..",
+    "*",
+    "/",
+    "//",
+    "/v1",
+    "/v1/models/",
+    "/v1/models/%00",
+    "/v1/models/..%2f..",
     "/v1/tasks/%2e%2e",
-    "http://elsewhere/v1/token", "elsewhere:443", "/v1/token?x=1", "/v1/token#x", "/v1/%ff%fe",
-    "/v1/tasks/" + "a" * 5000 + "/heartbeat", "http://[::1", "/v1/tasks/a/updates/b",
-)  # fmt: skip
+    "http://elsewhere/v1/token",
+    "elsewhere:443",
+    "/v1/token?x=1",
+    "/v1/token#x",
+    "/v1/%ff%fe",
+    "/v1/tasks/" + "a" * 5000 + "/heartbeat",
+    "http://[::1",
+    "/v1/tasks/a/updates/b",
+)
 _ATTACKED = (*SMUGGLED.values(), *(request("GET", target) for target in TRICKS))
 _ATTACKS = 0.1  # of the inputs
 _METHODS = (
@@ -142,9 +208,14 @@ class Devices:
     def signed(self, path: str, body: bytes, keyid: str) -> dict[str, str]:
         created = int(time.time())
         return sign(
-            self.key, method="POST", authority=NAME, path=path, body=body, keyid=keyid,
+            self.key,
+            method="POST",
+            authority=NAME,
+            path=path,
+            body=body,
+            keyid=keyid,
             created=created,
-        )  # fmt: skip
+        )
 
     async def enrol(self, hand: Hand, device: int) -> None:
         invite = f"{device}-{'i' * 32}"
@@ -164,9 +235,17 @@ class Devices:
         """A request for each route, as a device would send it now."""
         path = f"/v1/tasks/{'0' * 32}/updates/{'a' * 12}"
         report = {
-            "digest": digest, "samples": 5, "steps": 10, "lr": 0.1, "loss": 0.5, "seconds": 1.5,
-            "tau": 0, "base": digest, "layout": digest[:16], "format": "f32",
-        }  # fmt: skip
+            "digest": digest,
+            "samples": 5,
+            "steps": 10,
+            "lr": 0.1,
+            "loss": 0.5,
+            "seconds": 1.5,
+            "tau": 0,
+            "base": digest,
+            "layout": digest[:16],
+            "format": "f32",
+        }
         enrolment = Enrolment(invite="3-" + "j" * 32, public_key=pem_of(self.key.public_key()))
         attempt = {"attempt": "a" * 12}
 
@@ -182,20 +261,38 @@ class Devices:
             return Request(method, target, list(about.items()), data)
 
         return [
-            made("POST", "/v1/devices", enrolment.encode(),
-                 **self.signed("/v1/devices", enrolment.encode(), "new")),
+            made(
+                "POST",
+                "/v1/devices",
+                enrolment.encode(),
+                **self.signed("/v1/devices", enrolment.encode(), "new"),
+            ),
             made("POST", "/v1/token", b"{}", **self.signed("/v1/token", b"{}", str(_HOSTILE))),
             made("POST", "/v1/check-in", {"nonce": "n" * 22, "wait_s": 0.1, "formats": ["f32"]}),
             made("GET", f"/v1/models/{digest}", Range="bytes=3-9"),
             made("HEAD", f"/v1/models/{digest}"),
             made("POST", f"/v1/tasks/{'0' * 32}/heartbeat", attempt),
             made("POST", f"/v1/tasks/{'0' * 32}/give-up", attempt | {"reason": "dropped out"}),
-            made("POST", path, b"\0" * 16, Upload_Length="16", Upload_Complete="?1",
-                 Update_Report=json.dumps(report)),
-            made("PATCH", path, b"\0" * 8, Upload_Offset="8", Upload_Complete="?1",
-                 Content_Type="application/partial-upload"),
-            made("HEAD", path), made("DELETE", path), made("GET", "/v1/openapi.json"),
-        ]  # fmt: skip
+            made(
+                "POST",
+                path,
+                b"\0" * 16,
+                Upload_Length="16",
+                Upload_Complete="?1",
+                Update_Report=json.dumps(report),
+            ),
+            made(
+                "PATCH",
+                path,
+                b"\0" * 8,
+                Upload_Offset="8",
+                Upload_Complete="?1",
+                Content_Type="application/partial-upload",
+            ),
+            made("HEAD", path),
+            made("DELETE", path),
+            made("GET", "/v1/openapi.json"),
+        ]
 
 
 def _json(value: Any) -> bytes:
@@ -363,9 +460,13 @@ async def attack(hand: Hand, settings: RedisSettings, *, n: int, slow: int, seed
     """Send ``n`` inputs beside ``slow`` connections to a gateway with a new run."""
     version, tally, rng = await hand.create(), Tally(), Random(seed)
     limits: dict[str, Any] = {
-        "device_rate": 1e6, "address_rate": 1e6, "poll_s": _CUT_S, "body_s": _CUT_S,
-        "chunk_s": _CUT_S, "idle_s": _IDLE_S,
-    }  # fmt: skip
+        "device_rate": 1e6,
+        "address_rate": 1e6,
+        "poll_s": _CUT_S,
+        "body_s": _CUT_S,
+        "chunk_s": _CUT_S,
+        "idle_s": _IDLE_S,
+    }
     async with serving(hand, settings, identity=None, names=(NAME,), **limits) as place:
         port, devices = int(place.url.rpartition(":")[2]), Devices(place)
         for device in (_HONEST, _HOSTILE):
@@ -399,13 +500,16 @@ async def attack(hand: Hand, settings: RedisSettings, *, n: int, slow: int, seed
 def told(tally: Tally) -> str:
     """The result in lines."""
     statuses = ", ".join(f"{status}: {times:,}" for status, times in sorted(tally.statuses.items()))
-    return "\n".join([
-        f"{tally.inputs:,} requests: {statuses}; cut off: {tally.cut:,}",
-        f"slowest {tally.slowest_s:.1f} s; memory grew by {tally.grown / 2**20:.1f} MiB",
-        f"{tally.slow:,} slow connections",
-        f"{tally.served:,} check-ins of an honest device, the longest {tally.waited_s:.2f} s",
-        *(f"WRONG: {what}" for what in tally.wrong), "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{tally.inputs:,} requests: {statuses}; cut off: {tally.cut:,}",
+            f"slowest {tally.slowest_s:.1f} s; memory grew by {tally.grown / 2**20:.1f} MiB",
+            f"{tally.slow:,} slow connections",
+            f"{tally.served:,} check-ins of an honest device, the longest {tally.waited_s:.2f} s",
+            *(f"WRONG: {what}" for what in tally.wrong),
+            "",
+        ]
+    )
 
 
 async def _main(options: argparse.Namespace) -> Tally:

@@ -216,11 +216,26 @@ def _update(data: bytes) -> None:
 def _workspaces() -> list[dict[str, Any]]:
     model = _small()
     saved = Workspace(
-        task="t", device=1, version=3, base=model.digest(), layout=SMALL.signature, seed=1,
-        solver="{}", samples=10, steps=4, step=2, seconds=0.5, loss=1.0, minibatches=b"12",
-        position=1, generators=(b"1",), x=model.buffer, x_tau=model.buffer,
-        momentum=model.parameters, control=model.parameters,
-    )  # fmt: skip
+        task="t",
+        device=1,
+        version=3,
+        base=model.digest(),
+        layout=SMALL.signature,
+        seed=1,
+        solver="{}",
+        samples=10,
+        steps=4,
+        step=2,
+        seconds=0.5,
+        loss=1.0,
+        minibatches=b"12",
+        position=1,
+        generators=(b"1",),
+        x=model.buffer,
+        x_tau=model.buffer,
+        momentum=model.parameters,
+        control=model.parameters,
+    )
     return [_unpacked_bytes(saved.encode()[8:])]
 
 
@@ -243,18 +258,25 @@ _TOML = b'[run]\nname = "demo"\nversions = 10\n[strategy]\nname = "fedbuff"\n'
 _SETS = [
     text.encode()
     for text in (
-        "strategy.alpha=0.3", "strategy.staleness.kind=hinge", "run.name=demo", "solver.lr=1e-3",
-        'devices.latency={kind="fixed", mean_s=0.5}', "scheduler.policy.kind=in_flight",
-        "redis.password=123", "task.devices=12",
+        "strategy.alpha=0.3",
+        "strategy.staleness.kind=hinge",
+        "run.name=demo",
+        "solver.lr=1e-3",
+        'devices.latency={kind="fixed", mean_s=0.5}',
+        "scheduler.policy.kind=in_flight",
+        "redis.password=123",
+        "task.devices=12",
     )
-]  # fmt: skip
+]
 _URLS = [
     text.encode()
     for text in (
-        "redis://127.0.0.1:6379/0", "rediss://user:word@[::1]:1/2?ssl_cert_reqs=required",
-        "unix:///tmp/redis.sock?db=1", "redis://h?socket_timeout=3&protocol=3",
+        "redis://127.0.0.1:6379/0",
+        "rediss://user:word@[::1]:1/2?ssl_cert_reqs=required",
+        "unix:///tmp/redis.sock?db=1",
+        "redis://h?socket_timeout=3&protocol=3",
     )
-]  # fmt: skip
+]
 
 
 def _tables() -> list[dict[str, Any]]:

@@ -30,8 +30,14 @@ SCRIPT = Path(sys.executable).with_name("fedstream")
 GUARD_S = 300.0  # for one thing that is waited for
 TEST_GUARD_S = 900.0  # for a test, with the fixtures that it is the first to need
 FILES = [
-    "curves.png", "journal", "logs", "metrics.csv", "model.safetensors", "run.toml", "summary.json"
-]  # fmt: skip
+    "curves.png",
+    "journal",
+    "logs",
+    "metrics.csv",
+    "model.safetensors",
+    "run.toml",
+    "summary.json",
+]
 ROLES = ("updater", "coordinator", "scheduler", "evaluator", "trainer-1")
 BLOBS = """
 import torch
@@ -84,9 +90,12 @@ class Command:
     """
 
     def __init__(
-        self, folder: Path, *arguments: str,
-        out: Path | None = None, programs: Path = SCRIPT.parent,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        *arguments: str,
+        out: Path | None = None,
+        programs: Path = SCRIPT.parent,
+    ) -> None:
         self.folder = folder
         self.out = out or folder / "out"
         self._programs = programs
@@ -94,9 +103,12 @@ class Command:
             self._said_before = stdout.tell()
             self.process = subprocess.Popen(
                 [programs / SCRIPT.name, "run", "--out", self.out, *arguments],
-                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=folder,
                 env={n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")},
-            )  # fmt: skip
+            )
 
     @property
     def stdout(self) -> str:

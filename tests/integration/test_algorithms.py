@@ -67,13 +67,19 @@ def arrivals_of(chain: list[Segment]) -> list[Arrival]:
     taus = [message.upload.tau for message in taken]
     return [
         Arrival(
-            n=n, device=message.upload.device, seed=message.upload.seed or 0,
-            steps=message.upload.steps, epochs=None, tau=message.upload.tau,
+            n=n,
+            device=message.upload.device,
+            seed=message.upload.seed or 0,
+            steps=message.upload.steps,
+            epochs=None,
+            tau=message.upload.tau,
             version=message.version - (message.digest is not None),
-            makes=message.digest is not None, oldest=min(taus[n:]), time=float(n),
+            makes=message.digest is not None,
+            oldest=min(taus[n:]),
+            time=float(n),
         )
         for n, message in enumerate(taken)
-    ]  # fmt: skip
+    ]
 
 
 def simulated(settings: Settings, chain: list[Segment]) -> SimulationResult:
@@ -96,10 +102,18 @@ def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(
     (tmp_path / program).write_text(held(DIGITS, 4))
     sets = (*SETS, "solver.kind=scaffold", "solver.lr=0.1", f"wire.model={model}")
     command = Command(
-        tmp_path, "--strategy", "scaffold", "--versions", str(VERSIONS), "--trainers", "1",
-        "--task", f"{program}:task", *(word for one in sets for word in ("--set", one)),
+        tmp_path,
+        "--strategy",
+        "scaffold",
+        "--versions",
+        str(VERSIONS),
+        "--trainers",
+        "1",
+        "--task",
+        f"{program}:task",
+        *(word for one in sets for word in ("--set", one)),
         programs=quick_programs,
-    )  # fmt: skip
+    )
     try:
         command.reaches(4)
         pid = command.pid("updater")
@@ -119,8 +133,10 @@ def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(
     assert {name for name, times in summary["restarts"].items() if times} == {"updater"}
     said = subprocess.run(
         [quick_programs / "fedstream", "replay", command.out, "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert said.returncode == 0, said.stderr
     replayed = json.loads(said.stdout)
     assert (replayed["made"], replayed["identical"]) == (VERSIONS, VERSIONS)

@@ -39,10 +39,18 @@ def test_round_loses_nothing_if_every_service_has_another_clock(
     (tmp_path / "blobs.py").write_text(BLOBS.replace("devices = 4", "devices = 2"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--strategy", "fedavg", "--versions", "10",
-        "--set", "strategy.clients_per_round=2",
-        "--devices-over-http" if over_http else "--trainers", "2",
-    )  # fmt: skip
+        tmp_path,
+        "--task",
+        "blobs.py:task",
+        "--strategy",
+        "fedavg",
+        "--versions",
+        "10",
+        "--set",
+        "strategy.clients_per_round=2",
+        "--devices-over-http" if over_http else "--trainers",
+        "2",
+    )
     try:
         assert command.ended() == 0, command.stdout + command.stderr
     finally:

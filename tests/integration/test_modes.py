@@ -15,13 +15,21 @@ def test_anarchic_devices_decide_when_and_how_long_they_train(
     tmp_path: Path, quick_programs: Path
 ) -> None:
     command = Command(
-        tmp_path, "--versions", "40", "--trainers", "1",
-        "--set", "scheduler.policy.kind=none",
-        "--set", "trainer.anarchic.rate=50",
-        "--set", 'trainer.anarchic.steps={kind="uniform", c=5}',
-        "--set", "participation=[{devices=[3], rate=1e-12}]",
+        tmp_path,
+        "--versions",
+        "40",
+        "--trainers",
+        "1",
+        "--set",
+        "scheduler.policy.kind=none",
+        "--set",
+        "trainer.anarchic.rate=50",
+        "--set",
+        'trainer.anarchic.steps={kind="uniform", c=5}',
+        "--set",
+        "participation=[{devices=[3], rate=1e-12}]",
         programs=quick_programs,
-    )  # fmt: skip
+    )
     try:
         assert command.ended() == 0, command.stdout + command.stderr
     finally:

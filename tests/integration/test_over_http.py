@@ -62,9 +62,18 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
     """A run of two devices, in which one of them, the gateway and the coordinator are killed."""
     folder = tmp_path_factory.mktemp("battered")
     command = begun(
-        folder, folders, held(BLOBS, 40), "--versions", "60", "--devices-over-http", "2",
-        "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "wire.update=int8",
-    )  # fmt: skip
+        folder,
+        folders,
+        held(BLOBS, 40),
+        "--versions",
+        "60",
+        "--devices-over-http",
+        "2",
+        "--set",
+        "devices.latency={kind='fixed', mean_s=0.05}",
+        "--set",
+        "wire.update=int8",
+    )
     reached = 5
     for name in KILLED:
         command.reaches(reached)
@@ -120,21 +129,34 @@ def test_gateway_served_tls_and_logged_no_error(battered: Command) -> None:
 
 def test_device_in_plain_python_takes_part(tmp_path: Path, folders: list[Command]) -> None:
     command = begun(
-        tmp_path, folders, BLOBS, "--versions", "1000000", "--devices-over-http", "1",
-        "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "run.seed=1",
-        "--set", "scheduler.policy={kind='in_flight', n=2}",
-    )  # fmt: skip
+        tmp_path,
+        folders,
+        BLOBS,
+        "--versions",
+        "1000000",
+        "--devices-over-http",
+        "1",
+        "--set",
+        "devices.latency={kind='fixed', mean_s=0.05}",
+        "--set",
+        "run.seed=1",
+        "--set",
+        "scheduler.policy={kind='in_flight', n=2}",
+    )
     command.reaches(1)
     [url] = re.findall(r"^gateway +(\S+)$", command.stdout, re.MULTILINE)
     invited = subprocess.run(
         [SCRIPT, "devices", "invite", "3", "--json", "--config", command.out / "run.toml"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     invite = json.loads(invited.stdout)["invites"]["3"]
     with subprocess.Popen(
         [sys.executable, PLAIN, url, invite, command.out / "devices" / "ca.pem"],
-        stdout=subprocess.PIPE, text=True,
-    ) as plain:  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as plain:
         try:
             assert plain.stdout is not None
             said = [plain.stdout.readline() for _ in range(3)]

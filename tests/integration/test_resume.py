@@ -77,11 +77,27 @@ def mistaken(
     folder = tmp_path_factory.mktemp("mistaken")
     (folder / "own.py").write_text(BLOBS.replace("\ntask =", f"{MISTAKE}task ="))
     command = Command(
-        folder, "--task", "own.py:task", "--redis", server.url, "--versions", "4000",
-        "--trainers", "1", "--set", "lease.attempts=2", "--set", "lease.seconds=4",
-        "--set", "trainer.threads=1", "--set", "devices.latency={kind='fixed', mean_s=0.1}",
-        "--set", "run.dry_step=false", programs=quick_programs,
-    )  # fmt: skip
+        folder,
+        "--task",
+        "own.py:task",
+        "--redis",
+        server.url,
+        "--versions",
+        "4000",
+        "--trainers",
+        "1",
+        "--set",
+        "lease.attempts=2",
+        "--set",
+        "lease.seconds=4",
+        "--set",
+        "trainer.threads=1",
+        "--set",
+        "devices.latency={kind='fixed', mean_s=0.1}",
+        "--set",
+        "run.dry_step=false",
+        programs=quick_programs,
+    )
     try:
         assert command.ended() == 1, command.stdout + command.stderr
         return left_by(command)
@@ -167,9 +183,18 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(
     """At first everything is killed, then the run is interrupted, then it comes to its end."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--versions", "60", "--trainers", "1",
-        "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "journal.sync=always",
-    )  # fmt: skip
+        tmp_path,
+        "--task",
+        "blobs.py:task",
+        "--versions",
+        "60",
+        "--trainers",
+        "1",
+        "--set",
+        "devices.latency={kind='fixed', mean_s=0.05}",
+        "--set",
+        "journal.sync=always",
+    )
     try:
         command.reaches(12)
         processes = command.children()
@@ -228,11 +253,19 @@ def test_joined_trainer_exits_when_the_run_is_finished(
     """And devices take part as their groups say: here only device 2 ever comes."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 3))
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--versions", "20", "--trainers", "1",
-        "--set", "scheduler.policy={kind='in_flight', n=1}",
-        "--set", "participation=[{devices=[2], rate=1e12, steps={kind='epochs', n=1}}]",
+        tmp_path,
+        "--task",
+        "blobs.py:task",
+        "--versions",
+        "20",
+        "--trainers",
+        "1",
+        "--set",
+        "scheduler.policy={kind='in_flight', n=1}",
+        "--set",
+        "participation=[{devices=[2], rate=1e12, steps={kind='epochs', n=1}}]",
         programs=quick_programs,
-    )  # fmt: skip
+    )
     guest: subprocess.Popen[str] | None = None
     try:
         command.reaches(1)
@@ -240,8 +273,11 @@ def test_joined_trainer_exits_when_the_run_is_finished(
         assert stat.S_IMODE(config.stat().st_mode) == 0o600  # it has the password of its Redis
         guest = subprocess.Popen(
             [quick_programs / "fedstream", "trainer", "--config", config, "--name", "guest"],
-            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         wait_until(lambda: (view := command.view()) and view.trainers == 2, "both trainers")
         command.go()
         assert command.ended() == 0, command.stdout + command.stderr

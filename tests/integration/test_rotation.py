@@ -50,10 +50,17 @@ class Rotation:
 
     def serve(self) -> Iterator[Redis]:
         with redis(
-            self.folder / "redis", "--tls-auth-clients", "no",
-            "--tls-cert-file", str(self.pair), "--tls-key-file", str(self.pair),
-            "--tls-ca-cert-file", str(self.ca), tls=True,
-        ) as self.redis:  # fmt: skip
+            self.folder / "redis",
+            "--tls-auth-clients",
+            "no",
+            "--tls-cert-file",
+            str(self.pair),
+            "--tls-key-file",
+            str(self.pair),
+            "--tls-ca-cert-file",
+            str(self.ca),
+            tls=True,
+        ) as self.redis:
             self.accepts("old")
             yield self.redis
 
@@ -94,14 +101,23 @@ def rotation(tmp_path: Path) -> Iterator[Rotation]:
 def test_certificates_and_passwords_rotate_under_load(rotation: Rotation, tmp_path: Path) -> None:
     (tmp_path / "blobs.py").write_text(BLOBS)
     sets = (
-        "redis.username=all", f"redis.password_file={rotation.password}",
-        f"redis.tls.ca={rotation.ca}", "devices.latency={kind='fixed', mean_s=0.05}",
-    )  # fmt: skip
+        "redis.username=all",
+        f"redis.password_file={rotation.password}",
+        f"redis.tls.ca={rotation.ca}",
+        "devices.latency={kind='fixed', mean_s=0.05}",
+    )
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--versions", "1000000", "--devices-over-http", "2",
-        "--redis", f"rediss://127.0.0.1:{rotation.redis.port}/0",
+        tmp_path,
+        "--task",
+        "blobs.py:task",
+        "--versions",
+        "1000000",
+        "--devices-over-http",
+        "2",
+        "--redis",
+        f"rediss://127.0.0.1:{rotation.redis.port}/0",
         *(word for one in sets for word in ("--set", one)),
-    )  # fmt: skip
+    )
     try:
         command.reaches(_MORE)
         before = lives(command)

@@ -117,10 +117,19 @@ def test_rounds_end_without_the_device_whose_data_are_broken(
     own = BLOBS.replace("\ntask = Blobs()\n", f"\nclass Ten(Blobs):{TRUNCATED}")
     (tmp_path / "own.py").write_text(own)
     command = Command(
-        tmp_path, "--task", "own.py:task", "--strategy", "fedavg", "--versions", "5",
-        "--set", "strategy.clients_per_round=10", "--set", "trainer.threads=1",
+        tmp_path,
+        "--task",
+        "own.py:task",
+        "--strategy",
+        "fedavg",
+        "--versions",
+        "5",
+        "--set",
+        "strategy.clients_per_round=10",
+        "--set",
+        "trainer.threads=1",
         programs=quick_programs,
-    )  # fmt: skip
+    )
     folders.append(command)
     assert command.ended() == 0, command.stdout + command.stderr
     summary = command.summary
@@ -190,9 +199,14 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
     folder = tmp_path_factory.mktemp("battered")
     (folder / "blobs.py").write_text(held(BLOBS, 40))
     command = Command(
-        folder, "--task", "blobs.py:task", "--versions", "90",
-        "--set", "devices.latency={kind='fixed', mean_s=0.15}",
-    )  # fmt: skip
+        folder,
+        "--task",
+        "blobs.py:task",
+        "--versions",
+        "90",
+        "--set",
+        "devices.latency={kind='fixed', mean_s=0.15}",
+    )
     folders.append(command)
     reached = 5
     for name in ROLES:
@@ -227,9 +241,19 @@ def test_readmes_own_task_runs_with_fedavg_and_json(tmp_path: Path, folders: lis
     (tmp_path / "my_task.py").write_text(program + "print('this is not the summary')\n")
     (tmp_path / "trainer.py").write_text("raise ImportError('not the package')\n")
     command = Command(
-        tmp_path, "--task", "my_task.py:task", "--strategy", "fedavg", "--versions", "15",
-        "--trainers", "1", "--set", "strategy.clients_per_round=3", "--json",
-    )  # fmt: skip
+        tmp_path,
+        "--task",
+        "my_task.py:task",
+        "--strategy",
+        "fedavg",
+        "--versions",
+        "15",
+        "--trainers",
+        "1",
+        "--set",
+        "strategy.clients_per_round=3",
+        "--json",
+    )
     folders.append(command)
     assert command.ended() == 0, command.stderr
     summary = json.loads(command.stdout)

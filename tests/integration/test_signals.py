@@ -49,9 +49,14 @@ def at(
     """`fedstream` with a signal at a moment, to its end."""
     command = [sys.executable, str(AT), number, event, about, str(passes), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=environ(tmp_path),
-        timeout=GUARD_S, check=False,
-    )  # fmt: skip
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environ(tmp_path),
+        timeout=GUARD_S,
+        check=False,
+    )
 
 
 def test_entry_point_knows_the_services() -> None:
@@ -99,11 +104,14 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("command", "about"),
     [
-        ("run", "fedstream.cli.app"), ("run", "torch._"),
-        ("simulate", "typer"), ("simulate", "torch._"),
-        ("replay", "fedstream.history.replay"), ("status", "fedstream.broker.client"),
+        ("run", "fedstream.cli.app"),
+        ("run", "torch._"),
+        ("simulate", "typer"),
+        ("simulate", "torch._"),
+        ("replay", "fedstream.history.replay"),
+        ("status", "fedstream.broker.client"),
     ],
-)  # fmt: skip
+)
 def test_command_interrupted_while_loading_leaves_nothing(
     tmp_path: Path, number: str, command: str, about: str
 ) -> None:
@@ -175,9 +183,13 @@ sys.argv = ["fedstream", "run"]
 main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True,
-        env=environ(tmp_path), timeout=GUARD_S,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environ(tmp_path),
+        timeout=GUARD_S,
+    )
     assert (done.returncode, done.stderr) == expected
 
 
@@ -195,9 +207,13 @@ sys.argv = ["fedstream", "run"]
 main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True,
-        env=environ(tmp_path), timeout=GUARD_S,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environ(tmp_path),
+        timeout=GUARD_S,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -223,9 +239,12 @@ def begun(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
     with (tmp_path / "said").open("w") as said:
         return subprocess.Popen(
             [sys.executable, "-m", "fedstream", *arguments],
-            stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            cwd=tmp_path,
             env=environ(tmp_path),
-        )  # fmt: skip
+        )
 
 
 def server_of(process: subprocess.Popen[bytes]) -> psutil.Process | None:
@@ -247,8 +266,9 @@ def catches(pid: int, number: int) -> bool:
 def test_interrupted_simulation_writes_what_it_has(tmp_path: Path) -> None:
     """Also where the signal comes while the files are written."""
     for event, about, state in (
-        ("open", "run.toml", "interrupted"), ("open", "summary.json", "finished")
-    ):  # fmt: skip
+        ("open", "run.toml", "interrupted"),
+        ("open", "summary.json", "finished"),
+    ):
         out = tmp_path / state
         command = ("simulate", "--out", str(out), "--versions", "5")
         done = at(tmp_path, "SIGTERM", event, about, 0, *command)
@@ -302,9 +322,12 @@ with Stop() as stop:
     print(stop.name)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True,
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
         timeout=GUARD_S,
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "swallowed KeyboardInterrupt\nSIGINT\n"
 
@@ -323,8 +346,12 @@ signal.raise_signal(signal.SIGTERM)
 print("it goes on")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
         timeout=GUARD_S,
-    )  # fmt: skip
+    )
     said = (done.returncode, done.stdout, done.stderr)
     assert said == (128 + signal.SIGTERM, "KeyboardInterrupt\n", "")

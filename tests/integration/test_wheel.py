@@ -16,9 +16,15 @@ from tests.integration.command import BLOBS, GUARD_S, SCRIPT, TEST_GUARD_S
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "broker", "coordinator", "fedstream", "trainer", "updater", "pyproject.toml",
-    "README.md", "LICENSE",
-)  # fmt: skip
+    "broker",
+    "coordinator",
+    "fedstream",
+    "trainer",
+    "updater",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 USES = "import broker, runtime, updater.models\nfrom {module} import outputs\n"
 TASK = (USES + BLOBS).replace("nn.Linear(2, 2)", "nn.Linear(2, outputs)")
 OWN = {  # a user's files, named like our folders
@@ -108,9 +114,14 @@ def test_task_in_a_package_named_like_ours_trains_live(
     task = write(PACKAGE, tmp_path)
     command = [str(SCRIPT), "run", "--task", task, "--versions", "3", "--trainers", "1", "--json"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=installed, check=False, capture_output=True, text=True,
+        command,
+        cwd=tmp_path,
+        env=installed,
+        check=False,
+        capture_output=True,
+        text=True,
         timeout=GUARD_S,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["versions"] == 3
 
@@ -123,7 +134,12 @@ def test_task_beside_files_named_like_ours_trains_in_a_simulation(
     # As a module the current folder comes first on the path, and in it the user's files.
     command = [sys.executable, "-m", "fedstream", "simulate", "--task", task, "--versions", "3"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=installed, check=False, capture_output=True, text=True,
+        command,
+        cwd=tmp_path,
+        env=installed,
+        check=False,
+        capture_output=True,
+        text=True,
         timeout=GUARD_S,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr

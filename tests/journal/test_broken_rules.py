@@ -64,9 +64,20 @@ class Vast(Mixing):
 
 
 UPLOAD = Upload(
-    task="t", attempt="1", device=0, trainer="a", tau=0, base="0", digest="1", size=1,
-    samples=2**53, steps=1, lr=0.1, layout=LAYOUT.signature, sends="delta",
-)  # fmt: skip
+    task="t",
+    attempt="1",
+    device=0,
+    trainer="a",
+    tau=0,
+    base="0",
+    digest="1",
+    size=1,
+    samples=2**53,
+    steps=1,
+    lr=0.1,
+    layout=LAYOUT.signature,
+    sends="delta",
+)
 BEFORE = Progress(State(0, model_of(LAYOUT, 1.0, 1.0)))
 
 

@@ -71,9 +71,13 @@ def rewrite(path: Path, record: Record, *, follows: bytes | None = None, **field
     assert frame
     message = msgpack.unpackb(bytes(data[at + FRAME_BYTES : at + FRAME_BYTES + frame.length]))
     begin, checksum = packed(
-        msgpack.packb(message | fields), payload=frame.payload, synced=frame.synced, offset=at,
-        follows=frame.follows if follows is None else follows, salt=parts[1],
-    )  # fmt: skip
+        msgpack.packb(message | fields),
+        payload=frame.payload,
+        synced=frame.synced,
+        offset=at,
+        follows=frame.follows if follows is None else follows,
+        salt=parts[1],
+    )
     assert len(begin) <= PAGE
     data[at : at + PAGE] = begin + bytes(PAGE - len(begin))
     path.write_bytes(data)
@@ -262,8 +266,9 @@ def test_journal_is_private_whatever_the_umask(tmp_path: Path) -> None:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
-        "00000001-000000.journal": 0o600, "00000001.claim": 0o600,
-    }  # fmt: skip
+        "00000001-000000.journal": 0o600,
+        "00000001.claim": 0o600,
+    }
 
 
 def test_claimed_number_of_devices_allocates_nothing(
@@ -318,12 +323,21 @@ def test_unusable_update_is_reported(tmp_path: Path, about: dict[str, Any], said
 @pytest.mark.parametrize(
     "about",
     [
-        {"staleness": -1}, {"weight": -0.5}, {"weight": math.inf}, {"weight": math.nan},
-        {"time": math.inf}, {"time": -1.0}, {"time": 1e300}, {"received": math.nan},
-        {"version": -1}, {"outcome": "eaten"}, {"counts": {"applied": -1}}, {"digest": ""},
+        {"staleness": -1},
+        {"weight": -0.5},
+        {"weight": math.inf},
+        {"weight": math.nan},
+        {"time": math.inf},
+        {"time": -1.0},
+        {"time": 1e300},
+        {"received": math.nan},
+        {"version": -1},
+        {"outcome": "eaten"},
+        {"counts": {"applied": -1}},
+        {"digest": ""},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_out_of_range_field_is_reported(tmp_path: Path, about: dict[str, Any]) -> None:
     path = written(tmp_path)
     second = found(path)[1]

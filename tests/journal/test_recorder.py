@@ -43,14 +43,28 @@ def taken(n: int) -> tuple[Taken, tuple[Model, ...]]:
     """The n-th record, and its payload."""
     model = model_of(LAYOUT, float(n))
     upload = Upload(
-        task=f"task-{n}", attempt="a", device=n, trainer="t", tau=0, base="b",
-        layout=LAYOUT.signature, digest=model.digest(), size=LAYOUT.nbytes, samples=1, steps=1,
+        task=f"task-{n}",
+        attempt="a",
+        device=n,
+        trainer="t",
+        tau=0,
+        base="b",
+        layout=LAYOUT.signature,
+        digest=model.digest(),
+        size=LAYOUT.nbytes,
+        samples=1,
+        steps=1,
         lr=0.1,
-    )  # fmt: skip
+    )
     record = Taken(
-        entry=f"{n}-0", upload=upload, outcome="refused", staleness=0, version=0, time=1.0,
+        entry=f"{n}-0",
+        upload=upload,
+        outcome="refused",
+        staleness=0,
+        version=0,
+        time=1.0,
         received=1.0,
-    )  # fmt: skip
+    )
     return record, (model,)
 
 
@@ -61,10 +75,20 @@ async def recording(folder: Path, **settings: Any) -> AsyncIterator[Recorder]:
     await recorder.claim(1)
     model = model_of(LAYOUT)
     head = SegmentHead(
-        epoch=1, number=0, lineage="line", run="demo", task="digits", devices=10, versions=100,
-        seed=0, created=1.0, strategy=FedAsyncSettings().model_dump(mode="json"),
-        layout=LAYOUT.encode(), release="tests", time=1.0,
-    )  # fmt: skip
+        epoch=1,
+        number=0,
+        lineage="line",
+        run="demo",
+        task="digits",
+        devices=10,
+        versions=100,
+        seed=0,
+        created=1.0,
+        strategy=FedAsyncSettings().model_dump(mode="json"),
+        layout=LAYOUT.encode(),
+        release="tests",
+        time=1.0,
+    )
     standing, models = standing_of(
         Progress(State(0, model)), "begun", digest=model.digest(), time=1.0
     )
@@ -318,9 +342,13 @@ class Watched:
     ],
 )
 async def test_only_small_unsynced_updates_are_written_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, small: int, writer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sync: str,
+    small: int,
+    writer: str,
     is_direct: bool,
-) -> None:  # fmt: skip
+) -> None:
     """All else would stop the renewal of leases meanwhile."""
     monkeypatch.setattr("fedstream.journal.recorder.SMALL", small)
     disk = Watched(monkeypatch)
@@ -398,10 +426,13 @@ async def begins_the_next(recorder: Recorder, at: float = 1.0) -> None:
     )
     head = mine.model_copy(
         update={
-            "number": mine.number + 1, "predecessor": before.path.name, "cut": before.at,
-            "follows": before.chain.hex(), "time": at,
+            "number": mine.number + 1,
+            "predecessor": before.path.name,
+            "cut": before.at,
+            "follows": before.chain.hex(),
+            "time": at,
         }
-    )  # fmt: skip
+    )
     await recorder.begin(head, standing, *models)
 
 
@@ -448,8 +479,10 @@ async def test_writer_fenced_while_starting_a_segment_deletes_none(
         with pytest.raises(Fenced):
             await begins_the_next(recorder)
     assert listed(tmp_path) == [
-        "00000001-000000.journal", "00000001-000001.journal", "00000002.claim",
-    ]  # fmt: skip
+        "00000001-000000.journal",
+        "00000001-000001.journal",
+        "00000002.claim",
+    ]
 
 
 def listed(folder: Path) -> list[str]:

@@ -68,8 +68,18 @@ def test_every_record_is_a_moment_of_the_replay(folder: Path) -> None:
     assert [type(moment.message) for moment in moments] == [Taken] * 8 + [RoundClosed] * 2 + [Taken]
     assert [moment.version for moment in moments] == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [moment.identical for moment in moments] == [
-        None, None, True, None, None, True, None, None, True, None, None
-    ]  # fmt: skip
+        None,
+        None,
+        True,
+        None,
+        None,
+        True,
+        None,
+        None,
+        True,
+        None,
+        None,
+    ]
     taken = [moment.message for moment in moments if isinstance(moment.message, Taken)]
     assert [one.outcome for one in taken][6] == "refused"
     assert str(moments[5].place).startswith("00000002-000000.journal at byte ")
@@ -405,17 +415,21 @@ def test_replay_writes_nothing(folder: Path) -> None:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("update"), st.integers(0, 9), st.integers(0, 3)),
-        st.just(("refuse",)), st.just(("close_round",)), st.just(("segment",)),
+        st.just(("refuse",)),
+        st.just(("close_round",)),
+        st.just(("segment",)),
         st.just(("take_over",)),
     ),
     max_size=30,
-)  # fmt: skip
+)
 RULES = st.sampled_from(
     [
-        FedAsyncSettings(), FedAsyncSettings(max_staleness=1, alpha=1.0), FEDAVG,
+        FedAsyncSettings(),
+        FedAsyncSettings(max_staleness=1, alpha=1.0),
+        FEDAVG,
         FedAvgSettings(clients_per_round=1),
     ]
-)  # fmt: skip
+)
 
 
 @given(steps=STEPS, rule=RULES)
@@ -460,8 +474,10 @@ def test_bits_do_not_depend_on_threads_or_load(folder: Path, threads: str) -> No
     variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     replayed = subprocess.Popen(
         [sys.executable, "-m", "fedstream", "replay", str(folder)],
-        env=os.environ | dict.fromkeys(variables, threads), stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=os.environ | dict.fromkeys(variables, threads),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     load = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(os.cpu_count() or 1)

@@ -104,10 +104,12 @@ def test_known_answers_from_recorded_deltas(
 ARRIVALS = st.lists(
     st.one_of(
         st.tuples(st.just("update"), st.integers(0, 9), st.integers(0, 6)),
-        st.just(("refuse",)), st.just(("segment",)),
+        st.just(("refuse",)),
+        st.just(("segment",)),
     ),
-    min_size=1, max_size=25,
-)  # fmt: skip
+    min_size=1,
+    max_size=25,
+)
 
 
 @given(
@@ -119,8 +121,11 @@ ARRIVALS = st.lists(
 @settings(max_examples=40)
 def test_fedbuff_of_one_steps_by_what_each_device_did(
     tmp_path_factory: pytest.TempPathFactory,
-    arrivals: list[Any], staleness: Any, alpha: float, begin: int,
-) -> None:  # fmt: skip
+    arrivals: list[Any],
+    staleness: Any,
+    alpha: float,
+    begin: int,
+) -> None:
     """x + alpha s(d) (x_new - x_tau), bit for bit, from wherever the replay begins."""
     folder = tmp_path_factory.mktemp("journal")
     scribe = Scribe(folder, FedAsyncSettings(), layout=layout_of(5, 2, 1))
@@ -171,9 +176,7 @@ def test_update_without_its_base_is_counted(folder: Path, recorded: Strategy) ->
     (folder / "00000001-000000.journal").unlink()
     with Replayer(folder, strategy=other, beside=True) as replayer:
         moments = [(m.unused, m.version, m.step.decision is None) for m in replayer]
-    assert moments == [
-        ("", 4, False), ("no_base", 4, True), ("no_base", 4, True), ("", 5, False)
-    ]  # fmt: skip
+    assert moments == [("", 4, False), ("no_base", 4, True), ("no_base", 4, True), ("", 5, False)]
     with Replayer(folder, strategy=recorded) as replayer:  # which needs none
         assert Counter(moment.unused for moment in replayer) == {"": 4}
 
@@ -230,9 +233,19 @@ def test_recorded_rounds_end_the_other_rules_batches(folder: Path) -> None:
 def upload(tau: int, base: str) -> Upload:
     """An update trained from this version."""
     return Upload(
-        task="t", attempt="a", device=0, trainer="t", tau=tau, base=base, layout="l", digest="d",
-        size=16, samples=1, steps=1, lr=0.1,
-    )  # fmt: skip
+        task="t",
+        attempt="a",
+        device=0,
+        trainer="t",
+        tau=tau,
+        base=base,
+        layout="l",
+        digest="d",
+        size=16,
+        samples=1,
+        steps=1,
+        lr=0.1,
+    )
 
 
 def number(value: float) -> Model:

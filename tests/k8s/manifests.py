@@ -34,8 +34,11 @@ def rendered(folder: Path) -> Manifests:
     """Objects that ``kubectl apply -k`` would send. Raises AssertionError with kubectl's error."""
     done = subprocess.run(
         [str(kubectl()), "kustomize", str(folder)],
-        capture_output=True, text=True, timeout=_RENDERED_WITHIN_S, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=_RENDERED_WITHIN_S,
+        check=False,
+    )
     if done.returncode:
         raise AssertionError(f"kubectl kustomize {folder}: {done.stderr.strip()}")
     return Manifests(one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one)
@@ -96,10 +99,13 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 # Components that take each other's place.
 APART = [
-    {"redis-aof", "redis-sentinel"}, {"redis-aof", "external-redis"},
-    {"redis-sentinel", "external-redis"}, {"redis-tls", "external-redis"},
-    {"device-owners", "keda"}, {"device-owners", "gpu"},
-]  # fmt: skip
+    {"redis-aof", "redis-sentinel"},
+    {"redis-aof", "external-redis"},
+    {"redis-sentinel", "external-redis"},
+    {"redis-tls", "external-redis"},
+    {"device-owners", "keda"},
+    {"device-owners", "gpu"},
+]
 ADDITIONS = ("gpu", "no-data", "site", "sinks", "gateway", "backup")
 
 

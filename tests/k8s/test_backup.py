@@ -37,8 +37,10 @@ class Volumes:
         copies.mkdir()
         self.environ = {
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "JOURNAL": str(journal), "BACKUPS": str(copies), "KEEP": "2",
-        }  # fmt: skip
+            "JOURNAL": str(journal),
+            "BACKUPS": str(copies),
+            "KEEP": "2",
+        }
 
     def path(self, name: str, script: str) -> str:
         """A PATH with another program of this name."""
@@ -47,9 +49,12 @@ class Volumes:
     def starts(self, name: str, **environ: str) -> subprocess.Popen[str]:
         """A job's process: ``backup`` or ``restore``."""
         return subprocess.Popen(
-            ["sh", SCRIPT, name], env=self.environ | environ, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            ["sh", SCRIPT, name],
+            env=self.environ | environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def job(self, name: str, *, fails: bool = False, **environ: str) -> str:
         """What a job's pod says."""
@@ -81,9 +86,17 @@ def test_a_run_goes_on_from_a_copy_that_was_made_while_it_went_on(
     """The journal's volume and Redis are lost together; the claim is empty when it is restored."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--versions", str(VERSIONS), "--trainers", "1",
-        "--set", "journal.segment_versions=5", programs=quick_programs,
-    )  # fmt: skip
+        tmp_path,
+        "--task",
+        "blobs.py:task",
+        "--versions",
+        str(VERSIONS),
+        "--trainers",
+        "1",
+        "--set",
+        "journal.segment_versions=5",
+        programs=quick_programs,
+    )
     volumes = Volumes(command.out / "journal", tmp_path / "copies", quick_programs)
     try:
         command.reaches(7)
@@ -116,8 +129,12 @@ def test_a_run_goes_on_from_a_copy_that_was_made_while_it_went_on(
     assert own == [*before][: max(len(own), len(before) - 1)], "only its end may have been torn"
     replay = subprocess.run(
         [quick_programs / "fedstream", "replay", "out", "--trust-recorded-code"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=TEST_GUARD_S, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TEST_GUARD_S,
+        check=False,
+    )
     assert f"{VERSIONS} of {VERSIONS} versions identical" in replay.stdout, replay.stderr
 
 
@@ -222,10 +239,19 @@ def test_an_updater_stops_when_a_copy_takes_its_journals_place(
     """
     (tmp_path / "blobs.py").write_text(held(BLOBS, 12))
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--versions", str(VERSIONS), "--trainers", "1",
-        "--set", "journal.segment_versions=5", "--set", "journal.adopt=true",
+        tmp_path,
+        "--task",
+        "blobs.py:task",
+        "--versions",
+        str(VERSIONS),
+        "--trainers",
+        "1",
+        "--set",
+        "journal.segment_versions=5",
+        "--set",
+        "journal.adopt=true",
         programs=quick_programs,
-    )  # fmt: skip
+    )
     volumes = Volumes(command.out / "journal", tmp_path / "copies", quick_programs)
     try:
         command.reaches(12)

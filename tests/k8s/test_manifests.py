@@ -217,9 +217,11 @@ def broken(manifests: Manifests, *changes: tuple[str, str, str]) -> Manifests:
     for name, pattern, replacement in changes:
         kind, _, start = name.partition(" ")
         [number] = (
-            number for number, one in enumerate(objects) if one["kind"] == kind
+            number
+            for number, one in enumerate(objects)
+            if one["kind"] == kind
             and re.fullmatch(rf"{start}(-[a-z0-9]{{10}})?", one["metadata"]["name"])
-        )  # fmt: skip
+        )
         text, times = re.subn(pattern, replacement, json.dumps(objects[number]), count=1)
         assert times, f"{pattern} is not in {text}"
         objects[number] = json.loads(text)
@@ -267,9 +269,10 @@ def test_keda_works_with_rounds(rendering: Rendering) -> None:
     [entry] = [one for one in entries if one["behavior"] == "replace"]
     data = json.dumps(dict(one.split("=") for one in entry["literals"]))
     changed = broken(
-        rendering(AOF), (f"ConfigMap {entry['name']}", '"data": {.*?}', f'"data": {data}'),
+        rendering(AOF),
+        (f"ConfigMap {entry['name']}", '"data": {.*?}', f'"data": {data}'),
         ("ConfigMap fedstream-config", "fedasync", "fedavg"),
-    )  # fmt: skip
+    )
     assert list(findings(changed)) == []
 
 
@@ -313,16 +316,20 @@ def test_documented_commands_name_existing_objects(rendering: Rendering) -> None
     assert named <= {name for kind, name in BY_THE_OPERATOR if kind == "Secret"}
     assert {one["metadata"]["name"] for one in rendering("overlay dev").of("Secret")} <= named
     kinds = {
-        "deploy": "Deployment", "deployment": "Deployment", "statefulset": "StatefulSet",
+        "deploy": "Deployment",
+        "deployment": "Deployment",
+        "statefulset": "StatefulSet",
         "cronjob": "CronJob",
-    }  # fmt: skip
+    }
     objects = set(
         re.findall(r"\b(cronjob|deploy|deployment|statefulset|service)[/ ]([\w-]+)", commands)
     )
     deployed = (
-        "overlay dev", "overlay production-sentinel", "production with gateway",
+        "overlay dev",
+        "overlay production-sentinel",
+        "production with gateway",
         "production with backup",
-    )  # fmt: skip
+    )
     every = [one for name in deployed for one in rendering(name)]
     there = {(one["kind"], one["metadata"]["name"]) for one in every}
     wanted = {(kinds.get(kind, "Service"), name) for kind, name in objects}
@@ -350,10 +357,15 @@ def test_documented_certificate_has_the_names_that_pods_connect_to(rendering: Re
 @pytest.mark.parametrize(
     ("name", "host"),
     [
-        ("redis", "Redis"), ("redis", "redis2"), ("*.sentinels", "a.sentinels"), ("*.a.b", "x.a.b"),
-        ("*.a.b", "x.y.a.b"), ("*.a.b", "a.b"), ("*.A.b", "x.a.B"),
+        ("redis", "Redis"),
+        ("redis", "redis2"),
+        ("*.sentinels", "a.sentinels"),
+        ("*.a.b", "x.a.b"),
+        ("*.a.b", "x.y.a.b"),
+        ("*.a.b", "a.b"),
+        ("*.A.b", "x.a.B"),
     ],
-)  # fmt: skip
+)
 def test_names_are_compared_as_openssl_does(name: str, host: str) -> None:
     assert covers(name, host) == is_accepted(name, host)
 
@@ -408,12 +420,18 @@ UNSAFE = [
     ('"drop": ..ALL..', '"drop": []', {"CKV_K8S_28", "CKV_K8S_37"}),
     ('"runAsNonRoot": true, "runAsUser": 10001', '"runAsUser": 0', {"CKV_K8S_23", "CKV_K8S_40"}),
     ('"RuntimeDefault"', '"Unconfined"', {"CKV_K8S_31"}),
-    ('"automountServiceAccountToken": false', '"automountServiceAccountToken": true',
-     {"CKV_K8S_38"}),
-    ('"limits": {"cpu": "[^"]*", ("ephemeral-storage": "[^"]*"), "memory": "[^"]*"}',
-     r'"limits": {\1}', {"CKV_K8S_11", "CKV_K8S_13"}),
+    (
+        '"automountServiceAccountToken": false',
+        '"automountServiceAccountToken": true',
+        {"CKV_K8S_38"},
+    ),
+    (
+        '"limits": {"cpu": "[^"]*", ("ephemeral-storage": "[^"]*"), "memory": "[^"]*"}',
+        r'"limits": {\1}',
+        {"CKV_K8S_11", "CKV_K8S_13"},
+    ),
     ('("image": "[^"]*:)[^:"]*"', r'\1latest"', {"CKV_K8S_14"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.process

@@ -176,6 +176,8 @@ def test_alerts_say_what_they_mean_and_what_to_do() -> None:
 
 
 MINUTES = 45
+_TRAINER = 'namespace="fl", pod="t-0", container="trainer"'
+_ENDS = "fedstream_certificate_ends_timestamp_seconds"
 _VOLUME = 'namespace="fl", persistentvolumeclaim="journal-updater-0"'
 HEALTHY = {
     'up{job="fedstream", component="coordinator", namespace="fl", pod="c-0"}': "1x45",
@@ -191,8 +193,7 @@ HEALTHY = {
         )
         for name in (desired, "status_replicas_ready")
     },
-    'kube_pod_container_status_restarts_total{namespace="fl", pod="t-0", container="trainer"}':
-        "3x45",
+    f"kube_pod_container_status_restarts_total{{{_TRAINER}}}": "3x45",
     # Seconds from now: ten days ago, a day ago.
     'kube_cronjob_created{namespace="fl", cronjob="backup"}': "-864000x45",
     'kube_cronjob_status_last_successful_time{namespace="fl", cronjob="backup"}': "-86400x45",
@@ -231,13 +232,10 @@ HEALTHY = {
     'fedstream_updater_seconds_count{namespace="fl", pod="u-0", part="journal"}': "0+60x45",
     f"kubelet_volume_stats_available_bytes{{{_VOLUME}}}": "50x45",
     f"kubelet_volume_stats_capacity_bytes{{{_VOLUME}}}": "100x45",
-    'process_start_time_seconds{job="fedstream", namespace="fl", pod="t-0", container="trainer"}':
-        "7x45",
+    f'process_start_time_seconds{{job="fedstream", {_TRAINER}}}': "7x45",
     # Seconds from now: six days, eleven days.
-    'fedstream_certificate_ends_timestamp_seconds{namespace="fl", pod="c-0", certificate="redis"}':
-        "1000000x45",
-    'fedstream_certificate_ends_timestamp_seconds{namespace="fl", pod="g-0", certificate="https"}':
-        "1000000x45",
+    f'{_ENDS}{{namespace="fl", pod="c-0", certificate="redis"}}': "1000000x45",
+    f'{_ENDS}{{namespace="fl", pod="g-0", certificate="https"}}': "1000000x45",
     **{
         f'fedstream_gateway_{name}{{namespace="fl", pod="{pod}"{labels}}}': values
         for pod in ("g-0", "g-1")
@@ -253,29 +251,34 @@ HEALTHY = {
             ("refused_total", ', reason="internal"', "0x45"),
         )
     },
-}  # fmt: skip
+}
 # What is different (in series with this in their name), and which alerts fire at the end.
 FINISHED = {"fedstream_run_running": "1x9 0x35"}
 STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     "all is well": ({}, set()),
     "no version is made any more": (
-        {"run_published": "7200+60x15 8100x30"}, {"FedstreamStalled"},
+        {"run_published": "7200+60x15 8100x30"},
+        {"FedstreamStalled"},
     ),
     "the newest model was lost": ({"models_repaired": "0x30 1x15"}, {"FedstreamModelRepaired"}),
     "it was lost an hour ago": ({"models_repaired": "0x5 1x40"}, set()),
     "that is so because the run is finished": (
-        FINISHED | {"run_published": "7200+60x9 7800x35"}, set(),
+        FINISHED | {"run_published": "7200+60x9 7800x35"},
+        set(),
     ),
     "Redis is gone": (
         {"run_published": "7200+60x15 8100x30", "run_looked": "7200+60x15 8100x30"},
         {"FedstreamStalled", "FedstreamRedisAway"},
     ),
     "one coordinator alone has lost Redis": (
-        {'run_looked_timestamp_seconds{namespace="fl", pod="c-1"': "7200+60x15 8100x30"}, set(),
+        {'run_looked_timestamp_seconds{namespace="fl", pod="c-1"': "7200+60x15 8100x30"},
+        set(),
     ),
     "Redis never answered": (
         {
-            "run_running": "_x45", "run_clock": "_x45", "run_looked": "0x45",
+            "run_running": "_x45",
+            "run_clock": "_x45",
+            "run_looked": "0x45",
             "run_published": "_x45",
         },
         {"FedstreamRedisAway"},
@@ -285,29 +288,39 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
         {"FedstreamNoCoordinator"},
     ),
     "Prometheus reaches no coordinator": (
-        {'component="coordinator"': "1x15 0x30"}, {"FedstreamNoCoordinator"},
+        {'component="coordinator"': "1x15 0x30"},
+        {"FedstreamNoCoordinator"},
     ),
     "one of two coordinators is away": (
-        {'component="coordinator", namespace="fl", pod="c-1"': "1x15 0x30"}, set(),
+        {'component="coordinator", namespace="fl", pod="c-1"': "1x15 0x30"},
+        set(),
     ),
     "the deployment was deleted": (
-        {"up{": "1x15 _x30", "fedstream_": "_x45", "kube_": "1x15 _x30"}, set(),
+        {"up{": "1x15 _x30", "fedstream_": "_x45", "kube_": "1x15 _x30"},
+        set(),
     ),
     "nothing is scraped any more": (
-        {"up{": "1x15 _x30", "fedstream_": "_x45"}, {"FedstreamNoCoordinator"},
+        {"up{": "1x15 _x30", "fedstream_": "_x45"},
+        {"FedstreamNoCoordinator"},
     ),
     "everything was scaled to none": (
-        {"up{": "1x15 _x30", "fedstream_": "_x45", "kube_deployment_": "2x15 0x30",
-         "kube_statefulset_": "1x15 0x30"},
+        {
+            "up{": "1x15 _x30",
+            "fedstream_": "_x45",
+            "kube_deployment_": "2x15 0x30",
+            "kube_statefulset_": "1x15 0x30",
+        },
         set(),
     ),
     "another program has a coordinator": (
-        {"up{": "_x45", "fedstream_": "_x45", 'statefulset="updater"': "_x45"}, set(),
+        {"up{": "_x45", "fedstream_": "_x45", 'statefulset="updater"': "_x45"},
+        set(),
     ),
     "the last backup was two days ago": ({"last_successful": "-172800x45"}, {"FedstreamNoBackup"}),
     "no backup ever succeeded": ({"last_successful": "_x45"}, {"FedstreamNoBackup"}),
     "no backup was due yet": (
-        {"last_successful": "_x45", "cronjob_created": "-86400x45"}, set(),
+        {"last_successful": "_x45", "cronjob_created": "-86400x45"},
+        set(),
     ),
     "the trainers' image can't be pulled": (
         {'status_replicas_ready{namespace="fl", deployment="trainer"': "2x15 0x30"},
@@ -318,59 +331,78 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
         {"FedstreamNoReadyPod updater"},
     ),
     "one of two trainers is not ready": (
-        {'status_replicas_ready{namespace="fl", deployment="trainer"': "2x15 1x30"}, set(),
+        {'status_replicas_ready{namespace="fl", deployment="trainer"': "2x15 1x30"},
+        set(),
     ),
     "the trainers were scaled to none": (
-        {'deployment="trainer"': "2x15 0x30"}, set(),
+        {'deployment="trainer"': "2x15 0x30"},
+        set(),
     ),
     "pods of something else are not ready": (
-        {'statefulset="updater"': "_x45", "status_replicas_ready": "0x45",
-         "kube_pod_container": "0+1x45", "last_successful": "-864000x45"},
+        {
+            'statefulset="updater"': "_x45",
+            "status_replicas_ready": "0x45",
+            "kube_pod_container": "0+1x45",
+            "last_successful": "-864000x45",
+        },
         set(),
     ),
     "without Redis no pod is ready": (
-        {"run_published": "7200+60x15 8100x30", "run_looked": "7200+60x15 8100x30",
-         "status_replicas_ready": "1x15 0x30"},
+        {
+            "run_published": "7200+60x15 8100x30",
+            "run_looked": "7200+60x15 8100x30",
+            "status_replicas_ready": "1x15 0x30",
+        },
         {"FedstreamStalled", "FedstreamRedisAway"},
     ),
     "the updater's pod is gone": (
-        {'pod="u-0", role': "1x15 _x30"}, {"FedstreamNoLeader updater"},
+        {'pod="u-0", role': "1x15 _x30"},
+        {"FedstreamNoLeader updater"},
     ),
     "both schedulers stand by": (
-        {'pod="s-0", role': "1x15 0x30"}, {"FedstreamNoLeader scheduler"},
+        {'pod="s-0", role': "1x15 0x30"},
+        {"FedstreamNoLeader scheduler"},
     ),
     "the other scheduler takes over": (
-        {'pod="s-0", role': "1x15 0x30", 'pod="s-1", role': "0x15 1x30"}, set(),
+        {'pod="s-0", role': "1x15 0x30", 'pod="s-1", role': "0x15 1x30"},
+        set(),
     ),
     "a finished run needs no leader": (FINISHED | {"fedstream_leading": "1x9 _x35"}, set()),
     "no trainer comes": ({"run_trainers": "2x15 0x30"}, {"FedstreamNoTrainers"}),
     "no trainer is needed": (
-        {"run_trainers": "2x15 0x30", "run_open": "0x45"}, set(),
+        {"run_trainers": "2x15 0x30", "run_open": "0x45"},
+        set(),
     ),
     "what is open is in the queue": (
-        {"run_trainers": "0x45", 'state="waiting"': "0x45", 'state="training"': "0x45"}, set(),
+        {"run_trainers": "0x45", 'state="waiting"': "0x45", 'state="training"': "0x45"},
+        set(),
     ),
     "refusals rise": ({'outcome="refused"': "0x15 0+10x30"}, {"FedstreamRefusals"}),
     "the task raises": ({'outcome="given_up"': "0x15 0+10x30"}, {"FedstreamTaskRaises"}),
     "six of fifty devices fail": ({"failing_devices": "5x15 6x30"}, {"FedstreamDevicesFail"}),
     "for a moment": ({"failing_devices": "5x30 6x10 5x5"}, set()),
     "101 of very many fail": (
-        {"failing_devices": "5x15 101x30", "run_devices": "100000x45"}, {"FedstreamDevicesFail"},
+        {"failing_devices": "5x15 101x30", "run_devices": "100000x45"},
+        {"FedstreamDevicesFail"},
     ),
     "they did when the run ended": (FINISHED | {"failing_devices": "6x45"}, set()),
     "the accuracy swings": ({"metric_relapses": "1x15 2x30"}, {"FedstreamMetricSwings"}),
     "it swung before the run was over": (FINISHED | {"metric_relapses": "2x45"}, set()),
     "the disk does not sync": (
-        {"journal_unsynced": "0x15 134217728x30"}, {"FedstreamJournalBehind"},
+        {"journal_unsynced": "0x15 134217728x30"},
+        {"FedstreamJournalBehind"},
     ),
     "a record takes a second": (
-        {"seconds_sum": "0+3x15 45+60x30"}, {"FedstreamJournalBehind"},
+        {"seconds_sum": "0+3x15 45+60x30"},
+        {"FedstreamJournalBehind"},
     ),
     "an updater with nothing to do": (
-        {"seconds_sum": "5x45", "seconds_count": "5x45"}, set(),
+        {"seconds_sum": "5x45", "seconds_count": "5x45"},
+        set(),
     ),
     "the journal's volume fills up": (
-        {"stats_available": "50x15 9x30"}, {"FedstreamJournalDiskFull"},
+        {"stats_available": "50x15 9x30"},
+        {"FedstreamJournalDiskFull"},
     ),
     "an eighth of the volume is free": ({"stats_available": "50x15 12x30"}, set()),
     "an entry can't be processed": ({"dead_letters": "0x15 1x30"}, {"FedstreamDeadLetters"}),
@@ -380,56 +412,69 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     "the updater does not keep up": ({"run_queue": "3x15 64x30"}, {"FedstreamQueueFull"}),
     "it nearly does": ({"run_queue": "3x15 63x30"}, set()),
     "a container ends before it is ever scraped": (
-        {"restarts_total": "3x15 4+1x4 8x25", "process_start": "_x45"}, {"FedstreamRestarts"},
+        {"restarts_total": "3x15 4+1x4 8x25", "process_start": "_x45"},
+        {"FedstreamRestarts"},
     ),
     "it did so an hour ago": ({"restarts_total": "3 4+1x8 12x35"}, set()),
     "it was restarted three times": ({"restarts_total": "3x20 4 5 6x22"}, set()),
     "a process is restarted where nobody counts containers": (
-        {"kube_": "_x45", "process_start": "7x15 8+1x30"}, {"FedstreamRestarts"},
+        {"kube_": "_x45", "process_start": "7x15 8+1x30"},
+        {"FedstreamRestarts"},
     ),
     "it was restarted three times there": (
-        {"kube_": "_x45", "process_start": "7x20 8 9 10x22"}, set(),
+        {"kube_": "_x45", "process_start": "7x20 8 9 10x22"},
+        set(),
     ),
     "somebody forges signatures": (
-        {'reason="signature"': "0x15 0+60x30"}, {"FedstreamGatewayRefusals"},
+        {'reason="signature"': "0x15 0+60x30"},
+        {"FedstreamGatewayRefusals"},
     ),
     "he did so half an hour ago": ({'reason="signature"': "0+60x15 900x30"}, set()),
     "as many refusals as that for ten times the devices": (
-        {'reason="signature"': "0x15 0+60x30", "gateway_devices{": "2000x45",
-         "devices_limit": "10000x45"},
+        {
+            'reason="signature"': "0x15 0+60x30",
+            "gateway_devices{": "2000x45",
+            "devices_limit": "10000x45",
+        },
         set(),
     ),
     "one gateway makes a mistake": (
-        {'pod="g-1", reason="internal"': "0x36 1x9"}, {"FedstreamGatewayRefusals"},
+        {'pod="g-1", reason="internal"': "0x36 1x9"},
+        {"FedstreamGatewayRefusals"},
     ),
     "no offers although tasks and devices wait": (
-        {"offered": "450x45"}, {"FedstreamGatewayNoOffers"},
+        {"offered": "450x45"},
+        {"FedstreamGatewayNoOffers"},
     ),
     "one of two gateways offers": ({'offered_total{namespace="fl", pod="g-1"': "9x45"}, set()),
     "no device waits": ({"offered": "450x45", "polls": "0x45"}, set()),
     "no task waits": ({"offered": "450x45", 'state="waiting"': "0x45"}, set()),
     "a run that is over offers nothing": (
-        FINISHED | {"run_published": "0+60x9 600x35", "offered": "0+30x9 300x35"}, set(),
+        FINISHED | {"run_published": "0+60x9 600x35", "offered": "0+30x9 300x35"},
+        set(),
     ),
     "a gateway fills up": (
         {'gateway_devices{namespace="fl", pod="g-1"': "200x15 950x30"},
         {"FedstreamGatewayNearlyFull"},
     ),
     "a certificate ends in six days": (
-        {'certificate="https"': "520000x45"}, {"FedstreamCertificate https"},
+        {'certificate="https"': "520000x45"},
+        {"FedstreamCertificate https"},
     ),
     "it was renewed": ({'certificate="https"': "520000x15 7000000x30"}, set()),
     "Redis's certificate has ended": (
-        {'certificate="redis"': "60x45"}, {"FedstreamCertificate redis"},
+        {'certificate="redis"': "60x45"},
+        {"FedstreamCertificate redis"},
     ),
-}  # fmt: skip
+}
 
 
 # The label besides its namespace by which an alert says where.
 PLACE = {
-    "FedstreamNoLeader": "role", "FedstreamNoReadyPod": "workload",
+    "FedstreamNoLeader": "role",
+    "FedstreamNoReadyPod": "workload",
     "FedstreamCertificate": "certificate",
-}  # fmt: skip
+}
 
 
 def hit(part: str) -> list[str]:

@@ -32,9 +32,11 @@ pytestmark = [
 def probe(server: Redis, what: str) -> bool:
     """As the kubelet asks it. TimeoutExpired: later than the kubelet would wait."""
     done = subprocess.run(
-        ["sh", K8S / "base" / "probe.sh", what], check=False, timeout=60,
+        ["sh", K8S / "base" / "probe.sh", what],
+        check=False,
+        timeout=60,
         env={**os.environ, "POD_IP": "127.0.0.1", "PORT": str(server.port)},
-    )  # fmt: skip
+    )
     assert done.returncode in (0, 1)
     return done.returncode == 0
 
@@ -72,8 +74,9 @@ def test_redis_loading_its_file_is_alive_but_not_ready(tmp_path: Path) -> None:
         health(server)
         assert said(server.port, "DEBUG", "POPULATE", "10000") == b"+OK\r\n"
         for key, value in (
-            ("loading-process-events-interval-bytes", "1024"), ("key-load-delay", "2000"),
-        ):  # fmt: skip
+            ("loading-process-events-interval-bytes", "1024"),
+            ("key-load-delay", "2000"),
+        ):
             assert said(server.port, "CONFIG", "SET", key, value) == b"+OK\r\n"
         with send(server, "DEBUG", "RELOAD"):
             until(lambda: not probe(server, "ready"), "it reads")

@@ -74,8 +74,10 @@ class Pod:
         """The Secret fedstream-redis-tls, by an authority."""
         signed(self.root, "server", name, *self._hosts)
         for ours, theirs in {
-            "server.crt": "tls.crt", "server.key": "tls.key", f"{name}.crt": "ca.crt",
-        }.items():  # fmt: skip
+            "server.crt": "tls.crt",
+            "server.key": "tls.key",
+            f"{name}.crt": "ca.crt",
+        }.items():
             shutil.copy(self.root / ours, self.tls / theirs)
 
     def made(self) -> str:
@@ -84,10 +86,19 @@ class Pod:
 
     def server(self) -> AbstractContextManager[Redis]:
         return redis(
-            self.root / "server", "--tls-cert-file", str(self.tls / "tls.crt"),
-            "--tls-key-file", str(self.tls / "tls.key"), "--tls-auth-clients", "no",
-            "--tls-ca-cert-file", str(self.tls / "ca.crt"), "--aclfile", str(self.users), tls=True,
-        )  # fmt: skip
+            self.root / "server",
+            "--tls-cert-file",
+            str(self.tls / "tls.crt"),
+            "--tls-key-file",
+            str(self.tls / "tls.key"),
+            "--tls-auth-clients",
+            "no",
+            "--tls-ca-cert-file",
+            str(self.tls / "ca.crt"),
+            "--aclfile",
+            str(self.users),
+            tls=True,
+        )
 
     def here(self, file: Path) -> str:
         """A file of the manifests, with the folders of this machine."""
@@ -111,9 +122,12 @@ class Pod:
         """The script's process, killed at the end."""
         text = self.here(K8S / "base" / "reload.sh").replace(" -h ", f" -p {port} -h ")
         with subprocess.Popen(
-            ["sh", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            ["sh", "-c", text],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "POD_IP": host, **environ},
-        ) as process:  # fmt: skip
+        ) as process:
             try:
                 yield process
             finally:
@@ -122,10 +136,24 @@ class Pod:
     def asked(self, server: Redis, *command: str) -> str:
         """The reply to the tests' own user."""
         return subprocess.run(
-            ["redis-cli", "-p", str(server.port), "--tls", "--insecure", "--user", "reader",
-             "--pass", "x", "--no-auth-warning", *command],
-            check=True, capture_output=True, text=True, timeout=60,
-        ).stdout.strip()  # fmt: skip
+            [
+                "redis-cli",
+                "-p",
+                str(server.port),
+                "--tls",
+                "--insecure",
+                "--user",
+                "reader",
+                "--pass",
+                "x",
+                "--no-auth-warning",
+                *command,
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.strip()
 
     def greeted(self, server: Redis, user: str, password: str, by: str = "first") -> bytes:
         """The reply to a login over TLS, of a server whose certificate that authority signed."""
@@ -250,10 +278,13 @@ def begun(stack: ExitStack, *words: str, **about: Any) -> subprocess.Popen[bytes
     """A process that ends with the stack."""
     process = stack.enter_context(
         subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            preexec_fn=death_with_parent(), **about,  # noqa: PLW1509  (one prepared system call)
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
+            **about,
         )
-    )  # fmt: skip
+    )
     stack.callback(process.kill)
     return process
 
@@ -269,9 +300,12 @@ class Sentinel:
         pod.folders["/run/redis"] = self.run
         self._script = pod.here(K8S / "components" / "redis-sentinel" / "start.sh")
         self._environment = {
-            **os.environ, "POD_IP": host, "ADDRESS": host, "NODES": redis,
+            **os.environ,
+            "POD_IP": host,
+            "ADDRESS": host,
+            "NODES": redis,
             "SENTINELS": " ".join(hosts),
-        }  # fmt: skip
+        }
         self.start()
 
     def start(self) -> None:
@@ -281,19 +315,39 @@ class Sentinel:
     def reload(self, *, says: str = "", **environ: str) -> None:
         """As the kubelet runs it. ``says``: why it fails."""
         done = subprocess.run(
-            ["sh", "-c", self._script, "sh", "reload"], env=self._environment | environ,
-            check=False, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            ["sh", "-c", self._script, "sh", "reload"],
+            env=self._environment | environ,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert (done.returncode, done.stderr) == ((1, f"start.sh: {says}\n") if says else (0, ""))
 
     def asked(self, user: str, password: str, *command: str, ca: Path | None = None) -> str:
         """The reply to a command; '' if it does not answer. ``ca``: who must have signed."""
         trust = ("--cacert", str(ca)) if ca else ("--insecure",)
         return subprocess.run(
-            ["redis-cli", "-h", self.host, "-p", "26379", "--tls", *trust, "--user", user,
-             "--pass", password, "--no-auth-warning", *command],
-            check=False, capture_output=True, text=True, timeout=60,
-        ).stdout.strip()  # fmt: skip
+            [
+                "redis-cli",
+                "-h",
+                self.host,
+                "-p",
+                "26379",
+                "--tls",
+                *trust,
+                "--user",
+                user,
+                "--pass",
+                password,
+                "--no-auth-warning",
+                *command,
+            ],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.strip()
 
     def sees_master(self, password: str) -> bool:
         """Whether the master is not down to it."""

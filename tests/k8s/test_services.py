@@ -52,9 +52,10 @@ class Pod:
         self.workload, [self.container] = workload, workload.containers
         self._manifests, self._redis = manifests, net("redis-0")
         self._fields = {
-            "metadata.name": self.name, "status.podIP": self.address,
+            "metadata.name": self.name,
+            "status.podIP": self.address,
             "metadata.labels['apps.kubernetes.io/pod-index']": str(number),
-        }  # fmt: skip
+        }
         mounts = [mount for one in workload.all_containers for mount in one["volumeMounts"]]
         roots = {mount["mountPath"].split("/")[1] for mount in mounts}  # such as etc
         self._paths = re.compile(rf"(?<![\w/])(/({'|'.join(roots)}))(?![\w-])")
@@ -98,10 +99,14 @@ class Pod:
             program = str(programs / program)
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
-                [program, *arguments], env=path | environ, cwd=self.folder,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [program, *arguments],
+                env=path | environ,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
-            )  # fmt: skip
+            )
 
     def start(self, programs: Path) -> None:
         """Runs the init containers to their end, then starts the container."""
@@ -139,8 +144,9 @@ def started(folder: Path, net: Net, programs: Path) -> Iterator[Mapping[str, Pod
     manifests = kustomized(OVERLAY)
     pods = [
         Pod(manifests, workload, number, folder, net)
-        for workload in workloads(manifests) for number in range(workload.spec.get("replicas", 1))
-    ]  # fmt: skip
+        for workload in workloads(manifests)
+        for number in range(workload.spec.get("replicas", 1))
+    ]
     try:
         for pod in pods:
             pod.start(programs)

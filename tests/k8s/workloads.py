@@ -175,9 +175,10 @@ def held(manifests: Manifests, kind: str, name: str) -> frozenset[str] | None:
 
 # Values that a pod's fields may have, by their paths.
 POD: Mapping[str, str] = {
-    "metadata.name": "pod-0", "metadata.labels['apps.kubernetes.io/pod-index']": "0",
+    "metadata.name": "pod-0",
+    "metadata.labels['apps.kubernetes.io/pod-index']": "0",
     "status.podIP": "10.1.2.3",
-}  # fmt: skip
+}
 
 
 def environment(

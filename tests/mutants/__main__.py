@@ -79,9 +79,13 @@ def traced(tree: Path, tests: list[str], jobs: int) -> tuple[Reach, list[str]]:
     written = tree.parent / f"{tree.name}.reach"
     tracer = tree / "tests/mutants/traced"
     output = _run(
-        tree, tests, ["-n", str(jobs), "-p", "sitecustomize"], limit_s=None,
-        PYTHONPATH=f"{tracer}{os.pathsep}{tree}", MUTANTS_REACH=str(written),
-    )  # fmt: skip
+        tree,
+        tests,
+        ["-n", str(jobs), "-p", "sitecustomize"],
+        limit_s=None,
+        PYTHONPATH=f"{tracer}{os.pathsep}{tree}",
+        MUTANTS_REACH=str(written),
+    )
     # Traced, they are slow, which some take for a fault.
     return Reach(written), [test for test in _failed(output) if killed_by(tree, [test])]
 
@@ -120,10 +124,13 @@ def _run(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no"]
     with subprocess.Popen(
         [*command, f"--timeout={HANGS_S}", *options, f"@{listed}"],
-        cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | environ,
-        text=True, start_new_session=True,
-    ) as process:  # fmt: skip
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:

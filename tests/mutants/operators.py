@@ -11,14 +11,27 @@ from itertools import accumulate
 from pathlib import Path
 
 _COMPARED: dict[type[ast.cmpop], tuple[str, str]] = {
-    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
-}  # fmt: skip
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}
 _CALCULATED: dict[type[ast.operator], tuple[str, str]] = {
-    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "*"), ast.BitOr: ("|", "&"), ast.BitAnd: ("&", "|"),
-}  # fmt: skip
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "*"),
+    ast.BitOr: ("|", "&"),
+    ast.BitAnd: ("&", "|"),
+}
 # A log line, a trace or a metric that is missing is a fault, but not one that loses an update.
 _TELLS = re.compile(r"\b(log|trace|_?metrics|console)\.|\blogging\.|\bprint\(")
 
@@ -70,8 +83,9 @@ class _Text:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return (
-            self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
-        )  # fmt: skip
+            self.at(node.lineno, node.col_offset),
+            self.at(node.end_lineno, node.end_col_offset),
+        )
 
 
 def _of_python(path: Path, source: str) -> Iterator[Mutant]:
@@ -144,14 +158,19 @@ def _is_text(node: ast.expr) -> bool:
 
 
 _LUA = [
-    (r"(?<![~=<>])==(?!=)", "~=", "comparison"), (r"~=", "==", "comparison"),
-    (r"<=", "<", "comparison"), (r"(?<![<>])<(?![=<>])", "<=", "comparison"),
-    (r">=", ">", "comparison"), (r"(?<![<>])>(?![=<>])", ">=", "comparison"),
-    (r"\band\b", "or", "condition"), (r"\bor\b", "and", "condition"),
-    (r"\bnot ", "", "negation"), (r"(?<=\w) \+ (?=\w)", " - ", "arithmetic"),
+    (r"(?<![~=<>])==(?!=)", "~=", "comparison"),
+    (r"~=", "==", "comparison"),
+    (r"<=", "<", "comparison"),
+    (r"(?<![<>])<(?![=<>])", "<=", "comparison"),
+    (r">=", ">", "comparison"),
+    (r"(?<![<>])>(?![=<>])", ">=", "comparison"),
+    (r"\band\b", "or", "condition"),
+    (r"\bor\b", "and", "condition"),
+    (r"\bnot ", "", "negation"),
+    (r"(?<=\w) \+ (?=\w)", " - ", "arithmetic"),
     (r"(?<=[\w)]) - (?=\w)", " + ", "arithmetic"),
     (r"(?<![\w.'%:])\d+(?![\w.'])", None, "constant"),
-]  # fmt: skip
+]
 _CALL = re.compile(
     r"^\s*((?:redis\.p?call|tell|count|bury|guard|room|remember|end_task)\(.*\))\s*$"
 )

@@ -37,8 +37,9 @@ _SKIPPED = {"__init__.py", "metrics.py", "settings.py"}
 def sample(root: Path, package: str, n: int, seed: int) -> list[Mutant]:
     """``n`` mutants of a package, each equally likely, the same for the same seed and code."""
     files = sorted(
-        path for path in (root / package).rglob("*")
+        path
+        for path in (root / package).rglob("*")
         if path.suffix in (".py", ".lua") and path.name not in _SKIPPED
-    )  # fmt: skip
+    )
     every = [m for path in files for m in mutants(path.relative_to(root), path.read_text())]
     return Random(f"{package} {seed}").sample(every, min(n, len(every)))

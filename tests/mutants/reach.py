@@ -64,9 +64,10 @@ class Reach:
 def _statement(source: str, line: int) -> range:
     """The lines of the smallest statement around a line; not its body, if it has one."""
     around = [
-        node for node in ast.walk(ast.parse(source))
+        node
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.stmt) and node.end_lineno and node.lineno <= line <= node.end_lineno
-    ]  # fmt: skip
+    ]
     inner = min(around, key=lambda node: (node.end_lineno or 0) - node.lineno)
     body: list[ast.stmt] = getattr(inner, "body", [])
     if body and line < body[0].lineno:

@@ -43,18 +43,31 @@ def test_every_test_in_the_plan_exists() -> None:
 
 def test_python_is_mutated_where_it_runs() -> None:
     assert _edits("f.py", PYTHON) == {
-        (7, "a < b and not b", "not (a < b and not b)"), (7, "<", "<="), (7, "and", "or"),
-        (7, "not ", ""), (8, 'raise ValueError(f"{a} + {b}")', "pass"), (9, "+", "-"),
-        (9, "2", "3"), (11, "g(total)", "pass"), (12, "is not", "is"), (12, "and", "or"),
-        (12, "not ", ""), (12, "True", "False"),
-    }  # fmt: skip
+        (7, "a < b and not b", "not (a < b and not b)"),
+        (7, "<", "<="),
+        (7, "and", "or"),
+        (7, "not ", ""),
+        (8, 'raise ValueError(f"{a} + {b}")', "pass"),
+        (9, "+", "-"),
+        (9, "2", "3"),
+        (11, "g(total)", "pass"),
+        (12, "is not", "is"),
+        (12, "and", "or"),
+        (12, "not ", ""),
+        (12, "True", "False"),
+    }
 
 
 def test_lua_is_mutated_outside_comments_and_strings() -> None:
     assert _edits("f.lua", LUA) == {
-        (2, "1", "2"), (3, ">=", ">"), (3, "3", "4"), (3, "and", "or"), (3, "not ", ""),
-        (4, "redis.call('XADD', key.queue, '*', 'm', 1)", ""), (4, "1", "2"),
-    }  # fmt: skip
+        (2, "1", "2"),
+        (3, ">=", ">"),
+        (3, "3", "4"),
+        (3, "and", "or"),
+        (3, "not ", ""),
+        (4, "redis.call('XADD', key.queue, '*', 'm', 1)", ""),
+        (4, "1", "2"),
+    }
 
 
 @pytest.mark.parametrize("package", TESTS)

@@ -72,8 +72,10 @@ def programs() -> Iterator[Path]:
     kept = {n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")}
     server = subprocess.Popen(
         [sys.executable, "-P", HERE / "server.py", address, folder / "python"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=kept | {"OMP_NUM_THREADS": "1"},
+    )
     try:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"

@@ -28,34 +28,61 @@ from fedstream.protocol.messages import (
 DIGEST = "ab" * 32
 OFFER: dict[str, Any] = {
     "task": {
-        "id": task_id(1_763_884_800_000), "device": 17, "seed": (1 << 63) - 1, "steps": 10,
-        "epochs": None, "seconds": None, "left_s": None,
+        "id": task_id(1_763_884_800_000),
+        "device": 17,
+        "seed": (1 << 63) - 1,
+        "steps": 10,
+        "epochs": None,
+        "seconds": None,
+        "left_s": None,
     },
     "attempt": "0123456789ab",
     "model": {
-        "version": 3, "digest": DIGEST, "size": 1000, "format": "int8+zstd",
-        "url": f"/v1/models/{DIGEST}", "changes": None,
+        "version": 3,
+        "digest": DIGEST,
+        "size": 1000,
+        "format": "int8+zstd",
+        "url": f"/v1/models/{DIGEST}",
+        "changes": None,
     },
     "update": {
-        "url": "/v1/tasks/t/updates/0123456789ab", "sends": "delta", "format": "topk:0.1",
-        "layout": DIGEST, "most": 2000,
+        "url": "/v1/tasks/t/updates/0123456789ab",
+        "sends": "delta",
+        "format": "topk:0.1",
+        "layout": DIGEST,
+        "most": 2000,
     },
     "heartbeat_s": 5.0,
-}  # fmt: skip
+}
 CHECK_IN: dict[str, Any] = {
-    "nonce": "n" * 22, "eligible": True, "wait_s": 50, "formats": ["f32"], "has": None,
-    "layout": DIGEST, "devices": 10,
-}  # fmt: skip
+    "nonce": "n" * 22,
+    "eligible": True,
+    "wait_s": 50,
+    "formats": ["f32"],
+    "has": None,
+    "layout": DIGEST,
+    "devices": 10,
+}
 REPORT: dict[str, Any] = {
-    "digest": DIGEST, "samples": 5, "steps": 10, "lr": 0.1, "loss": None, "seconds": 1.5,
-    "tau": 3, "base": DIGEST, "layout": DIGEST, "format": "f32",
-}  # fmt: skip
+    "digest": DIGEST,
+    "samples": 5,
+    "steps": 10,
+    "lr": 0.1,
+    "loss": None,
+    "seconds": 1.5,
+    "tau": 3,
+    "base": DIGEST,
+    "layout": DIGEST,
+    "format": "f32",
+}
 SAMPLES: dict[str, dict[str, Any]] = {
     "Nothing": {},
     "Problem": {"error": "too old", "reason": "clock"},
     "Attestation": {"format": "tpm2.0", "data": "AAECAw=="},
     "Enrolment": {
-        "invite": "i" * 32, "public_key": "-----BEGIN PUBLIC KEY-----", "attestation": None,
+        "invite": "i" * 32,
+        "public_key": "-----BEGIN PUBLIC KEY-----",
+        "attestation": None,
     },
     "Enrolled": {"device": 17, "run": "demo"},
     "Access": {"token": "a.b.c", "expires_in": 600},
@@ -69,9 +96,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "WrongOffset": {
         "type": "https://iana.org/assignments/http-problem-types#mismatching-upload-offset",
         "title": "offset from request does not match offset of resource",
-        "expected-offset": 100, "provided-offset": 0,
+        "expected-offset": 100,
+        "provided-offset": 0,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -202,7 +230,15 @@ def test_booleans_are_structured_fields() -> None:
 
 def test_a_token_is_found_in_its_header_only() -> None:
     assert headers.bearer(headers.as_bearer("a.b-_.c")) == "a.b-_.c"
-    for wrong in ("", "a.b.c", "bearer a.b.c", "Bearer  a.b.c", "Bearer a.b", "Basic a.b.c",
-                  "Bearer a.b.c\n", "Bearer a.b." + "c" * 1000):  # fmt: skip
+    for wrong in (
+        "",
+        "a.b.c",
+        "bearer a.b.c",
+        "Bearer  a.b.c",
+        "Bearer a.b",
+        "Basic a.b.c",
+        "Bearer a.b.c\n",
+        "Bearer a.b." + "c" * 1000,
+    ):
         with pytest.raises(headers.BadHeader, match="Authorization"):
             headers.bearer(wrong)

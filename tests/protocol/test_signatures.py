@@ -108,9 +108,13 @@ def test_rfc_9421s_signature_of_ecdsa_is_verified(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(signatures, "signature_base", lambda *_: base.encode())
     found = Signature(
-        1618884473, "n" * 22, "17", "ecdsa-p256-sha256", content_digest(b""),
+        1618884473,
+        "n" * 22,
+        "17",
+        "ecdsa-p256-sha256",
+        content_digest(b""),
         base64.b64decode(value),
-    )  # fmt: skip
+    )
     found.verify(public_key(RFC_P256), method="POST", authority=HOST, path="/", body=b"")
     with pytest.raises(BadSignature):
         found.verify(P256.public_key(), method="POST", authority=HOST, path="/", body=b"")
@@ -339,13 +343,22 @@ def test_the_other_s_of_ecdsa_needs_the_same_nonce() -> None:
 
 def test_what_a_gateway_would_refuse_is_not_signed() -> None:
     for wrong in (
-        {"method": "post"}, {"authority": "Gateway.example"}, {"path": "/v1/token?x"},
-        {"keyid": "me"}, {"nonce": "short"}, {"created": -1},
-    ):  # fmt: skip
+        {"method": "post"},
+        {"authority": "Gateway.example"},
+        {"path": "/v1/token?x"},
+        {"keyid": "me"},
+        {"nonce": "short"},
+        {"created": -1},
+    ):
         where = {
-            "method": "POST", "authority": HOST, "path": "/", "body": b"", "keyid": "1",
-            "created": 1, **wrong,
-        }  # fmt: skip
+            "method": "POST",
+            "authority": HOST,
+            "path": "/",
+            "body": b"",
+            "keyid": "1",
+            "created": 1,
+            **wrong,
+        }
         with pytest.raises(ValueError, match=r"can't be signed|not of the form"):
             sign(ED25519, **where)  # type: ignore[arg-type]
 

@@ -367,9 +367,26 @@ pieces = st.sampled_from(
 )
 keys = st.lists(pieces | st.text(max_size=3), max_size=4)
 values = st.sampled_from(
-    ["1", "'a'", "[", "[1, 'a']", "{}", "{kind='rounds'}", "[{kind=1}]", "nan", "-inf", "1e999",
-     "2020-01-01", "07:00:00", "true", "{name='fedasync', k=1}", "'\\u0000'", "\n", "1\nrun=2"],
-) | st.text(max_size=5)  # fmt: skip
+    [
+        "1",
+        "'a'",
+        "[",
+        "[1, 'a']",
+        "{}",
+        "{kind='rounds'}",
+        "[{kind=1}]",
+        "nan",
+        "-inf",
+        "1e999",
+        "2020-01-01",
+        "07:00:00",
+        "true",
+        "{name='fedasync', k=1}",
+        "'\\u0000'",
+        "\n",
+        "1\nrun=2",
+    ],
+) | st.text(max_size=5)
 
 
 @given(st.lists(st.tuples(keys, values), max_size=3), st.booleans())

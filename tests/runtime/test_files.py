@@ -28,8 +28,10 @@ print(allow_files({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_limit_is_raised_as_far_as_it_may_be(wanted: int, expected: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED.format(wanted=wanted)],
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == expected
 
 

@@ -103,10 +103,15 @@ class Site:
             return problem(503, "full", retry_after_s=7)
 
         return [
-            web.get("/short", short), web.get("/endless", endless), web.get("/broken", broken),
-            web.get("/full", full), web.get("/last", last), web.get("/reading", reading),
-            web.get("/waiting", waiting), web.get("/long", long),
-        ]  # fmt: skip
+            web.get("/short", short),
+            web.get("/endless", endless),
+            web.get("/broken", broken),
+            web.get("/full", full),
+            web.get("/last", last),
+            web.get("/reading", reading),
+            web.get("/waiting", waiting),
+            web.get("/long", long),
+        ]
 
     async def connected(self, port: str = "port") -> tuple[asyncio.StreamReader, Any]:
         """A connection."""
@@ -144,9 +149,7 @@ async def site(tls: ssl.SSLContext | None = None, **settings: Any) -> AsyncItera
     with capture_logs() as lines:
         log = structlog.get_logger()
         current = None if tls is None else CurrentTls(tls)
-        at = serving(
-            made.routes(), health, http, lambda: made.stopping, log, current, made.counter
-        )  # fmt: skip
+        at = serving(made.routes(), health, http, lambda: made.stopping, log, current, made.counter)
         async with at:
             [line] = [line for line in lines if line["event"] == "serving"]
             made.ports = {name: line[name] for name in ("port", "health_port")}
@@ -351,9 +354,11 @@ def test_tls_that_fails_is_counted_and_told_to_who_debugs() -> None:
                 assert made.refused() == {"tls": 3, "timeout": 1}
             said = {line["said"]: line["reason"] for line in lines}
             assert said == {
-                "HTTP_REQUEST": "tls", "UNSUPPORTED_PROTOCOL": "tls",
-                "the client went away": "tls", "no agreement within 0.5 s": "timeout",
-            }  # fmt: skip
+                "HTTP_REQUEST": "tls",
+                "UNSUPPORTED_PROTOCOL": "tls",
+                "the client went away": "tls",
+                "no agreement within 0.5 s": "timeout",
+            }
             assert {(line["log_level"], line["remote"][0]) for line in lines} == {
                 ("debug", "127.0.0.1")
             }

@@ -81,10 +81,12 @@ async def test_role_lost_by_redis_is_retaken_unless_another_was_faster(
         await wait_until(lambda: lease.number > before)
         await client.pipeline(
             [
-                ("MULTI",), ("DEL", keys.tokens),
-                ("SET", keys.leader("scheduler"), "other|nonce", "PX", 3_600_000), ("EXEC",),
+                ("MULTI",),
+                ("DEL", keys.tokens),
+                ("SET", keys.leader("scheduler"), "other|nonce", "PX", 3_600_000),
+                ("EXEC",),
             ]
-        )  # fmt: skip
+        )
         await asyncio.wait({task})
         with pytest.raises(ExceptionGroup) as ended:
             task.result()

@@ -67,9 +67,12 @@ def _accept(value: object) -> type[Shape] | None:
 
 def door() -> Door[type[Shape]]:
     return Door(
-        "fedstream.shapes", "shape", {"circle": Circle, "square": Square},
-        accept=_accept, expected="a class derived from Shape",
-    )  # fmt: skip
+        "fedstream.shapes",
+        "shape",
+        {"circle": Circle, "square": Square},
+        accept=_accept,
+        expected="a class derived from Shape",
+    )
 
 
 SHAPES = door()
@@ -230,26 +233,40 @@ def test_changing_the_kind_drops_the_other_kinds_keys() -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (("shape.kind=sqare",), (
-            "shape.kind = \"sqare\" (from --set): there is no shape 'sqare'; did you mean "
-            "'square'?")),
+        (
+            ("shape.kind=sqare",),
+            (
+                "shape.kind = \"sqare\" (from --set): there is no shape 'sqare'; did you mean "
+                "'square'?"
+            ),
+        ),
         (("shape.kind=3",), "shape.kind = 3 (from --set): must be a name, as text"),
-        (("shape.kind=square", "shape.sid=2"),
-            "shape.sid = 2 (from --set): unknown key; did you mean shape.side?"),
-        (("shape.radus=2",),
-            "shape.radus = 2 (from --set): unknown key; did you mean shape.radius?"),
+        (
+            ("shape.kind=square", "shape.sid=2"),
+            "shape.sid = 2 (from --set): unknown key; did you mean shape.side?",
+        ),
+        (
+            ("shape.radus=2",),
+            "shape.radus = 2 (from --set): unknown key; did you mean shape.radius?",
+        ),
         (("shape.radius=-1",), "shape.radius = -1 (from --set): must be greater than 0"),
         (("shape.side=2",), "shape.kind: required, but not given; one of circle, square"),
         (("shape=3",), "shape = 3 (from --set): must be a table"),
-        (("more=[{kind='square', side='x'}]",),
-            'more[0].side = "x" (from --set): must be a valid integer'),
+        (
+            ("more=[{kind='square', side='x'}]",),
+            'more[0].side = "x" (from --set): must be a valid integer',
+        ),
         (("frame.side=2",), "frame.kind: required, but not given; one of circle, square"),
-        (("shape.kind={file}:Triangle", "shape.heigt=2"),
-            "shape.heigt = 2 (from --set): unknown key; did you mean shape.height?"),
-        (("shape.kind={file}:Triangle", "shape.height=x"),
-            'shape.height = "x" (from --set): must be a valid number'),
+        (
+            ("shape.kind={file}:Triangle", "shape.heigt=2"),
+            "shape.heigt = 2 (from --set): unknown key; did you mean shape.height?",
+        ),
+        (
+            ("shape.kind={file}:Triangle", "shape.height=x"),
+            'shape.height = "x" (from --set): must be a valid number',
+        ),
     ],
-)  # fmt: skip
+)
 def test_error_names_key_value_source_and_what_is_allowed(
     write: Callable[[str, str], Path], sets: tuple[str, ...], message: str
 ) -> None:

@@ -88,10 +88,13 @@ async def test_four_services_report_one_trace_for_each_task(
     settings = read(
         None,
         [
-            f"redis.url={redis.url}", f"run.name={keys.name}", "run.versions=5",
-            f"journal.dir={tmp_path / 'journal'}", "task.name=tests.broker.pipeline:lines",
+            f"redis.url={redis.url}",
+            f"run.name={keys.name}",
+            "run.versions=5",
+            f"journal.dir={tmp_path / 'journal'}",
+            "task.name=tests.broker.pipeline:lines",
         ],
-    )  # fmt: skip
+    )
     from tests.broker.pipeline import lines
 
     lines.gate.set()
@@ -173,10 +176,13 @@ def test_ratio_samples_all_none_or_by_the_ids_lower_half(trace: int) -> None:
 
 def test_steps_become_spans_with_their_times() -> None:
     assert stretches("uploaded", 0.0, 10.0, 11.0, 4.0, 5.0) == [
-        Stretch("fetch", 4.0, 5.0), Stretch("train", 5.0, 10.0), Stretch("upload", 10.0, 11.0),
-    ]  # fmt: skip
+        Stretch("fetch", 4.0, 5.0),
+        Stretch("train", 5.0, 10.0),
+        Stretch("upload", 10.0, 11.0),
+    ]
     assert stretches("published", 1.0, 9.0, 9.0, 8.0, 0.0) == [
-        Stretch("publish", 8.0, 9.0), Stretch("task", 1.0, 9.0),
-    ]  # fmt: skip
+        Stretch("publish", 8.0, 9.0),
+        Stretch("task", 1.0, 9.0),
+    ]
     assert stretches("given up", 1.0, 5.0, 5.5, None, 0.0)[-1] == Stretch("task", 1.0, 5.5)
     assert stretches("lease lost", 1.0, 5.0, 5.5, None, 0.0) == []

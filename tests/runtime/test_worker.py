@@ -25,9 +25,7 @@ async def test_calls_are_made_in_order_and_by_the_same_thread() -> None:
         return 2 * n if twice else n
 
     with Worker("training") as worker:
-        results = await asyncio.gather(
-            *(worker.run(call, n, twice=n == 3) for n in range(4))
-        )  # fmt: skip
+        results = await asyncio.gather(*(worker.run(call, n, twice=n == 3) for n in range(4)))
     assert results == [0, 1, 2, 6]
     assert made == [(n, "training") for n in range(4)]
 

@@ -58,10 +58,17 @@ def test_known_answers(case: dict[str, Any]) -> None:
             kept = now.memory.devices
             before = kept[device] if kept else np.zeros(4, np.float32)
             work = Work(
-                device=device, task="t", version=now.version, seed=0, epochs=None, solver=solver,
-                steps=case["local_steps"], cancelled=lambda: False, control=base.controls,
+                device=device,
+                task="t",
+                version=now.version,
+                seed=0,
+                epochs=None,
+                solver=solver,
+                steps=case["local_steps"],
+                cancelled=lambda: False,
+                control=base.controls,
                 device_control=before,
-            )  # fmt: skip
+            )
             load(base, module)
             trained = task.train(module, task.device_data(device), work)
             sent = Model(base.layout)

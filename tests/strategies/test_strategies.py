@@ -87,10 +87,13 @@ def test_known_answers(case: dict[str, Any]) -> None:
         x_new = model_of(layout, *arrived["x_new"])
         tau = arrived["base_version"]
         new = Update(
-            model=sent(rule, x_new, versions[tau]), tau=tau,
-            device=arrived["device"], samples=arrived["samples"],
-            steps=arrived["local_steps"], lr=arrived["local_lr"],
-        )  # fmt: skip
+            model=sent(rule, x_new, versions[tau]),
+            tau=tau,
+            device=arrived["device"],
+            samples=arrived["samples"],
+            steps=arrived["local_steps"],
+            lr=arrived["local_lr"],
+        )
         now, outcome, weight, staleness = receive(rule, now, new)
         found = (outcome, staleness, now.version)
         assert found == (expected["outcome"], expected["staleness"], expected["version"]), number
@@ -103,12 +106,20 @@ def test_known_answers(case: dict[str, Any]) -> None:
 def test_known_answers_cover_every_outcome_and_strategy() -> None:
     outcomes = {(c["strategy"]["name"], e["outcome"]) for c in KNOWN for e in c["expected"]}
     assert outcomes >= {
-        ("fedasync", "applied"), ("fedasync", "dropped"),
-        ("fedavg", "applied"), ("fedavg", "buffered"), ("fedavg", "dropped"),
-        ("fedbuff", "applied"), ("fedbuff", "buffered"), ("fedbuff", "dropped"),
-        ("afa-cd", "applied"), ("afa-cd", "buffered"),
-        ("afa-cs", "applied"), ("afa-cs", "buffered"), ("afa-cs", "dropped"),
-    }  # fmt: skip
+        ("fedasync", "applied"),
+        ("fedasync", "dropped"),
+        ("fedavg", "applied"),
+        ("fedavg", "buffered"),
+        ("fedavg", "dropped"),
+        ("fedbuff", "applied"),
+        ("fedbuff", "buffered"),
+        ("fedbuff", "dropped"),
+        ("afa-cd", "applied"),
+        ("afa-cd", "buffered"),
+        ("afa-cs", "applied"),
+        ("afa-cs", "buffered"),
+        ("afa-cs", "dropped"),
+    }
     assert all(e["weight"] == 0 for c in KNOWN for e in c["expected"] if e["outcome"] == "dropped")
 
 
@@ -396,11 +407,16 @@ def test_only_written_vectors_use_space() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        FedAsyncSettings(), FedAsyncSettings(max_staleness=0), FedAvgSettings(clients_per_round=3),
-        FedBuffSettings(buffer_size=3), FedBuffSettings(buffer_size=1), AfaCdSettings(),
-        AfaCsSettings(buffer_size=1), AfaCsSettings(buffer_size=3),
+        FedAsyncSettings(),
+        FedAsyncSettings(max_staleness=0),
+        FedAvgSettings(clients_per_round=3),
+        FedBuffSettings(buffer_size=3),
+        FedBuffSettings(buffer_size=1),
+        AfaCdSettings(),
+        AfaCsSettings(buffer_size=1),
+        AfaCsSettings(buffer_size=3),
     ],
-)  # fmt: skip
+)
 @given(data=st.data())
 def test_the_current_model_is_never_written_to(settings: Strategy, data: st.DataObject) -> None:
     """Readers may be reading it; and the memory that may be reused is never one in use."""

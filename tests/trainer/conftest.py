@@ -56,11 +56,20 @@ def make(hand: Hand, redis: RedisSettings, task: Task) -> Make:
         run_devices: int | None = None,
     ) -> Trainer:
         return Trainer(
-            settings or TrainerSettings(), solver, devices or DeviceSettings(),
-            lease or LeaseSettings(seconds=60), keys=hand.keys, redis=redis, name=name,
-            load=lambda: task, solvers=solvers, participation=participation, rests=rests,
-            wire=wire, run_devices=run_devices,
-        )  # fmt: skip
+            settings or TrainerSettings(),
+            solver,
+            devices or DeviceSettings(),
+            lease or LeaseSettings(seconds=60),
+            keys=hand.keys,
+            redis=redis,
+            name=name,
+            load=lambda: task,
+            solvers=solvers,
+            participation=participation,
+            rests=rests,
+            wire=wire,
+            run_devices=run_devices,
+        )
 
     return trainer
 

@@ -116,10 +116,16 @@ def test_unknown_device_in_a_group_is_rejected() -> None:
 
 def trained(*sets: str, task: Task | None = None) -> Model:
     base = (
-        "strategy.name=afa-cd", "strategy.buffer_size=6", "strategy.server_lr=0.3",
-        "run.versions=8", "simulation.threads=1", "simulation.evaluate_every=0",
-        "solver.lr=0.2", "solver.batch_size=0", "scheduler.steps.n=1",
-    )  # fmt: skip
+        "strategy.name=afa-cd",
+        "strategy.buffer_size=6",
+        "strategy.server_lr=0.3",
+        "run.versions=8",
+        "simulation.threads=1",
+        "simulation.evaluate_every=0",
+        "solver.lr=0.2",
+        "solver.batch_size=0",
+        "scheduler.steps.n=1",
+    )
     return simulate(read(None, [*base, *sets]), task or Small()).model
 
 
@@ -171,9 +177,12 @@ def test_impossible_learning_rate_is_not_sent(lr: float) -> None:
     ids=("groups", "chosen", "said"),
 )
 async def test_upload_contains_its_devices_learning_rate(
-    hand: Hand, make: Make, task: Task, groups: tuple[SolverGroup, ...],
+    hand: Hand,
+    make: Make,
+    task: Task,
+    groups: tuple[SolverGroup, ...],
     wanted: dict[int, float],
-) -> None:  # fmt: skip
+) -> None:
     await hand.create(devices=DEVICES)
     async with running(make(solver=Sgd(lr=0.2), solvers=groups), context()):
         for device in wanted:

@@ -48,8 +48,10 @@ def as_published(data: Bytes, labels: list[int]) -> bytes:
         b"cnumpy.core.multiarray\n_reconstruct\nq\x04cnumpy\nndarray\nq\x05K\x00\x85U\x01b\x87R"
         b"(K\x01" + shape + b"\x86cnumpy\ndtype\nq\x06U\x02u1K\x00K\x01\x87R"
         b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
-        + struct.pack("<i", data.size) + data.tobytes() + b"tbu."
-    )  # fmt: skip
+        + struct.pack("<i", data.size)
+        + data.tobytes()
+        + b"tbu."
+    )
 
 
 @pytest.fixture

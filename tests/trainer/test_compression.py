@@ -141,15 +141,22 @@ def test_models_are_not_compressed() -> None:
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["solver.compression={kind='bf16'}"],
-         r"strategy.name = 'fedasync' with solver.compression.kind = 'bf16': its devices send"),
-        (["strategy.name=fedavg", "solvers=[{devices=[2], compression={kind='topk', share=0.1}}]"],
-         r"'fedavg' with solver.compression.kind of device 2 = 'topk'"),
+        (
+            ["solver.compression={kind='bf16'}"],
+            r"strategy.name = 'fedasync' with solver.compression.kind = 'bf16': its devices send",
+        ),
+        (
+            [
+                "strategy.name=fedavg",
+                "solvers=[{devices=[2], compression={kind='topk', share=0.1}}]",
+            ],
+            r"'fedavg' with solver.compression.kind of device 2 = 'topk'",
+        ),
         (["solver.compression={kind='topk', share=0.0}"], r"solver.*compression.*share"),
         (["solver.compression={kind='topk'}"], r"solver.*compression.*share"),
         (["solver.compression={kind='int8'}"], r"compression.*must be one of bf16, none, topk"),
     ],
-)  # fmt: skip
+)
 def test_invalid_compression_is_a_one_line_error(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         read(None, sets)
@@ -183,15 +190,21 @@ def test_simulated_device_sends_compressed_updates(
     sets: list[str], task: Task, changed: list[int], batched: str
 ) -> None:
     base = (
-        "strategy.name=fedbuff", "strategy.buffer_size=1", "run.versions=30",
-        "simulation.threads=1", "simulation.evaluate_every=0", "solver.batch_size=0",
-        "simulation.staleness.kind=none", f"simulation.batched={batched}",
-    )  # fmt: skip
+        "strategy.name=fedbuff",
+        "strategy.buffer_size=1",
+        "run.versions=30",
+        "simulation.threads=1",
+        "simulation.evaluate_every=0",
+        "solver.batch_size=0",
+        "simulation.staleness.kind=none",
+        f"simulation.batched={batched}",
+    )
     models: list[Floats] = []
     outcome = simulate(
-        read(None, [*base, *sets]), task,
+        read(None, [*base, *sets]),
+        task,
         on_version=lambda _made, model: models.append(model.floats.copy()),
-    )  # fmt: skip
+    )
     moved = [np.count_nonzero(new != old) for old, new in pairwise(models)]
     devices = [made.updates[0].device for made in outcome.versions[1:]]
     assert set(devices) == set(range(6))

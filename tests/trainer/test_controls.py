@@ -71,9 +71,15 @@ async def test_delta_is_the_distance_trained(hand: Hand, make: Make, task: Steps
     x_tau, x_new, module = model_of(hand.layout, 0.5), Model(hand.layout), task.model()
     load(x_tau, module)
     work = Work(
-        device=1, task=name, version=1, seed=1, steps=H, epochs=None, solver=SGD,
+        device=1,
+        task=name,
+        version=1,
+        seed=1,
+        steps=H,
+        epochs=None,
+        solver=SGD,
         cancelled=lambda: False,
-    )  # fmt: skip
+    )
     solve(task, module, task.device_data(1), work)
     read(module, x_new)
     # Nearly: it was trained by another thread, with as many of torch's own as its settings say.

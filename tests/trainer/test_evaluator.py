@@ -21,9 +21,13 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
     hand.layout = layout_of(Point())
     await hand.create()
     evaluator = Evaluator(
-        EvaluatorSettings(every=2), keys=hand.keys, redis=redis, name="evaluator",
-        load=lambda: task, target=0.35,
-    )  # fmt: skip
+        EvaluatorSettings(every=2),
+        keys=hand.keys,
+        redis=redis,
+        name="evaluator",
+        load=lambda: task,
+        target=0.35,
+    )
 
     async def measured() -> list[int | None]:
         return [event.version for event in await hand.events("evaluation")]
@@ -61,9 +65,14 @@ async def test_evaluator_of_another_task_exits_with_an_error(
 
     def evaluator(per_device: PerDevice, task: Adds) -> Evaluator:
         return Evaluator(
-            EvaluatorSettings(per_device=per_device), keys=hand.keys, redis=redis,
-            name="evaluator", load=lambda: task, target=None, run_devices=7,
-        )  # fmt: skip
+            EvaluatorSettings(per_device=per_device),
+            keys=hand.keys,
+            redis=redis,
+            name="evaluator",
+            load=lambda: task,
+            target=None,
+            run_devices=7,
+        )
 
     with pytest.raises(LayoutMismatch, match=r"evaluator's task has 5 parameters in 1 tensors"):
         await asyncio.wait_for(evaluator("never", Adds(5)).run(context()), 60)
@@ -78,9 +87,13 @@ async def test_it_measures_a_run_as_soon_as_there_is_one(
 ) -> None:
     hand.layout = layout_of(Point())
     evaluator = Evaluator(
-        EvaluatorSettings(), keys=hand.keys, redis=redis, name="evaluator", load=lambda: task,
+        EvaluatorSettings(),
+        keys=hand.keys,
+        redis=redis,
+        name="evaluator",
+        load=lambda: task,
         target=None,
-    )  # fmt: skip
+    )
     async with running(evaluator, context()):
         await wait_until(lambda: awaits_news(hand.client, "evaluator"))
         await hand.create()
@@ -109,9 +122,13 @@ async def test_devices_are_measured_when_they_should_be(
     monkeypatch.setattr(task, "device_test_data", range)
     monkeypatch.setattr(task, "metrics", lambda _, data: {"accuracy": len(data) / 100})
     evaluator = Evaluator(
-        EvaluatorSettings(every=1, per_device=when), keys=hand.keys, redis=redis,
-        name="evaluator", load=lambda: task, target=None,
-    )  # fmt: skip
+        EvaluatorSettings(every=1, per_device=when),
+        keys=hand.keys,
+        redis=redis,
+        name="evaluator",
+        load=lambda: task,
+        target=None,
+    )
     spread = {
         "device_mean_accuracy": pytest.approx((devices - 1) / 200),
         "device_worst_tenth_accuracy": 0.0,
@@ -152,9 +169,13 @@ async def test_failing_metrics_are_reported_and_the_run_continues(
 
     monkeypatch.setattr(task, "metrics", broken)
     evaluator = Evaluator(
-        EvaluatorSettings(every=1), keys=hand.keys, redis=redis, name="evaluator",
-        load=lambda: task, target=None,
-    )  # fmt: skip
+        EvaluatorSettings(every=1),
+        keys=hand.keys,
+        redis=redis,
+        name="evaluator",
+        load=lambda: task,
+        target=None,
+    )
 
     async def told() -> list[int | None]:
         return [event.version for event in await hand.events("error")]

@@ -86,8 +86,9 @@ def test_of_many_devices_evenly_spaced_ones_are_measured(monkeypatch: pytest.Mon
 def test_measuring_stops_when_the_run_does() -> None:
     task = Half()
     assert device_metrics(task, nn.Linear(1, 1), 5, cancelled=lambda: len(task.asked) > 2) == {
-        0: {"items": 1.0}, 2: {"items": 3.0}
-    }  # fmt: skip
+        0: {"items": 1.0},
+        2: {"items": 3.0},
+    }
 
 
 def test_a_built_in_device_is_tested_on_the_classes_that_it_has() -> None:

@@ -102,9 +102,14 @@ def life() -> Context:
 
 def feedback(hand: Hand, life: Context, **settings: object) -> Feedback:
     return Feedback(
-        hand.client, TrainerLedger(hand.client, hand.keys, "t"), hand.keys,
-        TrainerSettings.model_validate(settings), 4, TrainerMetrics(life.registry), life.log,
-    )  # fmt: skip
+        hand.client,
+        TrainerLedger(hand.client, hand.keys, "t"),
+        hand.keys,
+        TrainerSettings.model_validate(settings),
+        4,
+        TrainerMetrics(life.registry),
+        life.log,
+    )
 
 
 async def answered(hand: Hand, kept: Feedback, unsent: Floats, *, again: bool = False) -> list[str]:

@@ -17,14 +17,45 @@ from fedstream.trainer.task import Task, declared_goals
 @pytest.mark.parametrize(
     ("metric", "goal"),
     [
-        *((name, "min") for name in ("rmse", "mae", "wer", "loss_test", "Val Loss", "test/MSE",
-          "word_error_rate", "device_worst_tenth_rmse", "device_deviation_accuracy")),
-        *((name, "max") for name in ("accuracy", "top5_accuracy", "f1_macro", "mean_iou", "r2",
-          "device_mean_accuracy", "device_worst_tenth_auc")),
-        *((name, None) for name in ("closs", "error_free_rate", "score", "test", "",
-          "device_worst_tenth_score")),
+        *(
+            (name, "min")
+            for name in (
+                "rmse",
+                "mae",
+                "wer",
+                "loss_test",
+                "Val Loss",
+                "test/MSE",
+                "word_error_rate",
+                "device_worst_tenth_rmse",
+                "device_deviation_accuracy",
+            )
+        ),
+        *(
+            (name, "max")
+            for name in (
+                "accuracy",
+                "top5_accuracy",
+                "f1_macro",
+                "mean_iou",
+                "r2",
+                "device_mean_accuracy",
+                "device_worst_tenth_auc",
+            )
+        ),
+        *(
+            (name, None)
+            for name in (
+                "closs",
+                "error_free_rate",
+                "score",
+                "test",
+                "",
+                "device_worst_tenth_score",
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_goal_is_known_by_the_whole_name_or_not_at_all(metric: str, goal: str | None) -> None:
     assert goal_of(metric, {}) == goal
 
@@ -54,8 +85,11 @@ def test_a_wrong_declaration_is_refused(goal: object) -> None:
 
 def test_a_target_is_reached_from_the_right_side() -> None:
     assert [reaches(value, 2.0, "min") for value in (1.0, 2.0, 3.0, math.nan)] == [
-        True, True, False, False
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+    ]
     assert [reaches(value, 2.0, "max") for value in (1.0, 2.0, 3.0)] == [False, True, True]
 
 
@@ -64,8 +98,10 @@ def test_the_main_metric_does_not_depend_on_the_order() -> None:
         assert main_metric(names, {}) == "mae"
     assert main_metric(["f1", "loss", "accuracy"], {}) == "accuracy"
     assert [main_metric(names, {}) for names in (["loss"], ["device_mean_f1"], [])] == [
-        "loss", None, None
-    ]  # fmt: skip
+        "loss",
+        None,
+        None,
+    ]
 
 
 def test_the_main_metric_has_a_goal_if_any_has() -> None:

@@ -181,10 +181,14 @@ def test_args_reach_a_task_as_typed_parameters(write: Callable[[str, str], Path]
     settings = read(
         None,
         [
-            f"task.name={name}", "task.args.hidden=3", "task.args.act=tanh",
-            "task.args.corners=[{x=1.5}]", "task.args.schema=a", "task.args.free={deep=[1, 'b']}",
+            f"task.name={name}",
+            "task.args.hidden=3",
+            "task.args.act=tanh",
+            "task.args.corners=[{x=1.5}]",
+            "task.args.schema=a",
+            "task.args.free={deep=[1, 'b']}",
         ],
-    ).task  # fmt: skip
+    ).task
     given = load_task(name, settings).given  # type: ignore[attr-defined]
     assert given == (3, "tanh", given[2], "a", {"deep": [1, "b"]})
     assert [type(corner).__name__ for corner in given[2]] == ["Corner"]
@@ -196,23 +200,47 @@ def test_args_reach_a_task_as_typed_parameters(write: Callable[[str, str], Path]
 @pytest.mark.parametrize(
     ("attribute", "args", "words"),
     [
-        ("Sized", {"hidden": 1, "axt": 3},
-         "task.args.axt = 3: unknown key; did you mean task.args.act?"),
-        ("Sized", {"hiden": 3}, ("task.args.hidden: required, but not given\n"
-         "task.args.hiden = 3: unknown key; did you mean task.args.hidden?")),
+        (
+            "Sized",
+            {"hidden": 1, "axt": 3},
+            "task.args.axt = 3: unknown key; did you mean task.args.act?",
+        ),
+        (
+            "Sized",
+            {"hiden": 3},
+            (
+                "task.args.hidden: required, but not given\n"
+                "task.args.hiden = 3: unknown key; did you mean task.args.hidden?"
+            ),
+        ),
         ("Sized", {"hidden": 0}, "task.args.hidden = 0: must be greater than or equal to 1"),
         ("Sized", {"hidden": "3"}, 'task.args.hidden = "3": must be a valid integer'),
-        ("Sized", {"hidden": 1, "act": "gelu"},
-         "task.args.act = \"gelu\": must be 'relu' or 'tanh'"),
-        ("Sized", {"hidden": 1, "corners": [{"y": 1.0}]},
-         "task.args.corners[0].y = 1.0: unknown key; allowed here: x"),
+        (
+            "Sized",
+            {"hidden": 1, "act": "gelu"},
+            "task.args.act = \"gelu\": must be 'relu' or 'tanh'",
+        ),
+        (
+            "Sized",
+            {"hidden": 1, "corners": [{"y": 1.0}]},
+            "task.args.corners[0].y = 1.0: unknown key; allowed here: x",
+        ),
         ("Sized", {}, "task.args.hidden: required by task '{name}', but not given"),
-        ("small", {"hidden": 3},
-         "task.args.hidden: task '{name}' takes no arguments; leave it out"),
-        ("ready", {"hidden": 3}, ("task.args.hidden: the task '{name}' takes no arguments, because "
-         "it is already made: name its class, or a function that returns it")),
+        (
+            "small",
+            {"hidden": 3},
+            "task.args.hidden: task '{name}' takes no arguments; leave it out",
+        ),
+        (
+            "ready",
+            {"hidden": 3},
+            (
+                "task.args.hidden: the task '{name}' takes no arguments, because "
+                "it is already made: name its class, or a function that returns it"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_args_are_named_with_what_is_allowed(
     write: Callable[[str, str], Path], attribute: str, args: dict[str, Any], words: str
 ) -> None:

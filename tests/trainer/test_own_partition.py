@@ -83,8 +83,10 @@ def test_rows_may_be_left_out_only_if_it_says_so(rules: str) -> None:
     with pytest.raises(DataError, match=r"few', with seed 7: 116 of 120 rows .* such as 4; if "):
         split(partition(f"{rules}:few"), LABELS, 4, 7)
     assert [list(rows) for rows in split(partition(f"{rules}:some"), LABELS, 3, 0)] == [
-        [0], [1], [2]
-    ]  # fmt: skip
+        [0],
+        [1],
+        [2],
+    ]
 
 
 def test_its_errors_and_what_it_may_not_do_are_named(rules: str) -> None:

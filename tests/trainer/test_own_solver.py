@@ -85,9 +85,15 @@ def adam(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def work(solver: Solver, **more: Any) -> Work:
     asked: dict[str, Any] = {
-        "device": 2, "task": "t", "version": 0, "seed": 3, "steps": 5, "epochs": None,
-        "solver": solver, "cancelled": lambda: False,
-    }  # fmt: skip
+        "device": 2,
+        "task": "t",
+        "version": 0,
+        "seed": 3,
+        "steps": 5,
+        "epochs": None,
+        "solver": solver,
+        "cancelled": lambda: False,
+    }
     return Work(**(asked | more))
 
 
@@ -212,8 +218,14 @@ def test_its_keys_are_checked_and_kept(adam: str) -> None:
 
 def test_a_group_of_devices_may_have_it(adam: str) -> None:
     group = f"solvers=[{{devices=[1], kind='{adam}', beta_1=0.7}}]"
-    sets = ("strategy.name=fedbuff", "strategy.buffer_size=6", "run.versions=3",
-            "simulation.threads=1", "simulation.staleness.kind=none", "solver.lr=0.1")  # fmt: skip
+    sets = (
+        "strategy.name=fedbuff",
+        "strategy.buffer_size=6",
+        "run.versions=3",
+        "simulation.threads=1",
+        "simulation.staleness.kind=none",
+        "solver.lr=0.1",
+    )
     settings = read(None, [*sets, group])
     assert settings.solvers[0].of(settings.solver).beta_1 == 0.7  # type: ignore[attr-defined]
     assert settings.solvers[0].of(settings.solver).lr == 0.1

@@ -50,9 +50,15 @@ class Lines(Task):
 
 def trainer(place: Place, redis: RedisSettings, keys: Keys) -> Trainer:
     return Trainer(
-        TrainerSettings(device=place), Sgd(lr=0.1, batch_size=8), DeviceSettings(), LeaseSettings(),
-        keys=keys, redis=redis, name="t1", load=Lines,
-    )  # fmt: skip
+        TrainerSettings(device=place),
+        Sgd(lr=0.1, batch_size=8),
+        DeviceSettings(),
+        LeaseSettings(),
+        keys=keys,
+        redis=redis,
+        name="t1",
+        load=Lines,
+    )
 
 
 def evaluator(place: Place, redis: RedisSettings, keys: Keys) -> Evaluator:
@@ -121,9 +127,15 @@ async def test_result_of_a_device_comes_back_as_the_runs_vector(
     module, here = task.model(), model_of(hand.layout, 0.0)
     load(here, module)
     work = Work(
-        device=trigger.device, task=trigger.task, version=0, seed=7, steps=None, epochs=1,
-        solver=solver, cancelled=lambda: False,
-    )  # fmt: skip
+        device=trigger.device,
+        task=trigger.task,
+        version=0,
+        seed=7,
+        steps=None,
+        epochs=1,
+        solver=solver,
+        cancelled=lambda: False,
+    )
     solve(task, module, task.device_data(trigger.device), work)
     read(module, here)
     assert np.abs(here.floats).max() > 0.01

@@ -108,9 +108,12 @@ def test_role_contains_only_its_speakers_lines(tmp_path: Path) -> None:
     assert roles_in(tmp_path) == [
         Role("play", "ANTIPHOLUS OF EPHESUS", "I am not | partial."),
         Role("play", "ANTIPHOLUS OF SYRACUSE", "Plead no more."),
-        Role("play", "DUKE", "Proceed, Solinus, to procure my fall And by the doom of death "
-             "end woes. No?"),
-    ]  # fmt: skip
+        Role(
+            "play",
+            "DUKE",
+            "Proceed, Solinus, to procure my fall And by the doom of death end woes. No?",
+        ),
+    ]
 
 
 @pytest.mark.parametrize("heading", ["PROLOGUE", "INDUCTION"])

@@ -61,9 +61,17 @@ C = np.linspace(-1, 1, X_TAU.layout.parameters, dtype=np.float32)
 
 def work(solver: Solver, **more: Any) -> Work:
     asked: dict[str, Any] = {
-        "device": 3, "task": "t", "version": 9, "seed": 5, "steps": STEPS, "epochs": None,
-        "solver": solver, "cancelled": lambda: False, "control": C, "device_control": -C / 2,
-    }  # fmt: skip
+        "device": 3,
+        "task": "t",
+        "version": 9,
+        "seed": 5,
+        "steps": STEPS,
+        "epochs": None,
+        "solver": solver,
+        "cancelled": lambda: False,
+        "control": C,
+        "device_control": -C / 2,
+    }
     return Work(**(asked | more))
 
 
@@ -200,11 +208,15 @@ def test_any_other_bytes_are_a_bad_message(data: bytes) -> None:
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text()
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats()
+    | st.text()
     | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.binary(), inner),
     max_leaves=5,
-)  # fmt: skip
+)
 
 
 @given(name=st.sampled_from([*Workspace.model_fields, "v", "more"]), value=anything)
@@ -232,7 +244,7 @@ def test_checksummed_bytes_that_are_not_a_workspace(fields: object) -> None:
         b"\x9f" * 5 + b"\x80" * (4 << 20),  # short lists of maps
         b"\x9f" * 900 + b"\x90" * (4 << 20),
     ],
-)  # fmt: skip
+)
 def test_forged_workspace_uses_bounded_memory(forged: bytes) -> None:
     """As a map's value: each of its bytes would become an object."""
     packed = b"\x81\xa1x" + forged

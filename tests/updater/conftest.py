@@ -57,10 +57,16 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         journal: dict[str, Any] = {"dir": str(folder), "sync": "always"}
         journal |= {key: settings.pop(key) for key in [*settings] if key in JOURNAL}
         return Updater(
-            UpdaterSettings(lease_s=lease_s, **settings), strategy, JournalSettings(**journal),
-            keys=keys, redis=redis, name=name, create_run=lambda: (run, model_of(hand.layout)),
-            versions=goal, published_as=format_of(published_as),
+            UpdaterSettings(lease_s=lease_s, **settings),
+            strategy,
+            JournalSettings(**journal),
+            keys=keys,
+            redis=redis,
+            name=name,
+            create_run=lambda: (run, model_of(hand.layout)),
+            versions=goal,
+            published_as=format_of(published_as),
             digests=digests,
-        )  # fmt: skip
+        )
 
     return make

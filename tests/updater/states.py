@@ -21,28 +21,47 @@ LAYOUT = layout_of()
 def run_of(**changes: Any) -> Run:
     """A run's record."""
     about: dict[str, Any] = {
-        "layout": LAYOUT, "strategy": "fedasync", "task": "digits", "devices": 10,
-        "versions": 100, "seed": 0, "created": 1.5, "lineage": "mine",
-    }  # fmt: skip
+        "layout": LAYOUT,
+        "strategy": "fedasync",
+        "task": "digits",
+        "devices": 10,
+        "versions": 100,
+        "seed": 0,
+        "created": 1.5,
+        "lineage": "mine",
+    }
     return Run(**about | changes)
 
 
 def state_of(version: int = 5, **changes: Any) -> RunState:
     """A state with nothing in its index."""
     about: dict[str, Any] = {
-        "run": run_of(), "strategy": HALF.build(), "digest": f"digest {version}", "time": 2.5,
-        "progress": Progress(State(version, model_of(LAYOUT))), "ends": Ends(Ended(Path("none"))),
-    }  # fmt: skip
+        "run": run_of(),
+        "strategy": HALF.build(),
+        "digest": f"digest {version}",
+        "time": 2.5,
+        "progress": Progress(State(version, model_of(LAYOUT))),
+        "ends": Ends(Ended(Path("none"))),
+    }
     return RunState(**about | changes)
 
 
 def upload_of(task: str, **changes: Any) -> Upload:
     """An update of a task, as its trainer reported it."""
     about: dict[str, Any] = {
-        "task": task, "attempt": "a1", "device": 1, "trainer": "t", "tau": 5, "base": "d",
-        "layout": LAYOUT.signature, "digest": "d", "size": LAYOUT.nbytes, "samples": 10,
-        "steps": 5, "lr": 0.1,
-    }  # fmt: skip
+        "task": task,
+        "attempt": "a1",
+        "device": 1,
+        "trainer": "t",
+        "tau": 5,
+        "base": "d",
+        "layout": LAYOUT.signature,
+        "digest": "d",
+        "size": LAYOUT.nbytes,
+        "samples": 10,
+        "steps": 5,
+        "lr": 0.1,
+    }
     return Upload(**about | changes)
 
 
@@ -52,14 +71,27 @@ def applied(task: str, version: int, *, finish: str | None = None) -> Change:
         task=task, device=1, tau=5, staleness=0, weight=0.5, samples=10, steps=5, loss=None
     )
     made = Version(
-        version=version, time=10.0 + version, epoch=1, digest=f"digest {version}",
-        blob=f"{version}.1.x", size=LAYOUT.nbytes, updates=(contribution,),
-    )  # fmt: skip
+        version=version,
+        time=10.0 + version,
+        epoch=1,
+        digest=f"digest {version}",
+        blob=f"{version}.1.x",
+        size=LAYOUT.nbytes,
+        updates=(contribution,),
+    )
     record = Taken(
-        entry=f"{version}-0", upload=upload_of(task), outcome="applied", weight=0.5,
-        staleness=0, version=version, digest=made.digest, time=made.time, received=1.0,
-        finished=finish, counts={},
-    )  # fmt: skip
+        entry=f"{version}-0",
+        upload=upload_of(task),
+        outcome="applied",
+        weight=0.5,
+        staleness=0,
+        version=version,
+        digest=made.digest,
+        time=made.time,
+        received=1.0,
+        finished=finish,
+        counts={},
+    )
     end = End(task, "a1", "applied", device=1, version=version, staleness=0, weight=0.5)
     after = Progress(State(version, model_of(LAYOUT, float(version))))
     return Change(record.entry, record, (), after, made, end, finish=finish)
@@ -68,9 +100,16 @@ def applied(task: str, version: int, *, finish: str | None = None) -> Change:
 def refused(task: str, version: int, reason: str = "digest") -> Change:
     """An update that was refused on top of a version."""
     record = Taken(
-        entry=f"{task}-0", upload=upload_of(task), outcome="refused", reason=reason, staleness=0,
-        version=version, time=3.0, received=1.0, counts={},
-    )  # fmt: skip
+        entry=f"{task}-0",
+        upload=upload_of(task),
+        outcome="refused",
+        reason=reason,
+        staleness=0,
+        version=version,
+        time=3.0,
+        received=1.0,
+        counts={},
+    )
     end = End(task, "a1", "refused", reason, 1, version, 0)
     return Change(record.entry, record, (), Progress(State(version, model_of(LAYOUT))), end=end)
 
@@ -78,7 +117,13 @@ def refused(task: str, version: int, reason: str = "digest") -> Change:
 def closed(entry: str, version: int) -> Change:
     """A round that ended without making a version."""
     record = RoundClosed(
-        entry=entry, round=version, why="over", late=False, version=version, time=3.0,
-        received=1.0, counts={},
-    )  # fmt: skip
+        entry=entry,
+        round=version,
+        why="over",
+        late=False,
+        version=version,
+        time=3.0,
+        received=1.0,
+        counts={},
+    )
     return Change(entry, record, (), Progress(State(version, model_of(LAYOUT))))

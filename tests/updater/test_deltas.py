@@ -107,11 +107,17 @@ async def test_delta_is_a_step_from_the_newest_version(
         (AFA_CD, {"parameters": 1e3}, {"lr": 1e-29, "steps": 1}, "norm too large"),
         (PER_STEP, {"parameters": 1e3}, {"lr": 1e-29, "steps": 1}, "norm too large"),
     ],
-)  # fmt: skip
+)
 async def test_unusable_update_is_refused_and_changes_nothing(
-    make: Any, hand: Hand, client: Client, keys: Keys,
-    rule: Strategy, values: dict[str, float], changes: dict[str, Any], reason: str,
-) -> None:  # fmt: skip
+    make: Any,
+    hand: Hand,
+    client: Client,
+    keys: Keys,
+    rule: Strategy,
+    values: dict[str, float],
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
     live = context()
     updater = make(rule)
     async with running(updater, live):
@@ -188,9 +194,19 @@ def test_size_check_is_pure(
     rule: Strategy, norm: float, max_norm: float | None, reason: str
 ) -> None:
     upload = Upload(
-        task="t", attempt="1", device=1, trainer="t1", tau=0, base="b", layout="l", digest="d",
-        size=1, samples=1, steps=2, lr=0.1,
-    )  # fmt: skip
+        task="t",
+        attempt="1",
+        device=1,
+        trainer="t1",
+        tau=0,
+        base="b",
+        layout="l",
+        digest="d",
+        size=1,
+        samples=1,
+        steps=2,
+        lr=0.1,
+    )
     assert refusals.by_norm(upload, rule.build(10), norm, max_norm) == reason
 
 

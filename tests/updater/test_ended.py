@@ -260,9 +260,13 @@ def test_index_that_could_not_be_written_is_rebuilt_on_the_next_start(index: End
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_redis_fallback_causes_no_second_record(
-    make: Any, hand: Hand, client: Client, folder: Path, restarted: bool,
+    make: Any,
+    hand: Hand,
+    client: Client,
+    folder: Path,
+    restarted: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
     monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
     async with running(make(segment_versions=3, lease_s=0.5), context()):

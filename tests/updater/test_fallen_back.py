@@ -184,9 +184,13 @@ async def test_forgotten_task_is_counted_once_with_its_end(hand: Hand, client: C
 async def again(hand: Hand, counts: dict[str, int], journalled: dict[str, int]) -> None:
     """The updater publishes its newest version again."""
     made = await hand.ledger.create(
-        hand.updater.token, hand.run(), await hand.publish(0), counts=counts,
-        journalled=journalled, done=lambda _: None,
-    )  # fmt: skip
+        hand.updater.token,
+        hand.run(),
+        await hand.publish(0),
+        counts=counts,
+        journalled=journalled,
+        done=lambda _: None,
+    )
     assert made.what == "created"
     assert made.counts == (await hand.ledger.look()).counts
     await hand.balanced()

@@ -83,8 +83,10 @@ async def test_no_update_is_mixed_in_twice_after_a_failed_adoption(
         version = (await hand.published())[-1]
         model = await hand.model(version)
     assert [update.task for update in version.updates] == [
-        kept[0].task, kept[1].task, last.task,
-    ]  # fmt: skip
+        kept[0].task,
+        kept[1].task,
+        last.task,
+    ]
     assert model.floats.tolist() == [9.0 + 7.0] * 4  # (3 + 6 + 12) / 3: the 30 went with Redis
 
 

@@ -87,9 +87,13 @@ async def test_device_is_refused_until_it_is_released(make: Any, hand: Hand, fol
         if isinstance(one, QuarantineSet | Taken)
     ]
     assert told == [
-        (3, "applied", 1), ((3, 5), False, 1), (3, "refused", 1), (4, "applied", 2),
-        ((3,), True, 2), (3, "applied", 3),
-    ]  # fmt: skip
+        (3, "applied", 1),
+        ((3, 5), False, 1),
+        (3, "refused", 1),
+        (4, "applied", 2),
+        ((3,), True, 2),
+        (3, "applied", 3),
+    ]
 
 
 async def test_repeated_commands_change_nothing(make: Any, hand: Hand, folder: Path) -> None:
@@ -101,8 +105,9 @@ async def test_repeated_commands_change_nothing(make: Any, hand: Hand, folder: P
         await bar(hand, 6, release=True)
         await wait_until(hand.queue_is_empty)
     assert [(one.devices, one.why) for one in (await barred(hand)).groups] == [
-        ((3,), "poison"), ((4,), "again"),
-    ]  # fmt: skip
+        ((3,), "poison"),
+        ((4,), "again"),
+    ]
     assert len(records(folder)) == 2
 
 

@@ -53,29 +53,37 @@ CASES = (
     Case("older-version", Publish("version 4"), head=head_of(4)),
     Case("newer-version", Remake(head_of(7)), head=head_of(7)),
     Case(
-        "another-lineage", Refuse("a run of a different lineage"),
+        "another-lineage",
+        Refuse("a run of a different lineage"),
         run=run_of(lineage="theirs"),
     ),
     Case(
         "another-lineage-counts-before-its-version",
         Refuse("a run of a different lineage"),
-        run=run_of(lineage="theirs"), head=head_of(4),
+        run=run_of(lineage="theirs"),
+        head=head_of(4),
     ),
     Case(
         "another-digest", Refuse("a different version 5 from the journal"), head=head_of(5, "other")
     ),
     # Ends that made no version: only their number shows that Redis fell back.
     Case(
-        "forgotten-ends", Publish("2 of 3 ends"), head=head_of(applied=2),
+        "forgotten-ends",
+        Publish("2 of 3 ends"),
+        head=head_of(applied=2),
         told={"applied": 2, "refused": 1, "refused:digest": 1},
     ),
     Case(
-        "all-ends", Confirm(head_of(applied=2, refused=1)), head=head_of(applied=2, refused=1),
+        "all-ends",
+        Confirm(head_of(applied=2, refused=1)),
+        head=head_of(applied=2, refused=1),
         told={"applied": 2, "refused": 1},
     ),
     Case(
-        "forgotten-quarantine", Publish("1 of 2 changes of quarantines"),
-        head=replace(head_of(), quarantines=Quarantines(1)), told_quarantines=2,
+        "forgotten-quarantine",
+        Publish("1 of 2 changes of quarantines"),
+        head=replace(head_of(), quarantines=Quarantines(1)),
+        told_quarantines=2,
     ),
     # What is pending was not told yet, so Redis need not have its ends.
     Case("pending-ends", Confirm(head_of()), pending=(refused("a", 5),)),
@@ -86,39 +94,48 @@ CASES = (
     Case("ended-while-the-journal-lost-its-end", Finish(OVER), run=OVER, head=head_of(7)),
     Case("ended-but-fallen-back", Publish("version 4"), run=OVER, head=head_of(4)),
     Case("end-forgotten", Publish("a run that is not finished"), state=FINISHED),
-    Case(
-        "end-pending", Confirm(head_of()), state=FINISHED, pending=(refused("a", 5),)
-    ),
+    Case("end-pending", Confirm(head_of()), state=FINISHED, pending=(refused("a", 5),)),
     # The run is to have more versions than Redis knows of.
     Case("extended", Publish("a run of 100 versions", lost=False), state=EXTENDED),
     Case(
-        "extended-after-its-end", Publish("a run of 100 versions", lost=False),
-        run=OVER, state=EXTENDED,
+        "extended-after-its-end",
+        Publish("a run of 100 versions", lost=False),
+        run=OVER,
+        state=EXTENDED,
     ),
     Case("extended-and-behind", Publish("version 4"), run=OVER, head=head_of(4), state=EXTENDED),
     Case(
-        "extended-while-the-journal-lost-its-end", Remake(head_of(7)), run=OVER, head=head_of(7),
+        "extended-while-the-journal-lost-its-end",
+        Remake(head_of(7)),
+        run=OVER,
+        head=head_of(7),
         state=EXTENDED,
     ),
     Case(
-        "extended-and-another-digest", Refuse("a different version 5 from the journal"),
-        run=OVER, head=head_of(5, "other"), state=EXTENDED,
+        "extended-and-another-digest",
+        Refuse("a different version 5 from the journal"),
+        run=OVER,
+        head=head_of(5, "other"),
+        state=EXTENDED,
     ),
     # Our newest version was published again and the reply lost, with older ones pending.
     Case(
-        "before-its-turn", Publish("version 5, which is not due yet"),
+        "before-its-turn",
+        Publish("version 5, which is not due yet"),
         pending=(applied("a", 4), applied("b", 5)),
     ),
     Case("in-turn", Confirm(head_of()), pending=(applied("b", 5),)),
     Case("pending-and-behind", Publish("version 3"), head=head_of(3), pending=(applied("b", 5),)),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_action(case: Case) -> None:
     found: dict[str, Any] = {
-        "told": case.told, "told_quarantines": case.told_quarantines, "pending": case.pending,
-    }  # fmt: skip
+        "told": case.told,
+        "told_quarantines": case.told_quarantines,
+        "pending": case.pending,
+    }
     assert action(case.state, case.run, case.head, **found) == case.expected
 
 

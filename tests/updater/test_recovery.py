@@ -72,8 +72,10 @@ async def test_journal_records_every_entry_exactly(make: Any, hand: Hand, folder
     first, refused, second = records(folder)
     assert isinstance(second, Taken)
     assert [(r.outcome, r.reason) for r in (first, refused, second) if isinstance(r, Taken)] == [
-        ("applied", ""), ("refused", "not finite"), ("applied", ""),
-    ]  # fmt: skip
+        ("applied", ""),
+        ("refused", "not finite"),
+        ("applied", ""),
+    ]
     assert isinstance(refused, Taken)
     assert refused.upload.task == bad.task
     assert (second.staleness, second.weight, second.version, second.upload.tau) == (1, 0.5, 2, 0)

@@ -146,8 +146,10 @@ async def test_dropped_round_is_in_no_version(
         await hand.reaches(1)
     rounds = [one for one in records(folder) if isinstance(one, RoundClosed)]
     assert [(one.dropped, one.late, one.version) for one in rounds] == [
-        (2, False, 0), (0, True, 0), (0, False, 1),
-    ]  # fmt: skip
+        (2, False, 0),
+        (0, True, 0),
+        (0, False, 1),
+    ]
     _, version = await hand.published()
     assert [update.device for update in version.updates] == [three, three + 1]
     if isinstance(rule, FedAvgSettings):

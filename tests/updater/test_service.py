@@ -47,9 +47,13 @@ async def test_updater_creates_the_run_and_version_0(make: Any, hand: Hand) -> N
 
 @pytest.mark.parametrize("wrong_s", [3600.0, -3600.0])
 async def test_every_update_makes_a_version_that_lists_it(
-    make: Any, hand: Hand, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    hand: Hand,
+    client: Client,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
     wrong_s: float,
-) -> None:  # fmt: skip
+) -> None:
     """Its time is Redis's, whatever the updater's clock shows."""
     now = time.time
     began = now()
@@ -75,8 +79,9 @@ async def test_every_update_makes_a_version_that_lists_it(
     assert (await hand.model(one)).floats.tolist() == [2, 2, 2, 2]
     assert (await hand.model(two)).floats.tolist() == [3.5, 3.5, 3.5, 3.5]
     assert [(e.outcome, e.version, e.staleness, e.weight) for e in await hand.events()] == [
-        ("applied", 1, 0, 0.5), ("applied", 2, 1, 0.25)
-    ]  # fmt: skip
+        ("applied", 1, 0, 0.5),
+        ("applied", 2, 1, 0.25),
+    ]
     head = await hand.ledger.head()
     assert head
     assert head.mean_staleness == pytest.approx(0.1)
@@ -168,9 +173,14 @@ async def test_large_models_are_mixed_off_the_event_loop(make: Any, hand: Hand) 
     ],
 )
 async def test_bad_updates_are_refused_counted_and_never_reach_the_model(
-    make: Any, hand: Hand, client: Client, keys: Keys,
-    values: tuple[float, ...], changes: dict[str, Any], reason: str,
-) -> None:  # fmt: skip
+    make: Any,
+    hand: Hand,
+    client: Client,
+    keys: Keys,
+    values: tuple[float, ...],
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
     with_metrics = context()
     async with running(make(max_norm=10.0), with_metrics):
         await hand.join()

@@ -130,9 +130,15 @@ def cut_off(proxy: Proxy) -> None:
 @pytest.mark.parametrize("forgets", ["emptied", "fallen-back"])
 @pytest.mark.parametrize("step", STEPS)
 async def test_no_version_is_revoked_whatever_redis_forgets_during_a_takeover(
-    make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path,
-    monkeypatch: pytest.MonkeyPatch, step: str, forgets: str,
-) -> None:  # fmt: skip
+    make: Any,
+    hand: Hand,
+    client: Client,
+    redis: RedisSettings,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    forgets: str,
+) -> None:
     watched = Watched(hand)
     async with Proxy(redis) as way, Proxy(redis) as other_way:
         first = make(name="first", redis=way.settings, lease_s=1.0)

@@ -87,9 +87,19 @@ MANY = 2**53 - 1
 
 def claiming(samples: int, **changes: Any) -> Upload:
     about: dict[str, Any] = {
-        "task": "t", "attempt": "a", "device": 1, "trainer": "t", "tau": 0, "base": "b",
-        "digest": "d", "layout": "l", "size": 16, "steps": 1, "lr": 0.1, "handed": 0,
-    }  # fmt: skip
+        "task": "t",
+        "attempt": "a",
+        "device": 1,
+        "trainer": "t",
+        "tau": 0,
+        "base": "b",
+        "digest": "d",
+        "layout": "l",
+        "size": 16,
+        "steps": 1,
+        "lr": 0.1,
+        "handed": 0,
+    }
     return Upload(samples=samples, **about | changes)
 
 
@@ -178,10 +188,14 @@ async def test_device_that_claims_all_samples_there_are_is_not_the_average(
 @pytest.mark.parametrize(
     ("tau", "handed", "since", "why"),
     [
-        (5, None, 5, ""), (3, None, 3, "too stale"), (5, 4, 4, ""), (5, 3, 3, "too stale"),
-        (6, 4, 4, "unknown base"), (3, 4, 3, "too stale"),
+        (5, None, 5, ""),
+        (3, None, 3, "too stale"),
+        (5, 4, 4, ""),
+        (5, 3, 3, "too stale"),
+        (6, 4, 4, "unknown base"),
+        (3, 4, 3, "too stale"),
     ],
-)  # fmt: skip
+)
 def test_staleness_counts_from_the_older_version(
     tau: int, handed: int | None, since: int, why: str
 ) -> None:

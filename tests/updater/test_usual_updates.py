@@ -34,9 +34,19 @@ from tests.support import Hand, context, model_of, running, wait_until
 from tests.updater.journalled import HALF, records
 
 UPLOAD = Upload(
-    task="t", attempt="1", device=1, trainer="t1", tau=0, base="b", layout="l", digest="d",
-    size=1, samples=1, steps=2, lr=0.1,
-)  # fmt: skip
+    task="t",
+    attempt="1",
+    device=1,
+    trainer="t1",
+    tau=0,
+    base="b",
+    layout="l",
+    digest="d",
+    size=1,
+    samples=1,
+    steps=2,
+    lr=0.1,
+)
 LAYOUT = Layout(
     (
         Tensor("weight", (4,), "float32", "parameter"),
@@ -124,14 +134,19 @@ def test_vanished_controls_may_grow_as_large_as_parameters() -> None:
 
 
 RARE = (
-    "task.partition.p=1", "run.versions=60", "simulation.staleness.kind=none",
+    "task.partition.p=1",
+    "run.versions=60",
+    "simulation.staleness.kind=none",
     "participation=[{devices=[0], rate=200.0}]",
-)  # fmt: skip
+)
 """One device with one class has converged when another with another class comes."""
 UNEQUAL = (
-    "run.versions=40", "run.seed=1", "task.seed=1",
-    "solver.lr=0.1", "solvers=[{devices=[1, 4], lr=1.0}]",
-)  # fmt: skip
+    "run.versions=40",
+    "run.seed=1",
+    "task.seed=1",
+    "solver.lr=0.1",
+    "solvers=[{devices=[1, 4], lr=1.0}]",
+)
 """Two of ten devices have ten times the others' learning rate."""
 
 

@@ -47,9 +47,13 @@ def hand(hand: Hand) -> Hand:
 @pytest.fixture
 def coordinator(hand: Hand, redis: RedisSettings) -> Callable[[], Coordinator]:
     return lambda: Coordinator(
-        CoordinatorSettings(), LeaseSettings(), keys=hand.keys, redis=redis, name="c",
+        CoordinatorSettings(),
+        LeaseSettings(),
+        keys=hand.keys,
+        redis=redis,
+        name="c",
         anarchic=False,
-    )  # fmt: skip
+    )
 
 
 @asynccontextmanager
@@ -120,9 +124,11 @@ BY_CONTENT = {
     "bomb": ("int8+zstd", BOMB[:400], "wire bomb"),
     "value that is no number": ("bf16", with_bytes(encoded("bf16"), 2, b"\xc0\x7f"), "not finite"),
     "scale too large": (
-        "int8", with_bytes(encoded("int8"), 0, struct.pack("<f", 3e38)), "not finite"
+        "int8",
+        with_bytes(encoded("int8"), 0, struct.pack("<f", 3e38)),
+        "not finite",
     ),
-}  # fmt: skip
+}
 BY_WORD = {
     "unknown format": ("int2", encoded("int8"), {}, "wire format"),
     "share left out": ("topk", encoded("topk:0.1"), {}, "wire format"),
@@ -132,7 +138,7 @@ BY_WORD = {
     "a byte too many": ("bf16", encoded("bf16") + b"\0", {}, "size"),
     "another format's size": ("f32", encoded("int8"), {}, "size"),
     "too many values": ("topk:0.01", encoded("topk:0.5"), {}, "size"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BY_CONTENT)
@@ -166,8 +172,10 @@ async def test_what_formats_save_is_counted_once(
         await hand.reaches(3)
         size = sum(map(len, sent.values()))
         assert (await hand.ledger.look()).encoded == {
-            "updates": 2, "bytes": size, "smaller_by": pytest.approx(2 * 1200 / size, abs=0.01),
-        }  # fmt: skip
+            "updates": 2,
+            "bytes": size,
+            "smaller_by": pytest.approx(2 * 1200 / size, abs=0.01),
+        }
 
 
 @pytest.mark.parametrize("name", BY_WORD)

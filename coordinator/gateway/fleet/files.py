@@ -129,9 +129,11 @@ class Roster:
         device, key = self._devices.get(pem, (None, None))
         if device is None or key is None:
             raise Refusal(
-                401, "key", "this key is not listed in gateway.flower_keys; start the supernode "
+                401,
+                "key",
+                "this key is not listed in gateway.flower_keys; start the supernode "
                 "with --auth-supernode-private-key",
-            )  # fmt: skip
+            )
         if not abs(now - at) <= WINDOW_S:
             raise Refusal(401, "clock", f"signed at {said}: more than {WINDOW_S} s from our clock")
         try:

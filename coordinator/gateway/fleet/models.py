@@ -110,9 +110,11 @@ def _array(tensor: Tensor, values: npt.NDArray[Any]) -> FlowerObject:
     chunks = [objects.packed("ArrayChunk", piece) for piece in pieces]
     places = {one: number for number, one in enumerate(dict.fromkeys(one.id for one in chunks))}
     about = {
-        "dtype": str(dtype), "shape": list(tensor.shape), "stype": "numpy.ndarray",
+        "dtype": str(dtype),
+        "shape": list(tensor.shape),
+        "stype": "numpy.ndarray",
         "arraychunk_ids": [places[one.id] for one in chunks],
-    }  # fmt: skip
+    }
     return objects.packed("Array", json.dumps(about).encode(), chunks)
 
 

@@ -72,9 +72,10 @@ def _made() -> dict[str, Any]:
             number, kind, label = field.split()
             is_many = label.startswith("*")
             one = message.field.add(
-                name=label.removeprefix("*"), number=int(number),
+                name=label.removeprefix("*"),
+                number=int(number),
                 label=described.LABEL_REPEATED if is_many else described.LABEL_OPTIONAL,
-            )  # fmt: skip
+            )
             if kind in _FIELDS:
                 one.type, one.type_name = described.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
             else:

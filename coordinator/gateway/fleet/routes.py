@@ -298,10 +298,16 @@ class FleetRoutes:
             given.arrays, config, unnamed=models.is_in_order(given.model.layout)
         )
         about = {
-            "run_id": self._run_id(), "src_node_id": _SERVER, "dst_node_id": device + _FIRST_NODE,
-            "reply_to_message_id": "", "group_id": str(head.version), "ttl": _TTL_S,
-            "message_type": "train", "created_at": self._ledger.now(), "message_id": "",
-        }  # fmt: skip
+            "run_id": self._run_id(),
+            "src_node_id": _SERVER,
+            "dst_node_id": device + _FIRST_NODE,
+            "reply_to_message_id": "",
+            "group_id": str(head.version),
+            "ttl": _TTL_S,
+            "message_type": "train",
+            "created_at": self._ledger.now(),
+            "message_id": "",
+        }
         message = protobuf.message("Message", metadata=about)
         whole = packed("Message", message.SerializeToString(), [content])
         message.metadata.message_id = whole.id
@@ -378,10 +384,14 @@ class FleetRoutes:
 
     async def _get_run(self, _device: int, _said: Any) -> Any:
         about = {
-            "run_id": self._run_id(), "series_id": self._run_id(), "fab_id": self._app.name,
-            "fab_version": self._app.version, "fab_hash": self._app.digest,
-            "primary_task_type": "flwr-serverapp", "status": {"status": "running"},
-        }  # fmt: skip
+            "run_id": self._run_id(),
+            "series_id": self._run_id(),
+            "fab_id": self._app.name,
+            "fab_version": self._app.version,
+            "fab_hash": self._app.digest,
+            "primary_task_type": "flwr-serverapp",
+            "status": {"status": "running"},
+        }
         return protobuf.message("GetRunResponse", run=about)
 
     async def _get_fab(self, _device: int, _said: Any) -> Any:
@@ -469,12 +479,17 @@ class FleetRoutes:
             held,
             UpdateReport(
                 digest=digest_of(data, algorithm_of(work.given.head.given)),
-                samples=found.samples, steps=0, lr=work.lr,
-                loss=found.loss, seconds=reply.seconds, tau=work.given.head.version,
-                base=work.given.head.given, layout=layout.signature,
+                samples=found.samples,
+                steps=0,
+                lr=work.lr,
+                loss=found.loss,
+                seconds=reply.seconds,
+                tau=work.given.head.version,
+                base=work.given.head.given,
+                layout=layout.signature,
             ),
             data,
-        )  # fmt: skip
+        )
 
     def _miss(self, device: int) -> None:
         """Have a supernode try again whose work another replica may have. Raises Refusal (503).

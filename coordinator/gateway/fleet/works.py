@@ -162,16 +162,19 @@ def reply(said: Any) -> Incoming:
         to_see.extend(tree.children)
     seconds = said.clientapp_runtime_list[0] if said.clientapp_runtime_list else 0.0
     return Incoming(
-        said.message_object_trees[0].object_id, wanted,
+        said.message_object_trees[0].object_id,
+        wanted,
         seconds if math.isfinite(seconds) and seconds >= 0 else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _no_room() -> Refusal:
     return Refusal(
-        503, "busy", "supernodes have as much in memory as gateway.model_bytes allows",
+        503,
+        "busy",
+        "supernodes have as much in memory as gateway.model_bytes allows",
         retry_after_s=RETRY_S,
-    )  # fmt: skip
+    )
 
 
 def most_objects(model: Model) -> int:

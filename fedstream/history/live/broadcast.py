@@ -62,9 +62,12 @@ class Broadcast:
     """The newest picture, and the log of what was told."""
 
     def __init__(
-        self, look: Callable[[], Awaitable[Glance]], draw: Drawing, away: Away,
+        self,
+        look: Callable[[], Awaitable[Glance]],
+        draw: Drawing,
+        away: Away,
         fault: Callable[[Exception], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``fault`` is told of a fault of the page's own, once until it works again."""
         self._fault = fault
         self._look = look

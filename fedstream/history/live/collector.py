@@ -106,17 +106,28 @@ class Collector:
             recent = self._recent
             recent.gauge(tally, memory.used, phases["training"], phases["uploading"], leading)
             scene = Scene(
-                name=self._ledger.keys.name, settings=self._settings, tally=tally, now=tally.now,
-                position=self._event, moved=recent.moved or tally.run.created, began=self._began,
-                memory=memory, tasks=tuple(tasks[:_SHOWN]),
+                name=self._ledger.keys.name,
+                settings=self._settings,
+                tally=tally,
+                now=tally.now,
+                position=self._event,
+                moved=recent.moved or tally.run.created,
+                began=self._began,
+                memory=memory,
+                tasks=tuple(tasks[:_SHOWN]),
                 phases={phase: phases[phase] for phase in PHASES},
                 oldest=next((task.since for task in tasks if task.since is not None), None),
-                workers=workers, leading=leading, rates=recent.rates,
+                workers=workers,
+                leading=leading,
+                rates=recent.rates,
                 measured=tuple(sorted(recent.measured.values(), key=lambda one: one.version)),
-                ended=recent.ended.newest(), reasons=tuple(recent.reasons),
-                made=recent.made.newest(), gauged=recent.gauged.newest(),
-                outcomes=tuple(recent.outcomes), notes=tuple(recent.notes),
-            )  # fmt: skip
+                ended=recent.ended.newest(),
+                reasons=tuple(recent.reasons),
+                made=recent.made.newest(),
+                gauged=recent.gauged.newest(),
+                outcomes=tuple(recent.outcomes),
+                notes=tuple(recent.notes),
+            )
         is_anew, self._is_anew = self._is_anew, False
         news, self._untold = self._untold, []
         return Glance(scene, news, is_anew, spent.seconds)

@@ -80,13 +80,17 @@ def flow(scene: Scene) -> Flow:
     return Flow(
         tuple(
             Stage(
-                name, _TELLS[name], count, rate if rates.over_s > 0 else None, passing,
+                name,
+                _TELLS[name],
+                count,
+                rate if rates.over_s > 0 else None,
+                passing,
                 name == found.place,
             )
             for name, count, rate, passing in known
         ),
         found,
-    )  # fmt: skip
+    )
 
 
 def bottleneck(scene: Scene) -> Bottleneck:
@@ -140,6 +144,8 @@ def waiting(scene: Scene) -> tuple[dict[FlowPlace, float], float]:
     further = sum(rows[name] for name in ("triggers", "training", "uploading", "queue"))
     untaken = (rows["open"] - further).clip(min=0)
     return {
-        "triggers": float(rows["triggers"].mean()), "waiting": float(untaken.mean()),
-        "uploads": float(rows["uploading"].mean()), "queue": float(rows["queue"].mean()),
-    }, max(1.0, scene.now - float(rows["time"][0]))  # fmt: skip
+        "triggers": float(rows["triggers"].mean()),
+        "waiting": float(untaken.mean()),
+        "uploads": float(rows["uploading"].mean()),
+        "queue": float(rows["queue"].mean()),
+    }, max(1.0, scene.now - float(rows["time"][0]))

@@ -31,10 +31,14 @@ def headline_html(scene: Scene, *, away_s: float = 0.0) -> str:
     tally = scene.tally
     version, versions = tally.head.version, tally.run.versions
     return rendered(
-        "live/headline.html", standstill=stalled(scene, away_s=away_s), version=version,
-        versions=versions, share=min(1.0, version / versions), pace=_pace(scene),
+        "live/headline.html",
+        standstill=stalled(scene, away_s=away_s),
+        version=version,
+        versions=versions,
+        share=min(1.0, version / versions),
+        pace=_pace(scene),
         facts=headline_facts(scene),
-    )  # fmt: skip
+    )
 
 
 def _pace(scene: Scene) -> str:
@@ -100,18 +104,23 @@ def curves_of(scene: Scene) -> list[Chart]:
     seconds = dict(
         zip(
             [float(one.version) for one in measured],
-            np.maximum.accumulate([one.seconds for one in measured]).tolist(), strict=True,
+            np.maximum.accumulate([one.seconds for one in measured]).tolist(),
+            strict=True,
         )
-    )  # fmt: skip
+    )
     found = []
     for one in charts.of_metrics(measured, names):
         found += [
             one,
             replace(
-                one, name=f"{one.name}-time", title=f"{one.title} over time", unit="seconds",
-                x=[seconds[version] for version in one.x], versions=False,
+                one,
+                name=f"{one.name}-time",
+                title=f"{one.title} over time",
+                unit="seconds",
+                x=[seconds[version] for version in one.x],
+                versions=False,
             ),
-        ]  # fmt: skip
+        ]
     return [*found, *charts.of_updates(_used(scene), "loss")]
 
 
@@ -145,10 +154,13 @@ def devices_html(scene: Scene, sort: str = "") -> str:
     """The devices, by default with the oddest first. ``sort``: a column, or -column."""
     table = device_table(scene)
     return rendered(
-        "live/devices.html", table=table, rows=table.rows(sort, most=SHOWN), pushes=scene.pushes,
+        "live/devices.html",
+        table=table,
+        rows=table.rows(sort, most=SHOWN),
+        pushes=scene.pushes,
         sort=sort if sort.removeprefix("-") in ("device", *table.figures) else "",
         ends=len(scene.ended),
-    )  # fmt: skip
+    )
 
 
 def device_html(scene: Scene, device: int) -> str:
@@ -156,15 +168,20 @@ def device_html(scene: Scene, device: int) -> str:
     table, used = device_table(scene), _used(scene)
     row = next(iter(table.rows(only=device)), None)
     return rendered(
-        "live/device.html", device=device, row=row, labels=LABELS, pushes=scene.pushes,
-        facts=[] if row is None else facts_of_device(table, row), ends=len(scene.ended),
+        "live/device.html",
+        device=device,
+        row=row,
+        labels=LABELS,
+        pushes=scene.pushes,
+        facts=[] if row is None else facts_of_device(table, row),
+        ends=len(scene.ended),
         charts=charts.of_device_rows(used[used["device"] == device]),
         tasks=[
             {"phase": one.phase, "seconds": max(0.0, scene.now - one.phase_since)}
             for one in scene.tasks
             if one.device == device
         ],
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

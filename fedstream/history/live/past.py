@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from fedstream.history.ui.server import PageServer
 
 _PATHS = (
-    "/overview", "/versions", "/versions/{number}", "/updates", "/devices", "/devices/{number}",
-)  # fmt: skip
+    "/overview",
+    "/versions",
+    "/versions/{number}",
+    "/updates",
+    "/devices",
+    "/devices/{number}",
+)
 _QUESTIONS = ("/bisect", "/what-if", "/distances")
 _NICENESS = 19  # whatever else there is to do comes first
 
@@ -100,11 +105,13 @@ class Pasts:
         own = Settings(task=settings.task, evaluator=settings.evaluator)
         jobs = PageJobs(
             Workplace(
-                path, TaskAccess(trusted=True, own=own),
+                path,
+                TaskAccess(trusted=True, own=own),
                 WorkBounds(settings.page.question_s, settings.page.question_bytes, _NICENESS),
-                log="the coordinator's log", preloads=False,
+                log="the coordinator's log",
+                preloads=False,
             )
-        )  # fmt: skip
+        )
         run = RecordedRun(
             path,
             is_live=True,

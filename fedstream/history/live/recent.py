@@ -95,15 +95,30 @@ class Recent:
         if event.what == "outcome" and event.outcome is not None:
             self._end(event)
             outcome = TaskEnd(
-                id_, _moment(event.time), event.task or "", event.device, event.outcome,
-                event.reason or "", event.version, event.staleness, event.weight, event.site or "",
-            )  # fmt: skip
+                id_,
+                _moment(event.time),
+                event.task or "",
+                event.device,
+                event.outcome,
+                event.reason or "",
+                event.version,
+                event.staleness,
+                event.weight,
+                event.site or "",
+            )
             self.outcomes.append(outcome)
             return outcome
         note = Note(
-            id_, _moment(event.time), event.what, event.service, event.device, event.version,
-            event.reason or "", (event.text or "")[-_TEXT:], event.site or "",
-        )  # fmt: skip
+            id_,
+            _moment(event.time),
+            event.what,
+            event.service,
+            event.device,
+            event.version,
+            event.reason or "",
+            (event.text or "")[-_TEXT:],
+            event.site or "",
+        )
         self.notes.append(note)
         return note
 
@@ -112,11 +127,16 @@ class Recent:
         outcome = OUTCOMES.index(event.outcome) if event.outcome else 0
         row = self.ended.add(
             update_row(
-                version=event.version, time=_moment(event.time), device=event.device,
-                outcome=outcome, reason=self._reason(event.reason or ""),
-                staleness=event.staleness, weight=event.weight, loss=used.loss if used else None,
+                version=event.version,
+                time=_moment(event.time),
+                device=event.device,
+                outcome=outcome,
+                reason=self._reason(event.reason or ""),
+                staleness=event.staleness,
+                weight=event.weight,
+                loss=used.loss if used else None,
             )
-        )  # fmt: skip
+        )
         if used is None and event.task and event.outcome in ("applied", "buffered"):
             _bounded(self._rows, event.task, row)
 
@@ -149,11 +169,19 @@ class Recent:
         """Take what is there now."""
         self.gauged.add(
             (
-                tally.now, tally.tasks, tally.backlog, tally.triggers, tally.inbox or 0,
-                tally.trainers, memory, training, uploading, tally.dead,
+                tally.now,
+                tally.tasks,
+                tally.backlog,
+                tally.triggers,
+                tally.inbox or 0,
+                tally.trainers,
+                memory,
+                training,
+                uploading,
+                tally.dead,
                 ("scheduler" in leading) + 2 * ("updater" in leading),
             )
-        )  # fmt: skip
+        )
         counts: dict[str, int] = {"issued": tally.issued, "versions": tally.head.version}
         counts.update({str(outcome): n for outcome, n in tally.outcomes.items()})
         self._counts.append((tally.now, counts))
@@ -171,9 +199,14 @@ class Recent:
         # Redis may have fallen back meanwhile.
         by = {name: max(0, n - before[name]) / (now - began) for name, n in after.items()}
         return Rates(
-            now - began, by["issued"], by["applied"] + by["buffered"], by["refused"],
-            by["given_up"], by["dead"], by["versions"],
-        )  # fmt: skip
+            now - began,
+            by["issued"],
+            by["applied"] + by["buffered"],
+            by["refused"],
+            by["given_up"],
+            by["dead"],
+            by["versions"],
+        )
 
 
 def _moment(seconds: float) -> float:

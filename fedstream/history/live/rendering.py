@@ -61,16 +61,28 @@ def row(told: Told) -> list[object]:
     return [told.time, spaced(told.outcome), visible(" · ".join(filter(None, words)))]
 
 
-def page(picture: LivePicture, *, has_past: bool, journal: str, is_operator: bool,
-         has_operators: bool, may_leave: bool) -> str:  # fmt: skip
+def page(
+    picture: LivePicture,
+    *,
+    has_past: bool,
+    journal: str,
+    is_operator: bool,
+    has_operators: bool,
+    may_leave: bool,
+) -> str:
     """The whole page. ``journal``: where it would be; ``may_leave``: the viewer has logged in."""
     scene = picture.scene
     return rendered(
-        "live.html", **_frame(scene, "Live", has_past=has_past, has_operators=has_operators),
-        headline=picture.parts[HEADLINE], position=scene.position, lines=_lines(scene),
+        "live.html",
+        **_frame(scene, "Live", has_past=has_past, has_operators=has_operators),
+        headline=picture.parts[HEADLINE],
+        position=scene.position,
+        lines=_lines(scene),
         panels=[(panel, picture.parts[panel.name]) for panel in PANELS],
-        is_operator=is_operator, may_leave=may_leave, journal=journal,
-    )  # fmt: skip
+        is_operator=is_operator,
+        may_leave=may_leave,
+        journal=journal,
+    )
 
 
 def devices(picture: LivePicture, sort: str, *, has_operators: bool) -> str:
@@ -103,16 +115,22 @@ def login(run: str, to: str, *, is_operator: bool, problem: str) -> str:
     )
 
 
-def operate(run: str, found: DeadLetters | None, form: str, *, told: str, problem: str,
-            ended: str) -> str:  # fmt: skip
+def operate(
+    run: str, found: DeadLetters | None, form: str, *, told: str, problem: str, ended: str
+) -> str:
     """What an operator may do. ``form``: what forms must contain; ``told``: what was just done.
 
     ``ended``: how the run did; '' if it goes on.
     """
     return rendered(
-        "operate.html", **_bare(run, "Operate"), found=found, form=form, told=told,
-        problem=problem, ended=ended,
-    )  # fmt: skip
+        "operate.html",
+        **_bare(run, "Operate"),
+        found=found,
+        form=form,
+        told=told,
+        problem=problem,
+        ended=ended,
+    )
 
 
 def waiting(run: str, text: str) -> str:
@@ -128,16 +146,29 @@ def problem(run: str, title: str, text: str) -> str:
 def _frame(scene: Scene, title: str, *, has_past: bool, has_operators: bool) -> dict[str, Any]:
     about = scene.tally.run
     run = {
-        "name": scene.name, "task": about.task, "strategy": about.strategy, "state": about.state,
-        "why": about.why or "", "damage": (), "past": has_past, "operators": has_operators,
+        "name": scene.name,
+        "task": about.task,
+        "strategy": about.strategy,
+        "state": about.state,
+        "why": about.why or "",
+        "damage": (),
+        "past": has_past,
+        "operators": has_operators,
         "newest": scene.tally.head.version,
-    }  # fmt: skip
+    }
     return {"title": title, "here": title, "run": run}
 
 
 def _bare(run: str, title: str) -> dict[str, Any]:
     about = {
-        "name": Keys(run).name, "task": "", "strategy": "", "state": "", "why": "", "damage": (),
-        "past": False, "operators": False, "newest": 0,
-    }  # fmt: skip
+        "name": Keys(run).name,
+        "task": "",
+        "strategy": "",
+        "state": "",
+        "why": "",
+        "damage": (),
+        "past": False,
+        "operators": False,
+        "newest": 0,
+    }
     return {"title": title, "here": title, "run": about}

@@ -26,14 +26,18 @@ admitted; its update waits for the updater, or in a batch."""
 GAUGED = np.dtype(
     [
         ("time", "f8"),
-        ("open", "i8"), ("queue", "i8"), ("triggers", "i8"), ("inbox", "i8"),  # tasks, entries
+        ("open", "i8"),
+        ("queue", "i8"),
+        ("triggers", "i8"),
+        ("inbox", "i8"),  # tasks, entries
         ("trainers", "i8"),
         ("memory", "i8"),  # bytes
-        ("training", "i8"), ("uploading", "i8"),  # open tasks in that phase
+        ("training", "i8"),
+        ("uploading", "i8"),  # open tasks in that phase
         ("dead", "i8"),  # letters
         ("leads", "i1"),  # 1: a scheduler does, 2: an updater does, 3: both
     ]
-)  # fmt: skip
+)
 """What was there at a moment at which somebody looked."""
 
 

@@ -94,9 +94,11 @@ class LiveService:
         """Look on while somebody does, until stop."""
         self._context = context
         self._faults = Counter(
-            "fedstream_page_faults", "Faults of the live page's own.", ["part"],
+            "fedstream_page_faults",
+            "Faults of the live page's own.",
+            ["part"],
             registry=context.registry,
-        )  # fmt: skip
+        )
         for part in ("page", "journal"):
             self._faults.labels(part)
         try:
@@ -180,10 +182,11 @@ class LiveService:
 
     async def _nobody_may(self, what: str) -> web.Response:
         return await self._failed(
-            403, f"Nobody may {what}",
+            403,
+            f"Nobody may {what}",
             "no operator's token is configured: set page.operator_token "
             "(FEDSTREAM_PAGE__OPERATOR_TOKEN), or use the command line",
-        )  # fmt: skip
+        )
 
     def _may(self, request: web.Request, who: Who) -> bool:
         now = self._who(request)
@@ -274,11 +277,14 @@ class LiveService:
         cookie = self._who(request)
         return _html(
             make.page(
-                picture, has_past=await self._past.are_there(), journal=str(self._past.journal),
-                is_operator=cookie == "operator", has_operators=self._sessions.has_operators,
+                picture,
+                has_past=await self._past.are_there(),
+                journal=str(self._past.journal),
+                is_operator=cookie == "operator",
+                has_operators=self._sessions.has_operators,
                 may_leave=cookie is not None,
             )
-        )  # fmt: skip
+        )
 
     def _recorded(self, path: str) -> Answering:
         """The recorded past; of devices, what the newest tasks say if nothing is recorded here."""
@@ -357,9 +363,14 @@ class LiveService:
         response = web.Response(status=303, headers={"Location": to})
         is_secure = request.secure or request.headers.get("X-Forwarded-Proto") == "https"
         response.set_cookie(
-            self._sessions.cookie, begun[1], max_age=LASTS_S[begun[0]], httponly=True,
-            samesite="Strict", secure=is_secure, path="/",
-        )  # fmt: skip
+            self._sessions.cookie,
+            begun[1],
+            max_age=LASTS_S[begun[0]],
+            httponly=True,
+            samesite="Strict",
+            secure=is_secure,
+            path="/",
+        )
         return response
 
     async def _too_often(self, to: str, who: Who, wait_s: float) -> web.Response:

@@ -22,9 +22,7 @@ LASTS_S: dict[Who, int] = {"viewer": 12 * 3600, "operator": 15 * 60}
 class Sessions:
     """Logins of viewers and operators. Pure: it is told what time it is, in seconds since 1970."""
 
-    def __init__(
-        self, run: str, tokens: Tokens | None, operator_token: SecretStr | None
-    ) -> None:  # fmt: skip
+    def __init__(self, run: str, tokens: Tokens | None, operator_token: SecretStr | None) -> None:
         """``tokens``: None lets everybody look; ``operator_token``: None lets nobody act."""
         self._tokens: dict[Who, Tokens | None] = {
             "viewer": tokens,

@@ -177,8 +177,10 @@ def nothing_is_used(scene: Scene) -> str | None:
     ends = Counter(zip(since["outcome"].tolist(), since["reason"].tolist(), strict=True))
     (outcome, reason), count = ends.most_common(1)[0]
     what = {
-        "refused": "is refused", "given_up": "is given up", "dead": "becomes a dead letter",
-    }[OUTCOMES[outcome]]  # fmt: skip
+        "refused": "is refused",
+        "given_up": "is given up",
+        "dead": "becomes a dead letter",
+    }[OUTCOMES[outcome]]
     why = scene.reasons[reason] or "no reason was given"
     return f"every task that ends {what}: {why} ({count:,} of the last {len(since):,})"
 
@@ -280,9 +282,18 @@ def _oldest(scene: Scene) -> str:
 
 
 CAUSES: tuple[Explanation, ...] = (
-    memory_is_full, no_updater_leads, updater_is_silent, no_trainer_is_alive,
-    trainers_are_silent, no_device_is_connected, nothing_is_used, no_scheduler_leads,
-    no_device_is_eligible, coordinators_are_slow, nobody_takes_tasks, batch_is_incomplete,
+    memory_is_full,
+    no_updater_leads,
+    updater_is_silent,
+    no_trainer_is_alive,
+    trainers_are_silent,
+    no_device_is_connected,
+    nothing_is_used,
+    no_scheduler_leads,
+    no_device_is_eligible,
+    coordinators_are_slow,
+    nobody_takes_tasks,
+    batch_is_incomplete,
     training_takes_long,
-)  # fmt: skip
+)
 """In the order in which they are asked."""

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 
 def bisection(
-    run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
-    *, other: PageJob | None, **about: str,
-) -> str:  # fmt: skip
+    run: RecordedRun,
+    fields: Mapping[str, str],
+    problems: Problems,
+    job: PageJob | None,
+    *,
+    other: PageJob | None,
+    **about: str,
+) -> str:
     """The page of a bisection. ``other``: what is being worked on instead.
 
     ``about``: the form's token, its address, and who may send it.
@@ -31,16 +36,31 @@ def bisection(
         said = job.answer.in_words(job.question.metric, job.question.limit)
         crossing = job.answer.crossing
     return page(
-        run, "bisect.html", "Bisect", "Bisect", fields=fields, problems=problems, job=job,
-        other_job=other, **about, metrics=run.metrics, said=said, crossing=crossing,
+        run,
+        "bisect.html",
+        "Bisect",
+        "Bisect",
+        fields=fields,
+        problems=problems,
+        job=job,
+        other_job=other,
+        **about,
+        metrics=run.metrics,
+        said=said,
+        crossing=crossing,
         charts=[] if job is None else measured(job),
-    )  # fmt: skip
+    )
 
 
 def other_rule(
-    run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
-    *, other: PageJob | None, **about: str,
-) -> str:  # fmt: skip
+    run: RecordedRun,
+    fields: Mapping[str, str],
+    problems: Problems,
+    job: PageJob | None,
+    *,
+    other: PageJob | None,
+    **about: str,
+) -> str:
     """The page of another rule. ``other``: what is being worked on instead.
 
     ``about``: the form's token, its address, and who may send it.
@@ -57,17 +77,34 @@ def other_rule(
         rows = beside_each_other(job)
     recorded = keys_in(run.past.head.strategy)
     return page(
-        run, "what_if.html", "What if", "What if", fields=fields, problems=problems, job=job,
-        other_job=other, **about, recorded=recorded, rules=RULES.names(),
-        functions=FUNCTIONS.names(), said=said, error=error, rows=rows,
+        run,
+        "what_if.html",
+        "What if",
+        "What if",
+        fields=fields,
+        problems=problems,
+        job=job,
+        other_job=other,
+        **about,
+        recorded=recorded,
+        rules=RULES.names(),
+        functions=FUNCTIONS.names(),
+        said=said,
+        error=error,
+        rows=rows,
         charts=[] if job is None else laid_over(job),
-    )  # fmt: skip
+    )
 
 
 def distances(
-    run: RecordedRun, fields: Mapping[str, str], problems: Problems, job: PageJob | None,
-    *, other: PageJob | None, **about: str,
-) -> str:  # fmt: skip
+    run: RecordedRun,
+    fields: Mapping[str, str],
+    problems: Problems,
+    job: PageJob | None,
+    *,
+    other: PageJob | None,
+    **about: str,
+) -> str:
     """The page of all devices' distances and cosines. ``other``: what is worked on instead.
 
     ``about``: the form's token, its address, and who may send it.
@@ -77,10 +114,18 @@ def distances(
         columns = run.columns.until(answer.until) if run.columns.has(answer.until) else run.columns
         table = devices_of(columns.updates, shares=answer.by_device)
     return page(
-        run, "distances.html", "Distances", "Devices", fields=fields, problems=problems, job=job,
-        other_job=other, **about,
-        table=table, devices=[] if table is None else table.rows(),
-    )  # fmt: skip
+        run,
+        "distances.html",
+        "Distances",
+        "Devices",
+        fields=fields,
+        problems=problems,
+        job=job,
+        other_job=other,
+        **about,
+        table=table,
+        devices=[] if table is None else table.rows(),
+    )
 
 
 def measured(job: PageJob) -> list[Chart]:
@@ -111,14 +156,17 @@ def laid_over(job: PageJob) -> list[Chart]:
     x = [float(point.version) for point in points]
     found = [
         Chart(
-            f"what-if-{number}", f"Test {name}", "version, as recorded", x,
+            f"what-if-{number}",
+            f"Test {name}",
+            "version, as recorded",
+            x,
             [
                 Curve("original", [finite(point.original.get(name)) for point in points]),
                 Curve("changed", [finite((point.changed or {}).get(name)) for point in points]),
             ],
         )
         for number, name in enumerate(names)
-    ]  # fmt: skip
+    ]
     if points:
         apart = [finite(point.distance) for point in points]
         title = "How far the two models are from each other"

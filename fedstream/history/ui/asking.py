@@ -45,8 +45,9 @@ class QuestionForm:
     def fields(self, sent: Mapping[str, object]) -> Fields:
         """What was filled in."""
         texts = [(name, sent.get(name)) for name in self.names]
-        return {name: text.strip() for name, text in texts
-                if isinstance(text, str) and text.strip()}  # fmt: skip
+        return {
+            name: text.strip() for name, text in texts if isinstance(text, str) and text.strip()
+        }
 
     def address(self, fields: Fields) -> str:
         """Where a question, and what became of it, is shown."""
@@ -55,17 +56,23 @@ class QuestionForm:
 
 FORMS = (
     QuestionForm(
-        "/bisect", questions.BISECTION, questions.first_bisection,
-        questions.bisection, answers.bisection,
+        "/bisect",
+        questions.BISECTION,
+        questions.first_bisection,
+        questions.bisection,
+        answers.bisection,
     ),
     QuestionForm(
-        "/what-if", questions.OTHER_RULE, lambda _run: {}, questions.other_rule,
+        "/what-if",
+        questions.OTHER_RULE,
+        lambda _run: {},
+        questions.other_rule,
         answers.other_rule,
     ),
     QuestionForm(
         "/distances", questions.DISTANCES, lambda _run: {}, questions.distances, answers.distances
     ),
-)  # fmt: skip
+)
 
 
 class Asking:
@@ -83,9 +90,14 @@ class Asking:
 
     def routes(self) -> list[web.RouteDef]:
         """What the server is to have."""
-        return [route for form in FORMS for route in (
-            web.get(form.path, self._looking(form)), web.post(form.path, self._asking(form)),
-        )]  # fmt: skip
+        return [
+            route
+            for form in FORMS
+            for route in (
+                web.get(form.path, self._looking(form)),
+                web.post(form.path, self._asking(form)),
+            )
+        ]
 
     def _looking(self, form: QuestionForm) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def look(request: web.Request) -> web.Response:
@@ -137,16 +149,27 @@ class Asking:
         )
 
     def _page(
-        self, run: RecordedRun, form: QuestionForm, fields: Fields, problems: Problems,
-        notice: str = "", asker: Asker = "may",
-    ) -> str:  # fmt: skip
+        self,
+        run: RecordedRun,
+        form: QuestionForm,
+        fields: Fields,
+        problems: Problems,
+        notice: str = "",
+        asker: Asker = "may",
+    ) -> str:
         """``notice``: why there is nothing to show but the form."""
         job, current = self._jobs.at(form.address(fields)), self._jobs.current
         return form.show(
-            run, dict.fromkeys(form.names, "") | dict(fields), problems, job and job.as_it_is(),
-            other=None if current is job else current, token=self._token, asker=asker,
-            address=form.address(fields), notice=notice or self._forgotten(form.address(fields)),
-        )  # fmt: skip
+            run,
+            dict.fromkeys(form.names, "") | dict(fields),
+            problems,
+            job and job.as_it_is(),
+            other=None if current is job else current,
+            token=self._token,
+            asker=asker,
+            address=form.address(fields),
+            notice=notice or self._forgotten(form.address(fields)),
+        )
 
     def _forgotten(self, address: str) -> str:
         """What became of an answer that was at an address once; '' if there was none."""

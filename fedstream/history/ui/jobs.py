@@ -106,9 +106,11 @@ class PageJob:
             return
         is_over, is_read = Event(), Event()
         watch = Thread(
-            target=self._watch, args=(process, where, is_over, is_read), name="question's end",
+            target=self._watch,
+            args=(process, where, is_over, is_read),
+            name="question's end",
             daemon=True,
-        )  # fmt: skip
+        )
         watch.start()
         try:
             with channel:
@@ -134,9 +136,10 @@ class PageJob:
             context.set_forkserver_preload(_PRELOADED)
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=work, daemon=True,
+            target=work,
+            daemon=True,
             args=(theirs, self.question, where.run, where.access, where.bounds),
-        )  # fmt: skip
+        )
         with theirs:
             try:
                 process.start()

@@ -53,9 +53,13 @@ class Selection:
     def query(self, page: int) -> str:
         """As an address has it, with the number of a page."""
         asked = {
-            "device": self.device, "outcome": self.outcome, "reason": self.reason,
-            "from": self.first, "until": self.last, "page": page or None,
-        }  # fmt: skip
+            "device": self.device,
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "from": self.first,
+            "until": self.last,
+            "page": page or None,
+        }
         return urlencode({name: value for name, value in asked.items() if value is not None})
 
 
@@ -72,20 +76,31 @@ def prepare(*, also_later: bool = False) -> None:
 def overview(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
     """Curves over versions or time, staleness, outcomes."""
     return page(
-        run, "overview.html", "Overview", "Overview", window=window,
-        facts=facts(run), charts=charts.of_run(run, window), outcomes=outcomes(run),
+        run,
+        "overview.html",
+        "Overview",
+        "Overview",
+        window=window,
+        facts=facts(run),
+        charts=charts.of_run(run, window),
+        outcomes=outcomes(run),
         it=worsening(run),
-    )  # fmt: skip
+    )
 
 
 def devices(run: RecordedRun, sort: str) -> str:
     """The table of devices. ``sort``: a column, with - before it to descend. Raises NotThere."""
     table = devices_of(run.columns.updates, shares=run.shares)
     return page(
-        run, "devices.html", "Devices", "Devices",
-        measured_shares=run.measured_shares(), table=table, devices=sorted_devices(table, sort),
+        run,
+        "devices.html",
+        "Devices",
+        "Devices",
+        measured_shares=run.measured_shares(),
+        table=table,
+        devices=sorted_devices(table, sort),
         sort=sort,
-    )  # fmt: skip
+    )
 
 
 def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) -> str:
@@ -98,17 +113,27 @@ def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) 
     if lately is not None:
         drawn = [*charts.of_pushes(run, lately.rows, window), *drawn]
     return page(
-        run, "device.html", f"Device {wanted}", "Devices", lately=lately,
+        run,
+        "device.html",
+        f"Device {wanted}",
+        "Devices",
+        lately=lately,
         measured_shares=run.measured_shares(),
-        device=row, labels=LABELS, facts=facts_of_device(table, row), window=window,
+        device=row,
+        labels=LABELS,
+        facts=facts_of_device(table, row),
+        window=window,
         charts=drawn,
-    )  # fmt: skip
+    )
 
 
 def updates(
-    run: RecordedRun, wanted: Selection, part: int, fields: Mapping[str, str],
+    run: RecordedRun,
+    wanted: Selection,
+    part: int,
+    fields: Mapping[str, str],
     problems: Mapping[str, str],
-) -> str:  # fmt: skip
+) -> str:
     """A page of the updates that are wanted, numbered from 0.
 
     ``fields``: the form's, as they were filled in; ``problems``: what is wrong with some of them.
@@ -124,18 +149,32 @@ def updates(
     begin = part * PAGE
     places = found[begin : begin + PAGE]
     return page(
-        run, "updates.html", "Updates", "Updates", wanted=wanted, known=known, total=len(found),
+        run,
+        "updates.html",
+        "Updates",
+        "Updates",
+        wanted=wanted,
+        known=known,
+        total=len(found),
         fields={name: fields.get(name, "") for name in ("device", "from", "until")},
-        problems=problems, begin=begin, rows=shown(run, places),
+        problems=problems,
+        begin=begin,
+        rows=shown(run, places),
         before=f"/updates?{wanted.query(part - 1)}" if part else "",
         after=f"/updates?{wanted.query(part + 1)}" if begin + PAGE < len(found) else "",
-    )  # fmt: skip
+    )
 
 
 def version(
-    run: RecordedRun, wanted: int, to: int | None, *, models: bool,
-    is_waiting: Callable[[], bool], fields: Mapping[str, str], problems: Mapping[str, str],
-) -> str:  # fmt: skip
+    run: RecordedRun,
+    wanted: int,
+    to: int | None,
+    *,
+    models: bool,
+    is_waiting: Callable[[], bool],
+    fields: Mapping[str, str],
+    problems: Mapping[str, str],
+) -> str:
     """A version: metrics, the updates that made it, and what its model says.
 
     ``to``: another one to compare it with. ``models``: make models again, if that was not done
@@ -152,11 +191,17 @@ def version(
         for at in (place - 1, place + 1)
     )
     return page(
-        run, "version.html", f"Version {wanted}", "Versions",
-        query="" if to is None else f"?to={to}", before=before, after=after, problems=problems,
+        run,
+        "version.html",
+        f"Version {wanted}",
+        "Versions",
+        query="" if to is None else f"?to={to}",
+        before=before,
+        after=after,
+        problems=problems,
         fields={"number": wanted, "to": "" if to is None else to} | dict(fields),
         view=view(run, wanted, to, models=models, is_waiting=is_waiting),
-    )  # fmt: skip
+    )
 
 
 def missing(run: RecordedRun, version: int) -> str:
@@ -191,10 +236,19 @@ def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
     a, b = dict(facts(run)), dict(facts(other))
     rows = [(name, a.get(name, LACKING), b.get(name, LACKING)) for name in {**a, **b}]
     return page(
-        run, "beside.html", "Beside another", "Beside", names=(run.path, other.path), told=told,
-        at=at, views=views, rows=rows, charts=charts.of_both(run, other, window), window=window,
+        run,
+        "beside.html",
+        "Beside another",
+        "Beside",
+        names=(run.path, other.path),
+        told=told,
+        at=at,
+        views=views,
+        rows=rows,
+        charts=charts.of_both(run, other, window),
+        window=window,
         rule=rule_of(run, other),
-    )  # fmt: skip
+    )
 
 
 def error(run: RecordedRun, title: str, text: str) -> str:
@@ -242,9 +296,17 @@ def view(
         if pushes and row["offset"] in pushes and not isfinite(row["norm"]):
             row["norm"] = pushes[row["offset"]].distance  # the updater did not measure it
     return VersionView(
-        wanted, to, _facts_of(run, wanted), bool(columns.row(wanted)["begins"]), used,
-        shown(run, np.arange(begin, end)[outside]), portrait, pushes, gaps, problem,
-    )  # fmt: skip
+        wanted,
+        to,
+        _facts_of(run, wanted),
+        bool(columns.row(wanted)["begins"]),
+        used,
+        shown(run, np.arange(begin, end)[outside]),
+        portrait,
+        pushes,
+        gaps,
+        problem,
+    )
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
@@ -296,11 +358,13 @@ def outcomes(run: RecordedRun) -> list[dict[str, Any]]:
     found, counts = np.unique(both, return_counts=True)
     return [
         {
-            "outcome": OUTCOMES[which // len(names)], "reason": names[which % len(names)],
-            "updates": count, "share": count / len(rows),
+            "outcome": OUTCOMES[which // len(names)],
+            "reason": names[which % len(names)],
+            "updates": count,
+            "share": count / len(rows),
         }
         for count, which in sorted(zip(counts.tolist(), found.tolist(), strict=True), reverse=True)
-    ]  # fmt: skip
+    ]
 
 
 def shown(run: RecordedRun, places: Any) -> list[dict[str, Any]]:
@@ -309,11 +373,12 @@ def shown(run: RecordedRun, places: Any) -> list[dict[str, Any]]:
     return [
         row
         | {
-            "outcome": OUTCOMES[row["outcome"]], "reason": columns.reasons[row["reason"]],
+            "outcome": OUTCOMES[row["outcome"]],
+            "reason": columns.reasons[row["reason"]],
             "contained": int(columns.contained[place]),
         }
         for place, row in zip(places.tolist(), each(columns.updates[places]), strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def facts_of_device(table: DeviceTable, row: DeviceRow) -> list[tuple[str, str]]:
@@ -359,12 +424,21 @@ def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -
     head = run.past.head
     state, why = run.state
     return rendered(
-        template, title=title, here=here,
+        template,
+        title=title,
+        here=here,
         run={
-            "name": head.run, "task": head.task, "strategy": head.strategy.get("name"),
-            "state": state, "why": why, "oldest": run.oldest, "newest": run.newest,
-            "damage": run.columns.damage, "path": run.path, "other": run.other is not None,
+            "name": head.run,
+            "task": head.task,
+            "strategy": head.strategy.get("name"),
+            "state": state,
+            "why": why,
+            "oldest": run.oldest,
+            "newest": run.newest,
+            "damage": run.columns.damage,
+            "path": run.path,
+            "other": run.other is not None,
             "live": run.is_live,
         },
         **about,
-    )  # fmt: skip
+    )

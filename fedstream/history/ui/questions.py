@@ -266,8 +266,11 @@ def rule_of(run: RecordedRun, other: RecordedRun) -> str:
     fields = {}
     if ours[name] != theirs[name]:
         fields["strategy"] = theirs[name]
-    items = [f"{key}={json.dumps(value)}" for key, value in theirs.items()
-             if key != name and (ours.get(key) != value or "strategy" in fields)]  # fmt: skip
+    items = [
+        f"{key}={json.dumps(value)}"
+        for key, value in theirs.items()
+        if key != name and (ours.get(key) != value or "strategy" in fields)
+    ]
     fields["set"] = "\n".join(items)
     return f"/what-if?{urlencode(fields)}"
 

@@ -29,10 +29,15 @@ from fedstream.runtime.process import Stop
 T = TypeVar("T")
 _DIGITS = 18  # more than any version has
 _MEANT = {  # by a number in an address
-    "version": "a version", "number": "a version", "to": "a version to compare with",
-    "at": "a version", "from": "a first version", "until": "a last version",
-    "device": "a device's number", "page": "a page's number",
-}  # fmt: skip
+    "version": "a version",
+    "number": "a version",
+    "to": "a version to compare with",
+    "at": "a version",
+    "from": "a first version",
+    "until": "a last version",
+    "device": "a device's number",
+    "page": "a page's number",
+}
 _NOT_WANTED = 499  # the client left before the answer; nobody sees it
 
 
@@ -197,9 +202,12 @@ class PageServer:
                 return None
 
         wanted = Selection(
-            whole("device"), asked.get("outcome") or None, asked.get("reason") or None,
-            whole("from"), whole("until"),
-        )  # fmt: skip
+            whole("device"),
+            asked.get("outcome") or None,
+            asked.get("reason") or None,
+            whole("from"),
+            whole("until"),
+        )
         page = _optional("page", asked) or 0
         text = await self._asked(lambda run: pages.updates(run, wanted, page, asked, problems))
         return _html(text, 422 if problems else 200)
@@ -214,9 +222,14 @@ class PageServer:
         def make(run: RecordedRun) -> tuple[int, str]:
             (to,), fields, problems = _filled(run, request.query, "to")
             return 422 if problems else 200, pages.version(
-                run, wanted, to, models=models, is_waiting=is_waiting, fields=fields,
+                run,
+                wanted,
+                to,
+                models=models,
+                is_waiting=is_waiting,
+                fields=fields,
                 problems=problems,
-            )  # fmt: skip
+            )
 
         status, text = await self._asked(make)
         answer = _html(text, status)
@@ -240,9 +253,14 @@ class PageServer:
             if not problems:
                 raise web.HTTPSeeOther(f"/versions/{at}" + ("" if to is None else f"?to={to}"))
             return pages.version(
-                run, at, to, models=False, is_waiting=lambda: True, fields=fields,
+                run,
+                at,
+                to,
+                models=False,
+                is_waiting=lambda: True,
+                fields=fields,
                 problems=problems,
-            )  # fmt: skip
+            )
 
         return _html(await self._asked(make), 422)
 

@@ -62,12 +62,22 @@ def single(run: RecordedRun) -> str:
     ]
     table = devices_of(run.columns.updates, shares=_shares(run))
     return pages.page(
-        run, "single.html", "Report", "",
-        policy=_policy(styles, scripts), styles=styles, scripts=scripts, total=len(numbers),
-        facts=pages.facts(run), charts=charts.of_run(run), outcomes=pages.outcomes(run),
+        run,
+        "single.html",
+        "Report",
+        "",
+        policy=_policy(styles, scripts),
+        styles=styles,
+        scripts=scripts,
+        total=len(numbers),
+        facts=pages.facts(run),
+        charts=charts.of_run(run),
+        outcomes=pages.outcomes(run),
         over_time=over_time,
-        table=table, devices=table.rows(), views=views,
-    )  # fmt: skip
+        table=table,
+        devices=table.rows(),
+        views=views,
+    )
 
 
 def _own(text: str) -> Markup:

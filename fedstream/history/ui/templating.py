@@ -34,9 +34,13 @@ def prepare(*templates: str) -> None:
 @cache
 def _templates() -> Environment:
     found = Environment(
-        loader=PackageLoader("fedstream.history.ui"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
-    )  # fmt: skip
+        loader=PackageLoader("fedstream.history.ui"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
     found.filters |= _FILTERS
     found.globals |= {
         "outlier": OUTLIER,
@@ -101,15 +105,26 @@ def _iso(seconds: float) -> str:
 def cell_of(value: float | None, key: str) -> str:
     """A figure of a device, as its column shows it."""
     how: Mapping[str, Callable[[Any], str]] = {
-        "refused_share": shown_percent, "bytes": shown_bytes, "used": shown_count,
-        "refused": shown_count, "most_stale": shown_count, "last": shown_count,
-        "lost": shown_count, "heard_s": lambda value: LACKING if value is None else f"{value:.0f}",
-    }  # fmt: skip
+        "refused_share": shown_percent,
+        "bytes": shown_bytes,
+        "used": shown_count,
+        "refused": shown_count,
+        "most_stale": shown_count,
+        "last": shown_count,
+        "lost": shown_count,
+        "heard_s": lambda value: LACKING if value is None else f"{value:.0f}",
+    }
     return how.get(key, shown_number)(value)
 
 
 _FILTERS: dict[str, Callable[..., str]] = {
-    "number": shown_number, "count": shown_count, "percent": shown_percent, "bytes": shown_bytes,
-    "seconds": shown_seconds, "counted": counted, "cell_of": cell_of,
-    "moment": moment, "iso": _iso,
-}  # fmt: skip
+    "number": shown_number,
+    "count": shown_count,
+    "percent": shown_percent,
+    "bytes": shown_bytes,
+    "seconds": shown_seconds,
+    "counted": counted,
+    "cell_of": cell_of,
+    "moment": moment,
+    "iso": _iso,
+}

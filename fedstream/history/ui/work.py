@@ -196,9 +196,13 @@ def _replayed(
     from fedstream.journal.replay import Replayer
 
     with Replayer(
-        journal_of(run), strategy=rule_by(asked.sets, asked.strategy), without=asked.without,
-        from_version=asked.begin, until=asked.until, beside=True,
-    ) as replayer:  # fmt: skip
+        journal_of(run),
+        strategy=rule_by(asked.sets, asked.strategy),
+        without=asked.without,
+        from_version=asked.begin,
+        until=asked.until,
+        beside=True,
+    ) as replayer:
         measure = measuring(access.settings(run))
         last = replayer.newest if asked.until is None else asked.until
         versions, say = max(1, last - replayer.begin), _now_and_then(tell)

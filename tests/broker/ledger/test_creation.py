@@ -93,9 +93,13 @@ async def test_redis_behind_the_journal_is_brought_up_to_date(
             await client.call("RESTORE", name, 0, value)
     for _ in range(2):  # repeated, it changes nothing
         reply = await hand.ledger.create(
-            hand.updater.token, hand.run(), await hand.publish(3), counts=counts,
-            journalled={"applied": 3}, done=done.get,
-        )  # fmt: skip
+            hand.updater.token,
+            hand.run(),
+            await hand.publish(3),
+            counts=counts,
+            journalled={"applied": 3},
+            done=done.get,
+        )
         assert reply.what == "created"
         view = await hand.ledger.look()
         assert (view.issued, view.outcomes["applied"], len(view.open)) == (9, 3, 2)
@@ -119,9 +123,13 @@ async def test_redis_ahead_of_the_journal_keeps_its_counts(hand: Hand) -> None:
     done = {upload.task: End(upload.task, upload.attempt, "applied", version=1)}
     version = await hand.publish(1)
     await hand.ledger.create(
-        hand.updater.token, hand.run(), version, counts=counts, journalled={"applied": 1},
+        hand.updater.token,
+        hand.run(),
+        version,
+        counts=counts,
+        journalled={"applied": 1},
         done=done.get,
-    )  # fmt: skip
+    )
     view = await hand.ledger.look()
     assert (view.issued, view.outcomes["applied"], len(view.open)) == (3, 1, 2)
     assert view.reasons("given_up") == {}
@@ -138,9 +146,13 @@ async def test_ends_lost_by_the_journal_survive_in_redis(hand: Hand) -> None:
         await hand.commit(None, upload, ends=[ends[n]], before=n, journalled=told)
     counts = dict((await hand.ledger.look()).counts)
     await hand.ledger.create(
-        hand.updater.token, hand.run(), await hand.publish(0), counts={"issued": 2},
-        journalled={"refused": 1, "refused:digest": 1}, done={uploads[0].task: ends[0]}.get,
-    )  # fmt: skip
+        hand.updater.token,
+        hand.run(),
+        await hand.publish(0),
+        counts={"issued": 2},
+        journalled={"refused": 1, "refused:digest": 1},
+        done={uploads[0].task: ends[0]}.get,
+    )
     assert (await hand.ledger.look()).counts == counts
     assert await hand.commit(None, ends=[ends[1]], before=1, journalled=told) == "done"
     view = await hand.ledger.look()

@@ -19,9 +19,13 @@ async def known(hand: Hand, device: int = 3) -> Failing | None:
 
 def given_up(task: Trigger, reason: str = "raised OSError", *, failing: int = 0) -> GiveUp:
     return GiveUp(
-        task=task.task, attempt="1", device=task.device, trainer="t", reason=reason,
+        task=task.task,
+        attempt="1",
+        device=task.device,
+        trainer="t",
+        reason=reason,
         failing=failing,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -54,9 +58,12 @@ async def test_refused_update_counts_unless_the_run_is_the_reason(
 ) -> None:
     upload = await run.admitted()
     end = End(
-        task=upload.task, attempt=upload.attempt, device=upload.device, outcome="refused",
+        task=upload.task,
+        attempt=upload.attempt,
+        device=upload.device,
+        outcome="refused",
         reason=reason,
-    )  # fmt: skip
+    )
     commit = Commit(held=[], mean_staleness=0.0, ends=[end])
     assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
     found = await known(run, upload.device)
@@ -66,11 +73,15 @@ async def test_refused_update_counts_unless_the_run_is_the_reason(
 @pytest.mark.parametrize(
     ("reason", "of_round", "versions", "blamed"),
     [
-        ("became too stale", None, 1, True), ("became too stale", None, 2, False),
-        ("round over", None, 1, True), ("round over", 0, 0, True), ("round over", 0, 1, False),
-        ("run finished", None, 2, True), ("device revoked", None, 2, True),
+        ("became too stale", None, 1, True),
+        ("became too stale", None, 2, False),
+        ("round over", None, 1, True),
+        ("round over", 0, 0, True),
+        ("round over", 0, 1, False),
+        ("run finished", None, 2, True),
+        ("device revoked", None, 2, True),
     ],
-)  # fmt: skip
+)
 async def test_device_is_excused_only_by_what_is_so(
     hand: Hand, reason: str, of_round: int | None, versions: int, blamed: bool
 ) -> None:

@@ -23,8 +23,9 @@ async def test_round_end_gives_up_unanswered_tasks_and_is_queued_last(
     await hand.ledger.ask(closing)
     assert await hand.dispatch() == ["closed"]
     assert [message for _, message in await hand.queue()] == [
-        upload, RoundEnd(version=0, why="time is up")
-    ]  # fmt: skip
+        upload,
+        RoundEnd(version=0, why="time is up"),
+    ]
     view = await hand.ledger.look()
     assert view.reasons("given_up") == {"round over": 1}
     assert [trigger.task for trigger in view.open] == [answered.task]

@@ -38,13 +38,27 @@ BESIDES: dict[str, tuple[Script, ...]] = {
     "scheduler": lease.SCRIPTS,
     "updater": lease.SCRIPTS,
     "operator": (
-        *lease.SCRIPTS, scheduler.TRIGGER, streams.CLAIM, trainer.FINISH, operator.MAY,
+        *lease.SCRIPTS,
+        scheduler.TRIGGER,
+        streams.CLAIM,
+        trainer.FINISH,
+        operator.MAY,
     ),
-}  # fmt: skip
+}
 # Words of commands that are not their names.
 OPTIONS = {
-    "BLOCK", "COUNT", "IDLE", "LIMIT", "MATCH", "MAXLEN", "NX", "PX", "STREAMS", "WITHSCORES", "XX",
-}  # fmt: skip
+    "BLOCK",
+    "COUNT",
+    "IDLE",
+    "LIMIT",
+    "MATCH",
+    "MAXLEN",
+    "NX",
+    "PX",
+    "STREAMS",
+    "WITHSCORES",
+    "XX",
+}
 
 
 def functions(some: tuple[type, ...]) -> Iterator[FunctionType]:

@@ -32,8 +32,11 @@ async def test_poison_task_becomes_a_dead_letter_and_ends(hand: Hand, client: Cl
     [row] = await client.call("XRANGE", keys.dead, "-", "+")
     dead = Dead.decode(row[1][1])
     assert (dead.stream, dead.entry, dead.reason, dead.deliveries) == (
-        "tasks", entry.id, crashed, 3
-    )  # fmt: skip
+        "tasks",
+        entry.id,
+        crashed,
+        3,
+    )
     assert Assignment.decode(dead.data).task == trigger.task
     await hand.balanced()
 

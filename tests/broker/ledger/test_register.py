@@ -135,9 +135,15 @@ async def test_junk_on_the_register_hides_nobody_else(
     await hand.create()
     await hand.announce("ann", 7)
     junk: list[object] = [
-        "x", 7, [], {}, {"owns": 7}, {"owns": [b"\xff"]}, {"owns": [], "at": msgpack.Timestamp(1)},
+        "x",
+        7,
+        [],
+        {},
+        {"owns": 7},
+        {"owns": [b"\xff"]},
+        {"owns": [], "at": msgpack.Timestamp(1)},
         {"owns": [], "pid": float("nan")},
-    ]  # fmt: skip
+    ]
     for n, data in enumerate((b"", b"\xc1", b"\x91" * 10_000 + b"\x01", *map(msgpack.packb, junk))):
         await client.call("HSET", keys.trainers, f"junk-{n}", data)
     await client.call("HSET", keys.trainers, b"\xff", msgpack.packb({"owns": []}))
@@ -308,8 +314,12 @@ async def test_junk_in_a_task_stream_stops_no_trainer(
     await hand.create()
     await hand.open(device=3)
     junk: list[object] = [
-        {"task": {"a": 1}, "device": 3}, {"task": "x"}, {"task": "x", "device": "3"}, "x", [],
-    ]  # fmt: skip
+        {"task": {"a": 1}, "device": 3},
+        {"task": "x"},
+        {"task": "x", "device": "3"},
+        "x",
+        [],
+    ]
     for stream in (keys.tasks, keys.tasks_of("ann")):
         for one in (b"", b"\xc1", *map(msgpack.packb, junk)):
             await client.call("XADD", stream, "*", "m", one)

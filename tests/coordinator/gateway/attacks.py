@@ -38,9 +38,7 @@ SMUGGLED = {
     "a chunk longer than its size": body(CHUNKED, said=b"2\r\n{}XX0\r\n\r\n"),
     "chunks that end in bare line feeds": body(CHUNKED, said=b"2\n{}\n0\n\n"),
     "a line feed in a chunk's extension": body(CHUNKED, said=b"2;\n\r\n{}\r\n0\r\n\r\n"),
-    "a length in the trailer": body(
-        CHUNKED, said=b"2\r\n{}\r\n0\r\nContent-Length: 9\r\n\r\n"
-    ),
+    "a length in the trailer": body(CHUNKED, said=b"2\r\n{}\r\n0\r\nContent-Length: 9\r\n\r\n"),
     "bare line feeds": HIDDEN.replace(b"\r\n", b"\n"),
     "a bare line feed": b"GET / HTTP/1.1\r\nHost: gateway\nX: y\r\n\r\n",
     "a bare carriage return": b"GET / HTTP/1.1\r\nHost: gateway\rX: y\r\n\r\n",
@@ -54,7 +52,7 @@ SMUGGLED = {
     "bytes above 127 in the path": b"GET /v1/models/\xff HTTP/1.1\r\nHost: gateway\r\n\r\n",
     "a host that is none": b"GET http://[::1/ HTTP/1.1\r\nHost: gateway\r\n\r\n",
     "a port that is none": b"GET http://x:99999999/ HTTP/1.1\r\nHost: gateway\r\n\r\n",
-}  # fmt: skip
+}
 
 SMUGGLED |= {
     f"{what}, kept alive": attack.replace(b"\r\n", b"\r\nConnection: keep-alive\r\n", 1)

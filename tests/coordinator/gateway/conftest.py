@@ -36,11 +36,16 @@ async def replica(hand: Hand) -> AsyncIterator[Replica]:
         site: str = SITE, secret: str | None = None, names: Sequence[str] = (NAME,), **about: Any
     ) -> Phone:
         ledger = GatewayLedger(hand.client, about.pop("keys", hand.keys), "gateway-0", site)
-        settings = GatewaySettings.model_validate({
-            "site": site, "secret": secret, "body_s": 0.2, "names": names,
-            "attestation": about.pop("attestation", {"kind": "none"}),
-            "device_rate": about.pop("device_rate", 20.0),
-        })  # fmt: skip
+        settings = GatewaySettings.model_validate(
+            {
+                "site": site,
+                "secret": secret,
+                "body_s": 0.2,
+                "names": names,
+                "attestation": about.pop("attestation", {"kind": "none"}),
+                "device_rate": about.pop("device_rate", 20.0),
+            }
+        )
         auth = Auth(ledger, settings, None, **about)
 
         async def who(request: web.Request) -> web.Response:

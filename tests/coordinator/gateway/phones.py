@@ -34,8 +34,9 @@ async def answering(request: web.Request, handler: Any) -> web.StreamResponse:
     except Refusal as refusal:
         return web.json_response(
             {"error": str(refusal), "reason": refusal.reason},
-            status=refusal.status, headers=refusal.headers,
-        )  # fmt: skip
+            status=refusal.status,
+            headers=refusal.headers,
+        )
     except BadBody as error:
         return web.json_response({"error": str(error), "reason": "malformed"}, status=400)
     return response
@@ -56,7 +57,7 @@ class Phone:
         given = {"keyid": str(self.number), "created": int(time.time()), **about}
         return sign(
             self.key, method="POST", authority=self.authority, path=path, body=body, **given
-        )  # fmt: skip
+        )
 
     async def signed(
         self, path: str, body: bytes, *, headers: dict[str, str] | None = None, **about: Any

@@ -125,9 +125,14 @@ async def serving(
     """
     one = GatewaySettings(**{"retry_s": (1.0, 2.0), **settings})
     gateway = Gateway(
-        one, LeaseSettings(seconds=task_lease_s), keys=hand.keys, redis=redis, name=name,
-        update=update, identity=identity,
-    )  # fmt: skip
+        one,
+        LeaseSettings(seconds=task_lease_s),
+        keys=hand.keys,
+        redis=redis,
+        name=name,
+        update=update,
+        identity=identity,
+    )
     its = context()
     tls = one.tls()
     its.tls = None if tls is None else CurrentTls(tls)

@@ -90,9 +90,11 @@ class Node:
             one = to_see.pop()
             to_see += one.children
             got = await self.ask(
-                "/v1/fleet/pull-object", "PullObjectRequest", "PullObjectResponse",
+                "/v1/fleet/pull-object",
+                "PullObjectRequest",
+                "PullObjectResponse",
                 object_id=one.object_id,
-            )  # fmt: skip
+            )
             assert hashlib.sha256(got.object_content).hexdigest() == one.object_id
             received.contents[one.object_id] = got.object_content
         return message, received
@@ -100,9 +102,11 @@ class Node:
     async def reply(self, message: Any, content: FlowerObject) -> list[bool]:
         """Sends a reply; whether each of its objects was stored."""
         said = await self.ask(
-            "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+            "/v1/fleet/push-messages",
+            "PushMessagesRequest",
+            "PushMessagesResponse",
             **pushed(message, content),
-        )  # fmt: skip
+        )
         every = {one.id: one for one in replied(message, content).every()}
         assert {*said.objects_to_push} in ({*every}, set())
         return [
@@ -112,10 +116,13 @@ class Node:
     async def push(self, session: str, content: bytes, name: str = "") -> bool:
         """Sends an object; whether it was stored."""
         said = await self.ask(
-            "/v1/fleet/push-object", "PushObjectRequest", "PushObjectResponse",
-            session_id=session, object_content=content,
+            "/v1/fleet/push-object",
+            "PushObjectRequest",
+            "PushObjectResponse",
+            session_id=session,
+            object_content=content,
             object_id=name or hashlib.sha256(content).hexdigest(),
-        )  # fmt: skip
+        )
         return bool(said.stored)
 
 

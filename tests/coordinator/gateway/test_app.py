@@ -42,7 +42,7 @@ TIRED = b'{"attempt": "0123456789ab", "reason": "tired"}'
         ("GET", "/v1/models/a/b", b"", 404, "no such route"),
         ("PROPFIND", "/v1/coffee", b"", 404, "no such route"),
     ],
-)  # fmt: skip
+)
 async def test_mistake_is_answered_and_counted(
     redis: RedisSettings, hand: Hand, method: str, path: str, body: bytes, status: int, reason: str
 ) -> None:

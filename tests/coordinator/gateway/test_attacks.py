@@ -163,8 +163,9 @@ async def test_slow_connections_are_cut_off_when_a_requests_time_is_over(
 ) -> None:
     await hand.create()
     limits: tuple[tuple[list[bytes], dict[str, Any], list[str]], ...] = (
-        (BEGUN, {"idle_s": 0.3}, []), (BODIES, {"body_s": 0.3}, ["too slow"])
-    )  # fmt: skip
+        (BEGUN, {"idle_s": 0.3}, []),
+        (BODIES, {"body_s": 0.3}, ["too slow"]),
+    )
     for begun, limit, reasons in limits:
         async with serving(hand, redis, **limit) as place, asyncio.timeout(60):
             trickling = partial(trickle, port_of(place), every_s=0.1)

@@ -153,9 +153,12 @@ async def test_verifier_is_not_asked_about_what_nobody_signed(replica: Replica, 
 
 @pytest.mark.parametrize("why", ["broken", "hang"])
 async def test_verifier_that_fails_lets_nobody_in(
-    replica: Replica, hand: Hand, why: str, monkeypatch: pytest.MonkeyPatch,
+    replica: Replica,
+    hand: Hand,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(auth, "_VERIFY_S", 0.05)
     phone = await replica(attestation=Saying(why=why))
     await invite(hand)

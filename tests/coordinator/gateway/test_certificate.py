@@ -142,13 +142,20 @@ async def test_renewed_certificate_says_which_names_the_gateway_has(
 
         async def enrols(name: str) -> int:
             signed = sign(
-                key, method="POST", authority=name, path=DEVICES, body=body, keyid="new",
+                key,
+                method="POST",
+                authority=name,
+                path=DEVICES,
+                body=body,
+                keyid="new",
                 created=int(time.time()),
-            )  # fmt: skip
+            )
             async with place.session.post(
                 f"https://127.0.0.1:{URL(place.url).port}{DEVICES}",
-                data=body, headers={**signed, "Host": name}, ssl=secret.trusting,
-            ) as answer:  # fmt: skip
+                data=body,
+                headers={**signed, "Host": name},
+                ssl=secret.trusting,
+            ) as answer:
                 return answer.status
 
         assert (await enrols("new.example"), await enrols("old.example")) == (401, 201)

@@ -47,10 +47,16 @@ async def publish(
         one = given(model, format_of(name), version=number, sends="delta", digests=digests)
         about: Encoded | None = one.encoded
         version = Version(
-            version=number, time=1.0, epoch=1, parent=number - 1, digest=model.digest(digests),
-            blob=f"{number}.x", size=one.payload.buffer.nbytes,
-            format=about.format if about else "f32", given=about.digest if about else None,
-        )  # fmt: skip
+            version=number,
+            time=1.0,
+            epoch=1,
+            parent=number - 1,
+            digest=model.digest(digests),
+            blob=f"{number}.x",
+            size=one.payload.buffer.nbytes,
+            format=about.format if about else "f32",
+            given=about.digest if about else None,
+        )
         key = hand.keys.model(version.blob)
         await blobs.write(hand.client, key, one.payload, expire_s=60, encoded=about)
         versions.append(version)
@@ -281,9 +287,7 @@ async def test_changes_in_memory_have_a_budget(redis: RedisSettings, hand: Hand)
 async def test_no_room_for_changes_means_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not for good: there may be room the next time."""
     layout = layout_of(SIZE)
-    a, b, c = (
-        Volume(one.buffer.data, one.digest(), "f32") for one in trained(layout, 3)
-    )  # fmt: skip
+    a, b, c = (Volume(one.buffer.data, one.digest(), "f32") for one in trained(layout, 3))
     store = ModelChanges(layout.nbytes)
     found = await store.get(a, c, layout)
     with found.read(), pytest.raises(NotWorthIt, match="no room"):
@@ -303,9 +307,16 @@ async def test_base_that_was_published_otherwise_is_no_base(
     one = given(model, format_of("bf16"), version=2, sends="delta", digests="sha256")
     assert one.encoded is not None
     new = Version(
-        version=2, time=1.0, epoch=1, parent=1, digest=model.digest(), blob="2.x",
-        size=one.encoded.size, format="bf16", given=one.encoded.digest,
-    )  # fmt: skip
+        version=2,
+        time=1.0,
+        epoch=1,
+        parent=1,
+        digest=model.digest(),
+        blob="2.x",
+        size=one.encoded.size,
+        format="bf16",
+        given=one.encoded.digest,
+    )
     key = hand.keys.model("2.x")
     await blobs.write(hand.client, key, one.payload, expire_s=60, encoded=one.encoded)
     async with serving(hand, redis) as place:

@@ -74,15 +74,21 @@ async def test_reply_is_an_update_once(
         [(_, upload)] = await wait_until(queued)
         assert isinstance(upload, Upload)
         assert (upload.device, upload.site, upload.tau, upload.base) == (
-            DEVICE, SITE, 0, version.digest,
-        )  # fmt: skip
+            DEVICE,
+            SITE,
+            0,
+            version.digest,
+        )
         assert (upload.samples, upload.loss, upload.lr, upload.steps) == (12, 0.25, 0.5, 0)
         assert upload.seconds == 1.5
         arrived = Model(hand.layout)
         await blobs.read(
-            hand.client, hand.keys.queued(upload.blob), arrived,
-            digest=upload.digest, chunks=upload.chunks,
-        )  # fmt: skip
+            hand.client,
+            hand.keys.queued(upload.blob),
+            arrived,
+            digest=upload.digest,
+            chunks=upload.chunks,
+        )
         assert np.array_equal(arrived.floats, trained.floats)
         session = replied(message, reply).id[:16]
         assert await node.push(session, b"anything"), "the same again"
@@ -132,10 +138,12 @@ async def announced(node: Node, message: Any, **reply: Any) -> Any:
     """A reply whose one object the gateway does not have, and what it says."""
     about = {"reply_to_message_id": message.metadata.message_id}
     return await node.ask(
-        "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+        "/v1/fleet/push-messages",
+        "PushMessagesRequest",
+        "PushMessagesResponse",
         messages_list=[{"metadata": about, **reply}],
         message_object_trees=[{"object_id": "0" * 64}],
-    )  # fmt: skip
+    )
 
 
 async def test_error_gives_the_task_up(redis: RedisSettings, hand: Hand, tmp_path: Path) -> None:

@@ -93,16 +93,18 @@ async def statuses(node: Node, body: Callable[[str], bytes]) -> dict[str, int]:
             )
         ).status
         for path, kind in ROUTES.items()
-    }  # fmt: skip
+    }
 
 
 async def announced(hand: Hand, node: Node) -> str:
     """Has the supernode announce a reply to a task; returns the session of its objects."""
     message, _ = await asked(hand, node)
     said = await node.ask(
-        "/v1/fleet/push-messages", "PushMessagesRequest", "PushMessagesResponse",
+        "/v1/fleet/push-messages",
+        "PushMessagesRequest",
+        "PushMessagesResponse",
         **pushed(message, content(changed(hand, 1.0), {"num-examples": 1})),
-    )  # fmt: skip
+    )
     return str(said.session_id)
 
 
@@ -219,9 +221,11 @@ async def test_supernode_finds_the_replica_that_has_its_work(
             ):
                 body = protobuf.message(kind, node={"node_id": node.id}, **said)
                 answer = await there.ask(
-                    "POST", f"/v1/fleet/{path}", data=io.BytesIO(body.SerializeToString()),
+                    "POST",
+                    f"/v1/fleet/{path}",
+                    data=io.BytesIO(body.SerializeToString()),
                     headers=stranger.headers(),
-                )  # fmt: skip
+                )
                 assert answer.status == 503, path
                 assert answer.headers["Connection"] == "close", path
             assert all(await node.reply(message, reply)), "here it is known"

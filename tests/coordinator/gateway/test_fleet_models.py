@@ -18,11 +18,15 @@ DTYPES = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<f4
 
 
 def test_arrays_are_files_of_numpys_whatever_their_dtype_and_length() -> None:
-    layout = Layout((
-        *(Tensor(dtype, (3, 2), dtype, "parameter") for dtype in DTYPES),
-        Tensor("large", (LARGE,), "float32", "parameter"), Tensor("one", (), "float32", "buffer"),
-        Tensor("none", (0, 4), "float32", "buffer"), Tensor("seen", (2,), "int64", "integer"),
-    ))  # fmt: skip
+    layout = Layout(
+        (
+            *(Tensor(dtype, (3, 2), dtype, "parameter") for dtype in DTYPES),
+            Tensor("large", (LARGE,), "float32", "parameter"),
+            Tensor("one", (), "float32", "buffer"),
+            Tensor("none", (0, 4), "float32", "buffer"),
+            Tensor("seen", (2,), "int64", "integer"),
+        )
+    )
     model = Model(layout)
     model.floats[:] = np.random.default_rng(0).standard_normal(model.floats.size, np.float32)
     model.integers[:] = (7, 8)

@@ -75,9 +75,16 @@ async def test_compressed_model_is_served_as_its_blob(redis: RedisSettings, hand
     inside = hashlib.sha256(format_of("int8").encoded(model).data).hexdigest()
     encoded = Encoded(how.name, payload.buffer.nbytes, inside)
     version = Version(
-        version=1, time=1.0, epoch=1, parent=0, digest=model.digest(), blob="1.x",
-        size=encoded.size, format=how.name, given=inside,
-    )  # fmt: skip
+        version=1,
+        time=1.0,
+        epoch=1,
+        parent=0,
+        digest=model.digest(),
+        blob="1.x",
+        size=encoded.size,
+        format=how.name,
+        given=inside,
+    )
     key = hand.keys.model("1.x")
     await blobs.write(hand.client, key, payload, expire_s=60, encoded=encoded)
     assert await hand.commit(1, write=False, versions=[version]) == "done"

@@ -90,17 +90,33 @@ def names_of(folder: Path, *names: str) -> OwnNames:
 )
 def test_names_of_the_certificate_count(tmp_path: Path, host: str, signed_for: str) -> None:
     found = names_of(
-        tmp_path, "gateway.example", "*.phones.example", "127.0.0.1", "::1", "2001:db8::1",
-        "::ffff:a00:1", "Capitals.Example", "*.Tablets.Example", "xn--bcher-kva.example",
-    )  # fmt: skip
+        tmp_path,
+        "gateway.example",
+        "*.phones.example",
+        "127.0.0.1",
+        "::1",
+        "2001:db8::1",
+        "::ffff:a00:1",
+        "Capitals.Example",
+        "*.Tablets.Example",
+        "xn--bcher-kva.example",
+    )
     assert found.of(host) == (signed_for,)
 
 
 @pytest.mark.parametrize(
     "host",
-    ["", "evil.example", "gateway.example.evil.example", "phones.example", "b.a.phones.example",
-     "gateway.example:x", "[::1", "gateway.example@evil.example"],
-)  # fmt: skip
+    [
+        "",
+        "evil.example",
+        "gateway.example.evil.example",
+        "phones.example",
+        "b.a.phones.example",
+        "gateway.example:x",
+        "[::1",
+        "gateway.example@evil.example",
+    ],
+)
 def test_other_hosts_are_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(Refusal, match=r"gateway\.names"):
         names_of(tmp_path, "gateway.example", "*.phones.example", "127.0.0.1", "::1").of(host)

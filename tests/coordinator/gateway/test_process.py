@@ -43,13 +43,18 @@ async def process(
     flags = [part for one in sets for part in ("--set", one)]
     running_ = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-m", "fedstream", "gateway", "--name", "gw-0", *flags],
-        env=os.environ | {
-            "FEDSTREAM_RUN__NAME": RUN, "FEDSTREAM_LOG__FORMAT": "json",
+        env=os.environ
+        | {
+            "FEDSTREAM_RUN__NAME": RUN,
+            "FEDSTREAM_LOG__FORMAT": "json",
             "FEDSTREAM_REDIS__URL": f"redis://127.0.0.1:{server.port}/0",
-            "FEDSTREAM_REDIS__USERNAME": "gateway", "FEDSTREAM_REDIS__PASSWORD": "of-gateway",
+            "FEDSTREAM_REDIS__USERNAME": "gateway",
+            "FEDSTREAM_REDIS__PASSWORD": "of-gateway",
         },
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert running_.stderr
         line: dict[str, Any] = {}
@@ -99,10 +104,14 @@ async def test_device_enrols_and_takes_part_over_tls(tmp_path: Path) -> None:
 
                 async def signed(path: str, body: bytes, keyid: str) -> bytes:
                     about = sign(
-                        key, method="POST", authority=f"127.0.0.1:{line['port']}", path=path,
-                        body=body, keyid=keyid,
+                        key,
+                        method="POST",
+                        authority=f"127.0.0.1:{line['port']}",
+                        path=path,
+                        body=body,
+                        keyid=keyid,
                         created=int(time.time()),
-                    )  # fmt: skip
+                    )
                     async with session.post(path, data=body, headers=about) as answer:
                         said = await answer.read()
                         assert answer.status in (200, 201), said

@@ -34,15 +34,27 @@ class Replicas:
 
 
 async def keep(
-    replicas: Replicas, name: str, hand: Hand, redis: RedisSettings, draw: random.Random,
+    replicas: Replicas,
+    name: str,
+    hand: Hand,
+    redis: RedisSettings,
+    draw: random.Random,
     over: asyncio.Event,
-) -> None:  # fmt: skip
+) -> None:
     """Runs a replica, which crashes now and then, until all is over."""
     while not over.is_set():
         async with serving(
-            hand, redis, name, is_open=False, task_lease_s=1.0, retry_s=(0.1, 0.3), away_s=1.0,
-            lease_s=2.0, device_rate=1e6, address_rate=1e6,
-        ) as place:  # fmt: skip
+            hand,
+            redis,
+            name,
+            is_open=False,
+            task_lease_s=1.0,
+            retry_s=(0.1, 0.3),
+            away_s=1.0,
+            lease_s=2.0,
+            device_rate=1e6,
+            address_rate=1e6,
+        ) as place:
             replicas.places[name] = place
             with suppress(TimeoutError):
                 async with asyncio.timeout(draw.uniform(0.5, 4.0)):
@@ -82,9 +94,14 @@ class Phone:
             return
         data = bytes(model_of(self.hand.layout, self.draw.random()).buffer.data)
         report = UpdateReport(
-            digest=hashlib.sha256(data).hexdigest(), samples=1, steps=1, lr=0.1,
-            tau=offer.model.version, base=offer.model.digest, layout=offer.update.layout,
-        )  # fmt: skip
+            digest=hashlib.sha256(data).hexdigest(),
+            samples=1,
+            steps=1,
+            lr=0.1,
+            tau=offer.model.version,
+            base=offer.model.digest,
+            layout=offer.update.layout,
+        )
         sender = Sender(offer, data, report.model_dump(), self.number)
         for _ in range(self.draw.choice([1, 1, 2])):
             place = self.replicas.any(self.draw)

@@ -57,8 +57,11 @@ def process(*arguments: object, **environ: str) -> Iterator[tuple[int, int]]:
     """A command of ours that serves HTTP: its id, and the port."""
     running = subprocess.Popen(
         [sys.executable, "-m", "fedstream", *map(str, arguments)],
-        env=os.environ | environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        env=os.environ | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         assert running.stdout
         for line in running.stdout:
@@ -136,9 +139,13 @@ async def supernode(
     sets = [f"gateway.{name}={value}" for name, value in about.items()]
     settings = read(None, [f"run.name={hand.keys.name}", *sets])
     gateway = Gateway(
-        settings.gateway, settings.lease, keys=hand.keys, redis=redis, name="gw-0",
+        settings.gateway,
+        settings.lease,
+        keys=hand.keys,
+        redis=redis,
+        name="gw-0",
         update=settings.wire.of_updates,
-    )  # fmt: skip
+    )
     flags = [part for one in (*settings_of(hand.keys, redis), *sets) for part in ("--set", one)]
     async with coordinating(hand, redis), aiohttp.ClientSession() as session:
         with process("gateway", "--name", "gw-0", *flags) as (pid, port):
@@ -202,9 +209,13 @@ async def test_a_coordinator_and_its_page_take_little_for_unfinished_bodies(
     sets = settings_of(hand.keys, redis)
     settings = read(None, sets)
     coordinator = Coordinator(
-        settings.coordinator, settings.lease, keys=hand.keys, redis=redis, name="c-0",
+        settings.coordinator,
+        settings.lease,
+        keys=hand.keys,
+        redis=redis,
+        name="c-0",
         page=lambda client, tokens: LiveService(settings, client, tokens),
-    )  # fmt: skip
+    )
     flags = [part for one in sets for part in ("--set", one)]
     with process("coordinator", *flags) as (pid, port):
         routes = list(paths(coordinator.routes()))

@@ -291,9 +291,12 @@ async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
         [held] = at.gateway._desk
         if is_decided:
             given_up = GiveUp(
-                task=held.task.task, attempt=held.attempt, device=DEVICE, trainer="gw-0",
+                task=held.task.task,
+                attempt=held.attempt,
+                device=DEVICE,
+                trainer="gw-0",
                 reason="dropped out",
-            )  # fmt: skip
+            )
             await at.gateway._outbox.answer(held.stream, held.entry, given_up)
             async with scene.deciding():
                 await ends(hand, "given_up", "dropped out")

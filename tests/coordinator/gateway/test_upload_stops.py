@@ -102,9 +102,12 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
         sending = await scene.sending(at, phone, CHUNK)
         held = at.gateway._desk.held(phone.offer.task.id, DEVICE)
         elsewhere = GiveUp(
-            task=held.task.task, attempt=held.attempt, device=DEVICE, trainer="gw-1",
+            task=held.task.task,
+            attempt=held.attempt,
+            device=DEVICE,
+            trainer="gw-1",
             reason=reasons.DROPPED_OUT,
-        )  # fmt: skip
+        )
         await hand.client.call("XDEL", held.stream, held.entry.id)  # as who answers a task does
         async with coordinating(hand, scene.redis):
             await hand.said(elsewhere, site=SITE)

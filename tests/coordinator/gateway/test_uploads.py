@@ -44,9 +44,19 @@ async def test_an_update_in_one_request_is_admitted(
 
 @pytest.mark.parametrize(
     "name",
-    ["f32", "bf16", "int8", "int4", "topk:0.1", "f32+zstd", "bf16+zstd", "int8+zstd", "int4+zstd",
-     "topk:0.01+zstd"],
-)  # fmt: skip
+    [
+        "f32",
+        "bf16",
+        "int8",
+        "int4",
+        "topk:0.1",
+        "f32+zstd",
+        "bf16+zstd",
+        "int8+zstd",
+        "int4+zstd",
+        "topk:0.01+zstd",
+    ],
+)
 async def test_every_wire_format_is_taken(make: Any, scene: Scene, name: str) -> None:
     hand, wire = await make(300_000, sends="delta"), format_of(name)
     async with scene.replica(update=wire) as at:

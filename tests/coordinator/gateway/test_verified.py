@@ -18,9 +18,12 @@ HOUR = 3600
 
 def token(device: int = 3, *, secret: bytes = SECRET) -> str:
     claims = {
-        "sub": str(device), "aud": "run/gateway", "iat": int(NOW), "exp": int(NOW) + HOUR,
+        "sub": str(device),
+        "aud": "run/gateway",
+        "iat": int(NOW),
+        "exp": int(NOW) + HOUR,
         "key": f"key-{device}",
-    }  # fmt: skip
+    }
     return jwt.encode(claims, secret, ALGORITHM)
 
 

@@ -172,10 +172,17 @@ def trained(hand: Hand, offer: Offer, wire: Format = F32, **report: Any) -> Send
     model.floats[:] = np.random.default_rng(0).standard_normal(model.floats.size, np.float32)
     data = wire.encoded(model).tobytes()
     about = {
-        "digest": hashlib.sha256(data).hexdigest(), "samples": 10, "steps": 5, "lr": 0.1,
-        "loss": 0.5, "seconds": 1.0, "tau": offer.model.version, "base": offer.model.digest,
-        "layout": hand.layout.signature, "format": wire.name,
-    }  # fmt: skip
+        "digest": hashlib.sha256(data).hexdigest(),
+        "samples": 10,
+        "steps": 5,
+        "lr": 0.1,
+        "loss": 0.5,
+        "seconds": 1.0,
+        "tau": offer.model.version,
+        "base": offer.model.digest,
+        "layout": hand.layout.signature,
+        "format": wire.name,
+    }
     return Sender(offer, data, about | report, offer.task.device)
 
 

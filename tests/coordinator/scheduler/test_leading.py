@@ -37,9 +37,14 @@ async def test_lease_is_renewed_while_waiting_for_eligible_devices(
         return True
 
     scheduler = Scheduler(
-        SchedulerSettings(lease_s=20.0), InFlight(n=1), keys=keys, redis=redis,
-        name="scheduler-0", seed=7, is_eligible=is_eligible,
-    )  # fmt: skip
+        SchedulerSettings(lease_s=20.0),
+        InFlight(n=1),
+        keys=keys,
+        redis=redis,
+        name="scheduler-0",
+        seed=7,
+        is_eligible=is_eligible,
+    )
     left_ms: list[int] = []
 
     async def renewals() -> int:

@@ -207,9 +207,12 @@ async def have_answered(hand: Hand, *tasks: Trigger) -> None:
         for one in uploads
     ]
     held = Commit(
-        held=[one.device for one in uploads], mean_staleness=0.0, ends=ends,
-        entries=[entry for entry, _ in await hand.queue()], updates=[one.blob for one in uploads],
-    )  # fmt: skip
+        held=[one.device for one in uploads],
+        mean_staleness=0.0,
+        ends=ends,
+        entries=[entry for entry, _ in await hand.queue()],
+        updates=[one.blob for one in uploads],
+    )
     assert (await hand.ledger.commit(hand.updater.token, held)).what == "done"
 
 

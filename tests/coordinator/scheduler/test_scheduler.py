@@ -203,11 +203,16 @@ async def test_pool_is_asked_for_unowned_devices(make: Any, run: Hand) -> None:
 async def test_devices_are_asked_once_eligible(run: Hand, redis: RedisSettings, keys: Keys) -> None:
     there = {2}
     scheduler = Scheduler(
-        SchedulerSettings(), InFlight(n=3), keys=keys, redis=redis, name="scheduler-0", seed=7,
+        SchedulerSettings(),
+        InFlight(n=3),
+        keys=keys,
+        redis=redis,
+        name="scheduler-0",
+        seed=7,
         is_eligible=lambda of, device, now: (
             device in there and now > of.created and of.devices == 10
         ),
-    )  # fmt: skip
+    )
     async with running(scheduler, context()):
         [first] = await are_open(run, 1)
         assert first.device == 2
@@ -342,9 +347,22 @@ def test_versions_take_as_much_memory_as_was_published() -> None:
     head = Head(version=7, digest="d", blob="7.1", time=1.0, epoch=1)
     run = Run(layout_of(1000), "fedasync", "digits", 10, 100, 0, 1.5)
     seen = Tally(
-        run=run, head=head, counts={}, tasks=0, admitted=0, queue=0, triggers=0, inbox=0,
-        trainers=1, workers=1, kept=5, dead=0, owners=0, pool=True, now=1.0,
-    )  # fmt: skip
+        run=run,
+        head=head,
+        counts={},
+        tasks=0,
+        admitted=0,
+        queue=0,
+        triggers=0,
+        inbox=0,
+        trainers=1,
+        workers=1,
+        kept=5,
+        dead=0,
+        owners=0,
+        pool=True,
+        now=1.0,
+    )
     assert kept(seen) == 5
     small = replace(head, encoded=Encoded("int8", 1016, "d"))
     assert kept(replace(seen, head=small)) == 2  # 5,080 bytes, in models of 4,000

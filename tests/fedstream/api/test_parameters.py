@@ -22,9 +22,14 @@ def settings(set: dict[str, object] | None = None, **parameters: object) -> Sett
 def test_each_parameter_sets_its_key() -> None:
     made = settings(
         {"strategy.alpha": 0.3, "evaluator": {"every": 5}},
-        task="mnist", versions=7, devices=20, redis="redis://here:1", data_root="/data",
-        solver={"lr": 0.05}, run={"seed": 3},
-    )  # fmt: skip
+        task="mnist",
+        versions=7,
+        devices=20,
+        redis="redis://here:1",
+        data_root="/data",
+        solver={"lr": 0.05},
+        run={"seed": 3},
+    )
     assert (made.task.name, made.task.devices, made.task.data_root) == ("mnist", 20, "/data")
     assert (made.run.versions, made.run.seed, made.redis.url) == (7, 3, "redis://here:1")
     assert made.strategy.model_dump()["alpha"] == 0.3
@@ -36,7 +41,7 @@ def test_a_table_may_stand_for_its_name() -> None:
         {"strategy.buffer_size": 5},
         strategy={"name": "fedbuff", "staleness": {"kind": "hinge", "a": 3}},
         devices={"latency": {"kind": "fixed", "mean_s": 0.5}},
-    )  # fmt: skip
+    )
     shown = made.strategy.model_dump()
     assert (shown["name"], shown["buffer_size"]) == ("fedbuff", 5)  # set's key stays beside
     assert (shown["staleness"]["kind"], shown["staleness"]["a"]) == ("hinge", 3)

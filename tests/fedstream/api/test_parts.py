@@ -81,9 +81,12 @@ def test_a_class_stands_for_its_name(rules: ModuleType) -> None:
 def test_an_object_stands_for_its_table(rules: ModuleType) -> None:
     made = settings(strategy=rules.Mine(beta=0.25, buffer_size=3), solver=rules.Slow(lr=0.5))
     assert made.strategy.model_dump() == {
-        "name": f"{rules.__file__}:Mine", "max_staleness": None, "beta": 0.25,
-        "buffer_size": 3, "server_lr": 1.0,
-    }  # fmt: skip
+        "name": f"{rules.__file__}:Mine",
+        "max_staleness": None,
+        "beta": 0.25,
+        "buffer_size": 3,
+        "server_lr": 1.0,
+    }
     assert (type(made.solver), made.solver.lr) == (rules.Slow, 0.5)
 
 
@@ -132,8 +135,11 @@ def test_a_simulation_with_a_class_is_recorded_by_its_name(
     rules: ModuleType, tmp_path: Path
 ) -> None:
     run = fedstream.simulate(
-        strategy=rules.Mine(beta=0.5, buffer_size=2), versions=2, out=tmp_path / "out",
-        journal=False, progress=False,
-    )  # fmt: skip
+        strategy=rules.Mine(beta=0.5, buffer_size=2),
+        versions=2,
+        out=tmp_path / "out",
+        journal=False,
+        progress=False,
+    )
     recorded = json.loads((run.path / "summary.json").read_text())
     assert recorded["strategy"] == f"{rules.__file__}:Mine"

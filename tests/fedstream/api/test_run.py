@@ -62,9 +62,12 @@ def script(tmp_path: Path, python: Path) -> Callable[..., subprocess.Popen[str]]
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "mine.py", python, *map(str, arguments)], cwd=tmp_path, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "mine.py", python, *map(str, arguments)],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     return start
 

@@ -29,9 +29,14 @@ class Mine(fedstream.Task):
 
 def script() -> None:
     run = fedstream.run(
-        Mine(), strategy={"name": "fedbuff", "buffer_size": 5}, versions=20, trainers=2,
-        solver={"lr": 0.05}, set={"strategy.alpha": 0.2}, out="here",
-    )  # fmt: skip
+        Mine(),
+        strategy={"name": "fedbuff", "buffer_size": 5},
+        versions=20,
+        trainers=2,
+        solver={"lr": 0.05},
+        set={"strategy.alpha": 0.2},
+        out="here",
+    )
     assert_type(run, fedstream.RunRecord)
     assert_type(fedstream.simulate(Mine, devices=20, journal=False), fedstream.RunRecord)
     table = {"name": Mine, "args": {"hidden": 3}}

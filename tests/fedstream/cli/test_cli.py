@@ -121,8 +121,10 @@ def test_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> None
     try:
         done = subprocess.run(
             [sys.executable, "-m", "fedstream", *arguments],
-            stdout=write, stderr=subprocess.PIPE, check=False,
-        )  # fmt: skip
+            stdout=write,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
@@ -176,10 +178,16 @@ def test_missing_run_is_a_one_line_error(
     url = str(getattr(redis, "url", ""))
     monkeypatch.setattr("typer.confirm", lambda *_, **__: pytest.fail("nothing is there"))
     for command in (
-        ["status"], ["status", "--json"], ["top", "--once"], ["purge"], ["purge", "--yes"],
-        ["purge", "--force"], ["dead", "list"], ["dead", "retry", "--all"],
+        ["status"],
+        ["status", "--json"],
+        ["top", "--once"],
+        ["purge"],
+        ["purge", "--yes"],
+        ["purge", "--force"],
+        ["dead", "list"],
+        ["dead", "retry", "--all"],
         ["dead", "drop", "--all"],
-    ):  # fmt: skip
+    ):
         arguments = (*command, "--redis", url, "--run", "nobody")
         assert fedstream(*arguments) == 1
         said = capsys.readouterr().err
@@ -205,15 +213,20 @@ def test_options_override_the_environment_before_it_is_checked(
     monkeypatch.setenv("FEDSTREAM_REDIS__TLS__CA", str(tmp_path / "ca.crt"))
     monkeypatch.setenv("FEDSTREAM_RUN__NAME", "not valid")
     waiting = {  # would wait for Redis, so something else is wrong
-        "run": (1, "no journal"), "replay": (1, "no journal"),
-    }  # fmt: skip
+        "run": (1, "no journal"),
+        "replay": (1, "no journal"),
+    }
     required = {
         "run": ["--resume", "--out", str(tmp_path), "--set", "run.name=demo"],
         "replay": [str(tmp_path)],
         "load": ["--url", "https://127.0.0.1:1", "--devices", "1"],
-        "devices quarantine": ["3"], "devices release": ["3"], "devices invite": ["3"],
-        "devices revoke": ["3"], "devices admit": ["3"], "dead show": ["x"],
-    }  # fmt: skip
+        "devices quarantine": ["3"],
+        "devices release": ["3"],
+        "devices invite": ["3"],
+        "devices revoke": ["3"],
+        "devices admit": ["3"],
+        "dead show": ["x"],
+    }
     wrong = {}
     for path, parameters in _asking_redis(typer.main.get_group(application())):
         command = " ".join(path)

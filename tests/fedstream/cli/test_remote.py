@@ -161,10 +161,14 @@ async def test_operator_user_can_inspect_and_repair(
         await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "crashed", task=task)
     where = ("--redis", operator, "--run", hand.keys.name)
     asked: list[tuple[str, ...]] = [
-        ("status",), ("top", "--once"), ("dead", "list"), ("dead", "show", trigger.task),
-        ("dead", "retry", trigger.task), ("dead", "drop", "--all", "--yes"),
+        ("status",),
+        ("top", "--once"),
+        ("dead", "list"),
+        ("dead", "show", trigger.task),
+        ("dead", "retry", trigger.task),
+        ("dead", "drop", "--all", "--yes"),
         ("purge", "--yes", "--force"),
-    ]  # fmt: skip
+    ]
     for one in asked:
         code, said, wrong = await command(*where, words=one)
         assert (code, wrong) == (0, ""), one

@@ -74,9 +74,15 @@ def issued(
     made.private_key_pem.write_to_path(folder / "tls.key")
     made.cert_chain_pems[0].write_to_path(folder / "tls.crt")
     return (
-        "--tls-cert-file", str(folder / "tls.crt"), "--tls-key-file", str(folder / "tls.key"),
-        "--tls-ca-cert-file", str(folder / "ca.crt"), "--tls-auth-clients", "no",
-    )  # fmt: skip
+        "--tls-cert-file",
+        str(folder / "tls.crt"),
+        "--tls-key-file",
+        str(folder / "tls.key"),
+        "--tls-ca-cert-file",
+        str(folder / "ca.crt"),
+        "--tls-auth-clients",
+        "no",
+    )
 
 
 @contextmanager
@@ -105,9 +111,10 @@ def watched(
         try:
             sentinel.listens()
             yield RedisSettings(
-                url="rediss://redis:6379/0", tls=TlsSettings(ca=str(folder / "ca.crt")),
+                url="rediss://redis:6379/0",
+                tls=TlsSettings(ca=str(folder / "ca.crt")),
                 sentinel=SentinelSettings(nodes=(f"sentinel-0.sentinels:{sentinel.port}",)),
-            )  # fmt: skip
+            )
         finally:
             sentinel.end()
 
@@ -173,17 +180,21 @@ async def test_names_that_a_certificate_lacks_are_listed(
 async def test_nodes_of_a_cluster_are_asked_with_the_login_of_the_url(tmp_path: Path) -> None:
     tls = (
         *issued(tmp_path, "127.0.0.1", ends=NOW + timedelta(days=90, hours=1)),
-        "--tls-cluster", "yes", "--tls-replication", "yes",
-    )  # fmt: skip
+        "--tls-cluster",
+        "yes",
+        "--tls-replication",
+        "yes",
+    )
     trusting = ssl.create_default_context(cafile=tmp_path / "ca.crt")
     with cluster(tmp_path, *tls, masters=2, tls=trusting) as shards:
         for port in shards.ports:
             words = ("ACL", "SETUSER", "default", "resetpass", ">secret")
             assert said(port, *words, tls=trusting) == b"+OK\r\n"
         settings = RedisSettings(
-            url=f"rediss://default:secret@127.0.0.1:{shards.ports[0]}", cluster=True,
+            url=f"rediss://default:secret@127.0.0.1:{shards.ports[0]}",
+            cluster=True,
             tls=TlsSettings(ca=str(tmp_path / "ca.crt")),
-        )  # fmt: skip
+        )
         good = ("ok", "of 127.0.0.1; ends in 90 days")
         assert await found(settings) == [good]
         shards.masters[1].kill()  # which the other one names
@@ -227,9 +238,13 @@ def test_doctor_and_services_name_the_name_that_is_missing(tmp_path: Path) -> No
 
         def ended(*command: str) -> tuple[int, str]:
             done = subprocess.run(
-                [sys.executable, "-c", PATCH, *command], env=env, capture_output=True, text=True,
-                check=False, timeout=60,
-            )  # fmt: skip
+                [sys.executable, "-c", PATCH, *command],
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+            )
             return done.returncode, done.stdout + done.stderr
 
         line = (

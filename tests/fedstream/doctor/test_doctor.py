@@ -37,9 +37,13 @@ def sets(redis: RedisSettings, keys: Keys, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(server, "_SLOW", math.inf)
     monkeypatch.setattr(task, "_cores", lambda: 4.0)
     return [
-        f"redis.url={redis.url}", f"run.name={keys.name}", f"journal.dir={tmp_path / 'journal'}",
-        "journal.keep_bytes=1000", "journal.segment_bytes=1000", "journal.sync_s=3600",
-    ]  # fmt: skip
+        f"redis.url={redis.url}",
+        f"run.name={keys.name}",
+        f"journal.dir={tmp_path / 'journal'}",
+        "journal.keep_bytes=1000",
+        "journal.segment_bytes=1000",
+        "journal.sync_s=3600",
+    ]
 
 
 @pytest.fixture
@@ -107,16 +111,24 @@ async def test_healthy_deployment_is_all_ok_and_untouched(
 @pytest.mark.parametrize(
     ("config", "level", "about", "said"),
     [
-        ({"maxmemory_policy": "allkeys-lru"}, "problem", "redis maxmemory",
-         "200.0 MB; when it is reached, Redis evicts keys (maxmemory-policy allkeys-lru)"),
+        (
+            {"maxmemory_policy": "allkeys-lru"},
+            "problem",
+            "redis maxmemory",
+            "200.0 MB; when it is reached, Redis evicts keys (maxmemory-policy allkeys-lru)",
+        ),
         ({"maxmemory": 0}, "warning", "redis maxmemory", "neither a limit nor scheduler.memory"),
-        ({"maxmemory": 0, "maxmemory_policy": "allkeys-lru"}, "warning", "redis maxmemory",
-         "no limit, and maxmemory-policy allkeys-lru"),
+        (
+            {"maxmemory": 0, "maxmemory_policy": "allkeys-lru"},
+            "warning",
+            "redis maxmemory",
+            "no limit, and maxmemory-policy allkeys-lru",
+        ),
         ({"appendonly": "yes"}, "warning", "redis persistence", "an append-only file is on"),
         ({"save": "3600 1"}, "warning", "redis persistence", "snapshots are on (save '3600 1')"),
         ({"maxmemory": 1000}, "problem", "redis memory", "full: uses "),
     ],
-)  # fmt: skip
+)
 async def test_misconfigured_redis(
     look: Look, change: Change, config: dict[str, Any], level: str, about: str, said: str
 ) -> None:
@@ -173,9 +185,10 @@ async def test_wrong_clock(look: Look, change: Change, skew_s: float, way: str) 
 
 async def test_more_tasks_in_flight_than_memory_allows(look: Look, change: Change) -> None:
     findings = await look(
-        "scheduler.policy.kind=in_flight", "scheduler.policy.n=10",
+        "scheduler.policy.kind=in_flight",
+        "scheduler.policy.n=10",
         "scheduler.memory_budget=400000",
-    )  # fmt: skip
+    )
     # 400,000 // 19,240 = 20 models, of which 16 are kept and 2 in the making
     assert "keeps 2 tasks open instead of 10 -> raise scheduler.memory_budget to 538.7 kB" in (
         the_one(findings, "warning", "redis memory")
@@ -273,8 +286,9 @@ async def test_run_made_with_another_configuration(look: Look, change: Change, h
     assert "fedstream updater --adopt" in wrong(findings, "journal")[0][1]
     [(level, said)] = wrong(findings, "services")
     assert (level, said.split(" -> ")[0]) == (
-        "warning", "the run is not finished but has no coordinator, no trainer"
-    )  # fmt: skip
+        "warning",
+        "the run is not finished but has no coordinator, no trainer",
+    )
 
 
 async def test_nothing_is_compared_without_a_configuration(
@@ -286,9 +300,11 @@ async def test_nothing_is_compared_without_a_configuration(
         "is running; made by strategy 'fedbuff' with task 'digits'"
     ]
     assert {one.about for one in findings if one.level == "not checked"} == {
-        "configuration beside the run's", "journal", "redis memory for the run",
+        "configuration beside the run's",
+        "journal",
+        "redis memory for the run",
         "task, data, torch",
-    }  # fmt: skip
+    }
     assert doctor.exit_code(findings) == 0
 
 
@@ -463,16 +479,26 @@ def test_versions(info: dict[str, str], level: str, text: str) -> None:
     ("info", "cluster", "sentinel", "level", "said"),
     [
         ({"redis_mode": "sentinel"}, False, False, "problem", "is a sentinel"),
-        ({"role": "slave", "master_host": "m", "master_port": "1"}, False, False, "problem",
-         "is a replica of m:1, which takes no writes"),
-        ({"role": "master", "cluster_enabled": "1"}, False, False, "problem",
-         "is part of a cluster -> set redis.cluster = true"),
+        (
+            {"role": "slave", "master_host": "m", "master_port": "1"},
+            False,
+            False,
+            "problem",
+            "is a replica of m:1, which takes no writes",
+        ),
+        (
+            {"role": "master", "cluster_enabled": "1"},
+            False,
+            False,
+            "problem",
+            "is part of a cluster -> set redis.cluster = true",
+        ),
         ({"role": "master"}, True, False, "problem", "set redis.cluster = false"),
         ({"role": "master", "cluster_enabled": "1"}, True, False, "ok", "a master of a cluster"),
         ({"role": "master"}, False, True, "warning", "a master without a replica"),
         ({"role": "master", "connected_slaves": "2"}, False, True, "ok", "a master, 2 replicas"),
     ],
-)  # fmt: skip
+)
 def test_parts(info: dict[str, str], cluster: bool, sentinel: bool, level: str, said: str) -> None:
     [found] = server.part(info, cluster=cluster, sentinel=sentinel)
     assert found.level == level
@@ -499,14 +525,18 @@ MEMORY = {"used_memory": "1000000", "maxmemory": "1000000000"}
     ("info", "model_bytes", "level", "said"),
     [
         (MEMORY, 1_000_000, "ok", "uses 1.0 MB of 1.0 GB; 4 tasks, 1 in the queue, 3 kept and 2"),
-        (MEMORY, 100_000_000, "warning",
-         "may use 800.0 MB and keeps 2 tasks open instead of 4 -> raise maxmemory to 1.2 GB"),
+        (
+            MEMORY,
+            100_000_000,
+            "warning",
+            "may use 800.0 MB and keeps 2 tasks open instead of 4 -> raise maxmemory to 1.2 GB",
+        ),
         (MEMORY, 400_000_000, "problem", "a model 400.0 MB, so no update of it can become"),
         (MEMORY | {"used_memory": "950000000"}, 1_000_000, "warning", "nearly full: uses 950.0 MB"),
         (MEMORY | {"used_memory": "1000000001"}, 1_000_000, "problem", "full: uses 1.0 GB"),
         ({"used_memory": "5", "maxmemory": "0"}, 1_000_000, "ok", "uses 5 bytes; 4 tasks"),
     ],
-)  # fmt: skip
+)
 def test_memory(info: dict[str, str], model_bytes: int, level: str, said: str) -> None:
     wants = server.Need(model_bytes, open=4, queue=1, kept=3)
     found = server.room(info, wants, budget=None)

@@ -130,9 +130,7 @@ def test_authority_that_lets_no_device_in(tmp_path: Path) -> None:
     assert (level, "No such file" in said) == ("problem", True)
 
 
-@pytest.mark.parametrize(
-    ("files", "level"), [(1279, "warning"), (1280, "ok"), (None, "ok")]
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "level"), [(1279, "warning"), (1280, "ok"), (None, "ok")])
 def test_connections_need_open_files(files: int | None, level: str) -> None:
     found = gateway.open_files(GatewaySettings(connections=1024), files)
     assert found.level == level
@@ -187,12 +185,17 @@ async def test_doctor_examines_a_configured_gateway_and_touches_nothing(
 ) -> None:
     theirs = issued(tmp_path, "127.0.0.1")
     sets = [
-        f"redis.url={redis.url}", f"run.name={keys.name}", f"journal.dir={tmp_path / 'journal'}",
-    ]  # fmt: skip
+        f"redis.url={redis.url}",
+        f"run.name={keys.name}",
+        f"journal.dir={tmp_path / 'journal'}",
+    ]
     more = [
-        SITES, "coordinator.trainer_silence_s=60", "gateway.connections=10",
-        f"gateway.tls_cert={theirs.tls_cert}", f"gateway.tls_key={theirs.tls_key}",
-    ]  # fmt: skip
+        SITES,
+        "coordinator.trainer_silence_s=60",
+        "gateway.connections=10",
+        f"gateway.tls_cert={theirs.tls_cert}",
+        f"gateway.tls_key={theirs.tls_key}",
+    ]
 
     async def found(*given: str, **how: Any) -> dict[str, Finding]:
         findings = await doctor.examine(read(None, [*sets, *given]), **how)
@@ -201,8 +204,10 @@ async def test_doctor_examines_a_configured_gateway_and_touches_nothing(
     assert await found() == {}
     healthy = await found(*more)
     assert {about: one.level for about, one in healthy.items()} == {
-        "gateway site": "ok", "gateway restarts": "ok", "gateway certificate": "ok",
+        "gateway site": "ok",
+        "gateway restarts": "ok",
+        "gateway certificate": "ok",
         "gateway open files": "ok",
-    }  # fmt: skip
+    }
     assert "for 127.0.0.1; ends in" in healthy["gateway certificate"].text
     assert await snapshot(client, keys) == {}

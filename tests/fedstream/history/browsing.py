@@ -18,9 +18,11 @@ from tests.integration.command import TEST_GUARD_S
 def served(*runs: Path | str) -> Iterator[tuple[str, Callable[[], None]]]:
     """`fedstream ui`: the link that it prints, and a function to end it with Ctrl-C."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "fedstream", "ui", *runs], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", "fedstream", "ui", *runs],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout
     link = re.match(r"(http://127\.0\.0\.1:\d+)/ ", process.stdout.readline())
 

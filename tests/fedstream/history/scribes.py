@@ -61,8 +61,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def written(folder: Path, *updates: tuple[int, float], **about: Any) -> Path:
     """A journal of these updates: device and value."""
-    scribe = By(folder, model_of(Layout((Tensor("w", (2,), "float32", "parameter"),)), 0.0),
-                **about)  # fmt: skip
+    scribe = By(
+        folder, model_of(Layout((Tensor("w", (2,), "float32", "parameter"),)), 0.0), **about
+    )
     for device, value in updates:
         scribe.brings(device, value)
     scribe.close()
@@ -84,9 +85,15 @@ class Digits(By):
         """The device trains from the newest model; scaled, it poisons the next."""
         vector.load(self.progress.state.model, self.module)
         work = Work(
-            device=device, task="t", version=self.version, seed=self.version, steps=10, epochs=None,
-            solver=Sgd(), cancelled=lambda: False,
-        )  # fmt: skip
+            device=device,
+            task="t",
+            version=self.version,
+            seed=self.version,
+            steps=10,
+            epochs=None,
+            solver=Sgd(),
+            cancelled=lambda: False,
+        )
         solve(self.task, self.module, self.task.device_data(device), work)
         self.coming = Model(self.layout)
         vector.read(self.module, self.coming)

@@ -24,19 +24,34 @@ Command = Callable[..., tuple[int, str, str]]
 HEADER = "version,seconds,updates,total_updates,accuracy,test_loss\n"
 
 
-def left(folder: Path, *points: tuple[int, float, int, float], strategy: str = "fedasync",
-         config: str = "", **numbers: object) -> Path:  # fmt: skip
+def left(
+    folder: Path,
+    *points: tuple[int, float, int, float],
+    strategy: str = "fedasync",
+    config: str = "",
+    **numbers: object,
+) -> Path:
     """A run's folder with these measurements: version, seconds, updates, accuracy."""
     folder.mkdir(parents=True)
     rows = [f"{v},{s},{u},{u},{accuracy},{1 - accuracy}\n" for v, s, u, accuracy in points]
     (folder / "metrics.csv").write_text(HEADER + "".join(rows))
     about = {
-        "run": "demo", "task": "digits", "strategy": strategy, "state": "finished", "why": "done",
-        "devices": 10, "versions": points[-1][0], "versions_wanted": points[-1][0],
-        "updates": points[-1][2], "seconds": points[-1][1], "updates_per_s": 10.0,
-        "mean_staleness": 0.5, "created": "2026-11-22T13:00:00.000+00:00",
-        "accuracy": points[-1][3], "best_accuracy": max(p[3] for p in points),
-    }  # fmt: skip
+        "run": "demo",
+        "task": "digits",
+        "strategy": strategy,
+        "state": "finished",
+        "why": "done",
+        "devices": 10,
+        "versions": points[-1][0],
+        "versions_wanted": points[-1][0],
+        "updates": points[-1][2],
+        "seconds": points[-1][1],
+        "updates_per_s": 10.0,
+        "mean_staleness": 0.5,
+        "created": "2026-11-22T13:00:00.000+00:00",
+        "accuracy": points[-1][3],
+        "best_accuracy": max(p[3] for p in points),
+    }
     (folder / "summary.json").write_text(json.dumps(about | numbers))
     (folder / "run.toml").write_text(
         f'[run]\nname = "{folder.name}"\n[task]\nname = "digits"\n'
@@ -47,10 +62,20 @@ def left(folder: Path, *points: tuple[int, float, int, float], strategy: str = "
 
 @pytest.fixture
 def two(tmp_path: Path) -> list[Path]:
-    one = left(tmp_path / "runs" / "one", (0, 0.0, 0, 0.1), (10, 1.0, 10, 0.6), (20, 2.0, 20, 0.5),
-               config="alpha = 0.4\n[redis]\nurl = 'redis://a'")  # fmt: skip
-    other = left(tmp_path / "runs" / "other", (0, 0.0, 0, 0.1), (5, 4.0, 50, 0.9),
-                 strategy="fedbuff", created="2026-11-22T12:00:00.000+00:00")  # fmt: skip
+    one = left(
+        tmp_path / "runs" / "one",
+        (0, 0.0, 0, 0.1),
+        (10, 1.0, 10, 0.6),
+        (20, 2.0, 20, 0.5),
+        config="alpha = 0.4\n[redis]\nurl = 'redis://a'",
+    )
+    other = left(
+        tmp_path / "runs" / "other",
+        (0, 0.0, 0, 0.1),
+        (5, 4.0, 50, 0.9),
+        strategy="fedbuff",
+        created="2026-11-22T12:00:00.000+00:00",
+    )
     return [one, other]
 
 
@@ -65,8 +90,16 @@ def test_list_shows_every_run_even_broken_ones(two: list[Path], command: Command
     lines = out.splitlines()
     assert code == 0
     assert [line.split()[0] for line in lines[:3]] == ["run", "other", "one"]  # the oldest first
-    assert lines[1].split()[:8] == ["other", "finished", "fedbuff", "digits", "5", "50", "0.9000",
-                                    "0.9000"]  # fmt: skip
+    assert lines[1].split()[:8] == [
+        "other",
+        "finished",
+        "fedbuff",
+        "digits",
+        "5",
+        "50",
+        "0.9000",
+        "0.9000",
+    ]
     assert any(line.startswith("broken: ") and "is not a run's summary" in line for line in lines)
     assert any(line.startswith("damaged: ") and "journal" in line for line in lines)
     assert "notes" not in out
@@ -137,8 +170,10 @@ def test_a_bare_journal_differs_only_in_what_it_says(two: list[Path], tmp_path: 
     found = fedstream.compare([two[0], tmp_path / "journal"])
     assert found.differences == {"run.seed": [0, 1]}  # of the rest, nobody knows
     assert fedstream.compare([two[1], two[0], tmp_path / "journal"]).differences["solver.lr"] == [
-        None, 0.3, "?"
-    ]  # fmt: skip
+        None,
+        0.3,
+        "?",
+    ]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(two: list[Path], tmp_path: Path) -> None:
@@ -184,8 +219,7 @@ def test_unmeasured_runs_compare_by_what_is_known(golden: Path) -> None:
 def test_report_of_a_journal_alone(simulated: Path, tmp_path: Path, command: Command) -> None:
     """As for a run in production, which leaves nothing else; its own table is the known answer."""
     shutil.copytree(simulated / "journal", tmp_path / "run" / "journal")
-    code, out, err = command("report", tmp_path / "run", "--json",
-                             "--evaluate-every", 10)  # fmt: skip
+    code, out, err = command("report", tmp_path / "run", "--json", "--evaluate-every", 10)
     assert (code, err) == (0, "")
     told = json.loads(out)
     files = [Path(file) for file in told["files"]]

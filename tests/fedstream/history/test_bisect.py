@@ -117,18 +117,24 @@ def test_bisect_measures_the_named_versions(
     ],
 )
 def test_bisect_looks_where_the_run_itself_measured_a_fall(
-    recorded: dict[int, float], version: int | None, recovered: tuple[int, float] | None,
-    measured: set[int], tmp_path: Path,
-) -> None:  # fmt: skip
+    recorded: dict[int, float],
+    version: int | None,
+    recovered: tuple[int, float] | None,
+    measured: set[int],
+    tmp_path: Path,
+) -> None:
     scribe = Scribe(tmp_path)
     for _ in range(10):
         scribe.update()
     scribe.close()
     with opened(tmp_path) as chain:
         found = search(
-            chain, lambda version, _: float(version not in {5, 6, 7}), lambda value: value > 0.5,
-            8, recorded=recorded,
-        )  # fmt: skip
+            chain,
+            lambda version, _: float(version not in {5, 6, 7}),
+            lambda value: value > 0.5,
+            8,
+            recorded=recorded,
+        )
     assert (found.crossing.version if found.crossing else None) == version
     assert found.recovered == recovered
     assert found.measured.keys() == measured
@@ -260,8 +266,11 @@ def test_export_is_the_model_bit_for_bit(journal: Command, poisoned: Path, tmp_p
     assert again.digest() == digest
     with safe_open(file, "pt") as opened_file:
         assert opened_file.metadata() == {
-            "version": "30", "digest": digest, "run": "demo", "task": "digits"
-        }  # fmt: skip
+            "version": "30",
+            "digest": digest,
+            "run": "demo",
+            "task": "digits",
+        }
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -24,10 +24,17 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 MANY = 100_000  # versions
 PAGES = (
-    "/", "/versions/30?models=1", "/updates", "/devices", "/devices/3",
-    "/beside?over=time", "/bisect", "/bisect?metric=accuracy&bound=x&every=0", "/what-if",
+    "/",
+    "/versions/30?models=1",
+    "/updates",
+    "/devices",
+    "/devices/3",
+    "/beside?over=time",
+    "/bisect",
+    "/bisect?metric=accuracy&bound=x&every=0",
+    "/what-if",
     "/what-if?alpha=7&without=99",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -249,9 +256,14 @@ def test_a_hundred_thousand_versions(browser: Any, long: Path) -> None:
         assert len([url for url in tab.asked if re.search(r"/versions/\d+$", url)]) == 1
         tab.go(f"/versions/{MANY // 2}")
         for key, version in (
-            ("ArrowRight", 50_001), ("PageUp", 60_001), ("PageDown", 50_001), ("ArrowLeft", 50_000),
-            ("Home", 0), ("End", MANY), ("ArrowLeft", MANY - 1),
-        ):  # fmt: skip
+            ("ArrowRight", 50_001),
+            ("PageUp", 60_001),
+            ("PageDown", 50_001),
+            ("ArrowLeft", 50_000),
+            ("Home", 0),
+            ("End", MANY),
+            ("ArrowLeft", MANY - 1),
+        ):
             page.keyboard.press(key)
             page.locator(f'#moment[data-version="{version}"]').wait_for()
             assert page.locator("#moment h1").inner_text() == f"Version {version}"

@@ -48,8 +48,13 @@ def test_the_large_device_stands_out_and_no_other(recorded: Path) -> None:
 def test_a_figures_colour_says_what_its_mark_says() -> None:
     scores = (None, 0.9, 1.1, -2.0, 3.6, -3.6)
     assert [style_of_score(one) for one in scores] == [
-        "", "", "heat above1", "heat below2", "heat above3 outlier", "heat below3 outlier",
-    ]  # fmt: skip
+        "",
+        "",
+        "heat above1",
+        "heat below2",
+        "heat above3 outlier",
+        "heat below3 outlier",
+    ]
     assert [mark_of_score(one) for one in scores] == ["", "", "", "", "▲", "▼"]
 
 
@@ -89,9 +94,16 @@ def test_distances_are_shown_beside_what_else_there_was_at_their_version(recorde
     job = PageJob(Distances(20), "/distances?until=20")
     job.answer, job.seconds = MeasuredShares({}, 20), 1.0
     text = answers.distances(
-        run, {"until": "20"}, {}, job, other=None, token="", address=job.address, asker="may",
+        run,
+        {"until": "20"},
+        {},
+        job,
+        other=None,
+        token="",
+        address=job.address,
+        asker="may",
         notice="",
-    )  # fmt: skip
+    )
     run.close()
     cells = Page(text).cells
     width = cells.index("0")  # the first device's number follows the header

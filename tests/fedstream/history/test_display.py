@@ -122,14 +122,27 @@ def test_row_that_was_not_known_at_first_stands_below_the_others(
 
 def test_accuracy_names_its_version() -> None:
     numbers: dict[str, Any] = {
-        "state": "finished", "why": "version 9 reached", "measured_version": 9,
-        "goal": {}, "best": {"accuracy": {"version": 4, "value": 0.6}},
-        "versions": 9, "versions_before": 0,
-        "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
-        "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
-        "strays": {}, "failing": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
+        "state": "finished",
+        "why": "version 9 reached",
+        "measured_version": 9,
+        "goal": {},
+        "best": {"accuracy": {"version": 4, "value": 0.6}},
+        "versions": 9,
+        "versions_before": 0,
+        "seconds": 2.0,
+        "updates_per_s": 4.5,
+        "mean_staleness": 0.0,
+        "max_staleness": 0,
+        "tasks": {"issued": 9, "applied": 9},
+        "refused": {},
+        "given_up": {},
+        "dead": {},
+        "strays": {},
+        "failing": {},
+        "restarts": {},
+        "metrics": {"accuracy": 0.5},
         "never_finite": [],
-    }  # fmt: skip
+    }
     rows = dict(display.result_rows(numbers))
     assert "devices" not in rows
     assert rows["accuracy"] == "0.5000 (best 0.6000 at version 4)"
@@ -137,8 +150,12 @@ def test_accuracy_names_its_version() -> None:
     rows = dict(display.result_rows(numbers | {"measured_version": 7, "versions_before": 6}))
     assert rows["accuracy"] == "0.5000 at version 7 (best 0.6000 at version 4)"
     assert rows["versions"] == "9, 3 of them in 2.0 s, 4.5 updates/s"
-    served = {"device_mean_loss": 2.0, "device_mean_accuracy": 0.4,
-              "device_worst_tenth_accuracy": 0.1, "device_deviation_accuracy": 0.25}  # fmt: skip
+    served = {
+        "device_mean_loss": 2.0,
+        "device_mean_accuracy": 0.4,
+        "device_worst_tenth_accuracy": 0.1,
+        "device_deviation_accuracy": 0.25,
+    }
     assert dict(display.result_rows(numbers | {"metrics": served}))["devices"] == (
         "accuracy mean 0.4000, worst tenth 0.1000, deviation 0.2500"
     )
@@ -167,22 +184,32 @@ def test_top_shows_the_run_and_its_trainers(history: History) -> None:
     seen = view({"issued": 4, "applied": 4, "stray:late": 1}, inbox=2)
     shown = text_of(top.frame(seen, history, trainers, {"trainer-1": 1.25}, CREATED + 3))
     for part in (
-        "3/100", "1.0 versions/s", "0.9120 at 3", "mean 1.50, max 3", "4 issued = 4 applied",
-        "2 in the inboxes", "late 1", "trainer-1", "1.2 s ago", "trainer-2 joined",
-    ):  # fmt: skip
+        "3/100",
+        "1.0 versions/s",
+        "0.9120 at 3",
+        "mean 1.50, max 3",
+        "4 issued = 4 applied",
+        "2 in the inboxes",
+        "late 1",
+        "trainer-1",
+        "1.2 s ago",
+        "trainer-2 joined",
+    ):
         assert part in shown
     assert "none alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))
 
 
 def test_top_and_status_name_devices_and_trainers_that_fail() -> None:
     trainers = {
-        "trainer-1": {"owns": [], "failing": 0}, "trainer-2": {"owns": [], "failing": 4},
-    }  # fmt: skip
+        "trainer-1": {"owns": [], "failing": 0},
+        "trainer-2": {"owns": [], "failing": 4},
+    }
     seen = view(failing={d: Failing(6, CREATED, "raised OSError") for d in range(3, 9)})
     about = status("demo", seen) | {"register": trainers}
     for shown in (
-        text_of(top.frame(seen, History(), trainers, {}, CREATED)), text_of(page.page(about)),
-    ):  # fmt: skip
+        text_of(top.frame(seen, History(), trainers, {}, CREATED)),
+        text_of(page.page(about)),
+    ):
         assert "device 3 failed 6 tasks in a row (raised OSError), device 4" in " ".join(
             shown.split()
         )

@@ -83,10 +83,22 @@ def simulated(command: Command, tasks: Path, tmp_path: Path) -> Path:
     """A folder with a run of each task."""
     for task in ("Line", "Misfit", "Undeclared"):
         code, _, said = command(
-            "simulate", "--task", f"{tasks}:{task}", "--versions", "40", "--out", tmp_path / task,
-            "--set", "simulation.threads=1", "--set", "simulation.evaluate_every=10",
-            "--set", "solver.lr=0.05", "--set", "evaluator.per_device=last",
-        )  # fmt: skip
+            "simulate",
+            "--task",
+            f"{tasks}:{task}",
+            "--versions",
+            "40",
+            "--out",
+            tmp_path / task,
+            "--set",
+            "simulation.threads=1",
+            "--set",
+            "simulation.evaluate_every=10",
+            "--set",
+            "solver.lr=0.05",
+            "--set",
+            "evaluator.per_device=last",
+        )
         assert code == 0, said
     return tmp_path
 
@@ -99,8 +111,9 @@ def test_a_low_value_is_the_best_where_the_name_or_the_task_says_so(simulated: P
         best = min(measured, key=measured.__getitem__)
         assert 0 < measured[best] < measured[0] / 2
         assert numbers["best"][metric] == {
-            "version": best, "value": pytest.approx(measured[best], rel=1e-5)
-        }  # fmt: skip
+            "version": best,
+            "value": pytest.approx(measured[best], rel=1e-5),
+        }
         served = numbers["metrics"]
         assert served[f"device_worst_tenth_{metric}"] > served[f"device_mean_{metric}"]
         found = fedstream.compare([run])
@@ -159,10 +172,24 @@ def test_a_metric_that_is_never_a_number_is_told_and_the_run_finishes(
     tasks: Path, tmp_path: Path
 ) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "fedstream", "run", "--task", f"{tasks}:Odd", "--versions", "20",
-         "--set", "solver.lr=0.05", "--out", tmp_path / "run"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "fedstream",
+            "run",
+            "--task",
+            f"{tasks}:Odd",
+            "--versions",
+            "20",
+            "--set",
+            "solver.lr=0.05",
+            "--out",
+            tmp_path / "run",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     assert "\nmse is not a number at version " in ended.stdout
     assert "\nwarning    never a finite number: mse; see the task's metrics()\n" in ended.stdout
@@ -203,10 +230,26 @@ def test_an_unknown_goal_is_asked_for_and_never_guessed(simulated: Path, command
 def test_a_sweep_goes_by_the_goal(command: Command, tasks: Path, tmp_path: Path) -> None:
     def sweep(task: str, metric: str, *more: str) -> tuple[int, str, str]:
         return command(
-            "sweep", "--task", f"{tasks}:{task}", "--metric", metric, "--repeats", "1", "--jobs",
-            "1", "--versions", "20", "--set", "simulation.threads=1", "--over",
-            "solver.lr=0.0001,0.05", "--out", tmp_path / task, "--json", *more,
-        )  # fmt: skip
+            "sweep",
+            "--task",
+            f"{tasks}:{task}",
+            "--metric",
+            metric,
+            "--repeats",
+            "1",
+            "--jobs",
+            "1",
+            "--versions",
+            "20",
+            "--set",
+            "simulation.threads=1",
+            "--over",
+            "solver.lr=0.0001,0.05",
+            "--out",
+            tmp_path / task,
+            "--json",
+            *more,
+        )
 
     for task, metric in (("Line", "rmse"), ("Misfit", "misfit")):
         code, said, why = sweep(task, metric)

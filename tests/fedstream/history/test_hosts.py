@@ -37,9 +37,13 @@ def of_coordinator(_recorded: Path) -> web.Application:
     """With the live page, which listens on the same port."""
     settings = configured()
     coordinator = Coordinator(
-        settings.coordinator, settings.lease, keys=Keys("demo"), redis=settings.redis, name="c",
+        settings.coordinator,
+        settings.lease,
+        keys=Keys("demo"),
+        redis=settings.redis,
+        name="c",
         page=lambda client, tokens: LiveService(settings, client, tokens),
-    )  # fmt: skip
+    )
     return application(coordinator.routes(), lambda: False)
 
 

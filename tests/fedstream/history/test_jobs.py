@@ -182,9 +182,13 @@ raise ImportError("this was enough")
 """)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     server = subprocess.Popen(
-        [sys.executable, "-m", "fedstream", "ui", poisoned], text=True, process_group=0,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
+        [sys.executable, "-m", "fedstream", "ui", poisoned],
+        text=True,
+        process_group=0,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+    )
     try:
         assert server.stdout
         link = re.match(r"(http://127\.0\.0\.1:\d+)/ ", server.stdout.readline())

@@ -21,10 +21,13 @@ from tests.fedstream.history.scribes import (
 
 def commands(tmp_path: Path, journal: Path) -> list[tuple[object, ...]]:
     return [
-        ("show", journal), ("verify", journal), ("diff", journal, journal), ("stats", journal),
+        ("show", journal),
+        ("verify", journal),
+        ("diff", journal, journal),
+        ("stats", journal),
         ("export", journal, "--out", tmp_path / "x.safetensors"),
         ("bisect", journal, "--below", 0.5, "--task", "digits"),
-    ]  # fmt: skip
+    ]
 
 
 def foreign(folder: Path) -> None:
@@ -105,8 +108,9 @@ def test_missing_versions_and_files_are_reported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "journal"
-    two_segments(folder, weights=False, layout=initial(
-        load_task("digits", TaskSettings()), 0).layout)  # fmt: skip
+    two_segments(
+        folder, weights=False, layout=initial(load_task("digits", TaskSettings()), 0).layout
+    )
     (folder / FIRST).unlink()  # retired
     before = contents(tmp_path)
     name, *options = command

@@ -87,9 +87,12 @@ def test_head_records_names_and_sources(recording: Path, program: Path) -> None:
     with opened(recording) as chain:
         head = chain[-1].head
     assert head.strategy == {
-        "name": f"{program}:BySamples", "max_staleness": None, "buffer_size": 2, "server_lr": 1.0,
+        "name": f"{program}:BySamples",
+        "max_staleness": None,
+        "buffer_size": 2,
+        "server_lr": 1.0,
         "usual": 100.0,
-    }  # fmt: skip
+    }
     assert head.sources == {"name": digest(program)}
     kind = f"strategy.staleness.kind={program}:late"
     assert sources_of(read(None, [kind]).rule) == {"staleness.kind": digest(program)}

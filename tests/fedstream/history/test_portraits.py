@@ -174,8 +174,9 @@ def test_layers_by_hand(tmp_path: Path) -> None:
         begun, first, second = (portraits.of(version) for version in (0, 1, 2))
         gaps = portraits.gap(2, 0)
     assert [(one.name, one.shape, one.norm, one.moved) for one in begun.layers] == [
-        ("w", (2,), 0.0, None), ("b", (), 1.0, None),
-    ]  # fmt: skip
+        ("w", (2,), 0.0, None),
+        ("b", (), 1.0, None),
+    ]
     assert [(one.norm, one.moved, one.drift) for one in first.layers] == [(5, 5, 5), (1, 0, 0)]
     assert [(one.norm, one.moved, one.drift) for one in second.layers] == [(5, 0, 5), (2, 1, 1)]
     assert [(one.name, one.distance, one.relative) for one in gaps] == [("w", 5, 1), ("b", 1, 0.5)]

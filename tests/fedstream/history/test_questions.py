@@ -80,11 +80,21 @@ def test_a_bisection_begins_half_way_from_the_best_to_what_came_after(
 
 
 def test_another_rule_as_the_form_has_it(run: RecordedRun) -> None:
-    asked = {"strategy": "fedasync", "alpha": "0.1", "staleness": "hinge", "from": "20",
-             "set": "strategy.staleness.b=2\r\n\r\nstrategy.max_staleness = 9",
-             "without": "3, 7;5", "every": "6"}  # fmt: skip
-    sets = ("strategy.staleness.kind=hinge", "strategy.alpha=0.1", "strategy.staleness.b=2",
-            "strategy.max_staleness = 9")  # fmt: skip
+    asked = {
+        "strategy": "fedasync",
+        "alpha": "0.1",
+        "staleness": "hinge",
+        "from": "20",
+        "set": "strategy.staleness.b=2\r\n\r\nstrategy.max_staleness = 9",
+        "without": "3, 7;5",
+        "every": "6",
+    }
+    sets = (
+        "strategy.staleness.kind=hinge",
+        "strategy.alpha=0.1",
+        "strategy.staleness.b=2",
+        "strategy.max_staleness = 9",
+    )
     wanted = OtherRule("fedasync", sets, frozenset({3, 5, 7}), 20, 6)
     assert other_rule(asked, run) == (wanted, {})
     question, _ = other_rule({"without": "3"}, run)

@@ -37,7 +37,8 @@ def test_versions_come_from_the_journal_and_measurements_from_the_table(
     again = History()
     recall(again, tmp_path / "journal", tmp_path / report.METRICS)
     assert again.evaluations == {
-        1: {"accuracy": 0.75, "loss": 0.5, "f1": 0.25}, 2: {"accuracy": 0.5, "loss": 1.5}
-    }  # fmt: skip
+        1: {"accuracy": 0.75, "loss": 0.5, "f1": 0.25},
+        2: {"accuracy": 0.5, "loss": 1.5},
+    }
     assert again.best["accuracy"] == (1, 0.75)
     assert again.measured == (2, {"accuracy": 0.5, "loss": 1.5})

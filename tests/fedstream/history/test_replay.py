@@ -58,8 +58,11 @@ def test_every_version_is_compared(
     assert fedstream(out, "--from", 5, "--until", 9, "--json") == 0
     numbers = json.loads(capsys.readouterr().out)
     assert (numbers["begin"], numbers["version"], numbers["made"], numbers["identical"]) == (
-        5, 9, 4, 4
-    )  # fmt: skip
+        5,
+        9,
+        4,
+        4,
+    )
 
 
 def test_replay_can_measure(
@@ -166,9 +169,12 @@ def test_inherited_influence_is_counted(
     ],
 )
 def test_invalid_options_are_one_line_errors(
-    out: Path, arguments: list[str], code: int, said: str,
+    out: Path,
+    arguments: list[str],
+    code: int,
+    said: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (out / "other.py").write_text(BLOBS)
     (out / "taken").mkdir()
     (out / "taken" / "replay.csv").touch()
@@ -200,9 +206,7 @@ def test_outcome_without_a_measurement(
     assert len(said) == 3  # and no files
     assert fedstream("journal", *change, "--json") == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert numbers["updates"] == {
-        "used": 13, "dropped": 7, "left_out": 0, "no_base": 0, "unfit": 0
-    }  # fmt: skip
+    assert numbers["updates"] == {"used": 13, "dropped": 7, "left_out": 0, "no_base": 0, "unfit": 0}
     assert numbers["distance"] > 0
 
 
@@ -220,9 +224,7 @@ def test_rule_of_another_family(out: Path, capsys: pytest.CaptureFixture[str]) -
     assert fedstream(out, *change, "--json") == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["converted_to"] == "delta"
-    assert numbers["updates"] == {
-        "used": 8, "dropped": 0, "left_out": 0, "no_base": 1, "unfit": 0
-    }  # fmt: skip
+    assert numbers["updates"] == {"used": 8, "dropped": 0, "left_out": 0, "no_base": 1, "unfit": 0}
     assert fedstream(out, *change) == 0
     assert "used 8 of 9 updates, could not convert 1 (trained from models that" in (
         capsys.readouterr().out

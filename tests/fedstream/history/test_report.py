@@ -20,15 +20,32 @@ from fedstream.settings.recording import SUMMARY
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 
 FACTS = report.Facts(
-    run="demo", task="digits", strategy="fedasync", devices=10, trainers=2, seed=0, target=100,
-    started=CREATED - 5, ended=CREATED + 5, state="finished", why="version 3 reached",
-    restarts={"updater": 1, "scheduler": 0}, torch="2.13.0",
-)  # fmt: skip
+    run="demo",
+    task="digits",
+    strategy="fedasync",
+    devices=10,
+    trainers=2,
+    seed=0,
+    target=100,
+    started=CREATED - 5,
+    ended=CREATED + 5,
+    state="finished",
+    why="version 3 reached",
+    restarts={"updater": 1, "scheduler": 0},
+    torch="2.13.0",
+)
 COUNTS = {
-    "issued": 12, "applied": 3, "buffered": 2, "refused": 2, "refused:not finite": 2,
-    "given_up": 1, "given_up:dropped out": 1, "dead": 1, "dead:crashed its trainers": 1,
+    "issued": 12,
+    "applied": 3,
+    "buffered": 2,
+    "refused": 2,
+    "refused:not finite": 2,
+    "given_up": 1,
+    "given_up:dropped out": 1,
+    "dead": 1,
+    "dead:crashed its trainers": 1,
     "stray:late": 4,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -55,8 +72,13 @@ def test_summarys_tasks_add_up(history: History) -> None:
     tasks = dict(numbers["tasks"])
     assert tasks.pop("issued") == 12 == sum(tasks.values())
     assert tasks == {
-        "applied": 3, "buffered": 2, "refused": 2, "given_up": 1, "dead": 1, "open": 3,
-    }  # fmt: skip
+        "applied": 3,
+        "buffered": 2,
+        "refused": 2,
+        "given_up": 1,
+        "dead": 1,
+        "open": 3,
+    }
     assert numbers["refused"] == {"not finite": 2}
     assert numbers["given_up"] == {"dropped out": 1}
     assert numbers["dead"] == {"crashed its trainers": 1}
@@ -117,10 +139,19 @@ def test_table_has_a_row_per_version(history: History, tmp_path: Path) -> None:
     assert [row["version"] for row in rows] == ["0", "1", "2", "3"]
     assert rows[0]["accuracy"] == "0.1"
     assert rows[1] == {
-        "version": "1", "seconds": "1.0000", "updates": "1", "total_updates": "1",
-        "staleness": "0", "weight": "0.4", "device": "1", "task": "a", "loss": "0.5",
-        "accuracy": "", "test_loss": "", "test_recall": "",
-    }  # fmt: skip
+        "version": "1",
+        "seconds": "1.0000",
+        "updates": "1",
+        "total_updates": "1",
+        "staleness": "0",
+        "weight": "0.4",
+        "device": "1",
+        "task": "a",
+        "loss": "0.5",
+        "accuracy": "",
+        "test_loss": "",
+        "test_recall": "",
+    }
     assert (rows[3]["device"], rows[3]["task"]) == ("3 1", "c d")
     assert (rows[3]["staleness"], rows[3]["loss"]) == ("1", "1")
     assert (rows[3]["accuracy"], rows[3]["test_loss"]) == ("0.8", "0.2")

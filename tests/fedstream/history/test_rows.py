@@ -61,10 +61,12 @@ def test_many_updates_of_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rng = np.random.default_rng(1)
     for n in range(450):
         scribe.update(
-            int(rng.integers(0, 300)), late=int(rng.integers(0, 4)),
-            samples=int(rng.integers(10**6)), seconds=float(rng.random()),
+            int(rng.integers(0, 300)),
+            late=int(rng.integers(0, 4)),
+            samples=int(rng.integers(10**6)),
+            seconds=float(rng.random()),
             loss=None if n % 9 == 0 else float(rng.random()),
-        )  # fmt: skip
+        )
         if n % 40 == 0:
             scribe.refuse(reason=("too stale", "not finite", "norm too large")[n % 3])
     scribe.close()

@@ -190,10 +190,14 @@ async def test_version_0_and_the_newest(get: Get) -> None:
 @pytest.mark.parametrize(
     ("path", "cells"),
     [
-        ("device=7", 7), ("device=7&outcome=refused", 1), ("outcome=refused", 6),
-        ("reason=too%20stale", 1), ("from=10&until=19", 11), ("device=99", 0),
+        ("device=7", 7),
+        ("device=7&outcome=refused", 1),
+        ("outcome=refused", 6),
+        ("reason=too%20stale", 1),
+        ("from=10&until=19", 11),
+        ("device=99", 0),
     ],
-)  # fmt: skip
+)
 async def test_updates_by_device_outcome_reason_and_versions(
     get: Get, path: str, cells: int
 ) -> None:
@@ -305,11 +309,18 @@ async def _text(client: Client, path: str) -> str:
 @pytest.mark.parametrize(
     "path",
     [
-        "/versions/61", "/versions/-1", "/versions/x", "/devices/99",
-        "/updates?page=x", "/updates?outcome=eaten", "/static/../pages.py", "/static/x", "/etc",
+        "/versions/61",
+        "/versions/-1",
+        "/versions/x",
+        "/devices/99",
+        "/updates?page=x",
+        "/updates?outcome=eaten",
+        "/static/../pages.py",
+        "/static/x",
+        "/etc",
         "/versions/9999999999999999999999",
     ],
-)  # fmt: skip
+)
 async def test_what_is_not_there_is_told_as_a_page(get: Get, path: str) -> None:
     status, text = await get(path)
     assert status == 404
@@ -337,7 +348,7 @@ async def test_form_without_javascript(client: Client) -> None:
         ("/versions/7?to=9999", 7, {"to": "9999"}),
         ("/versions/7?to=x", 7, {"to": "x"}),
     ],
-)  # fmt: skip
+)
 async def test_what_is_wrong_with_a_version_is_told_beside_the_form(
     get: Get, path: str, heading: int, wrong: dict[str, str]
 ) -> None:

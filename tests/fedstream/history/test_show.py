@@ -135,9 +135,15 @@ def test_quarantines_are_shown_in_order(journal: Command, tmp_path: Path) -> Non
     assert code == 0
     kinds = [json.loads(line)["kind"] for line in out.splitlines()]
     assert kinds == [
-        "standing", "taken", "standing", "quarantine_set", "taken", "standing", "quarantine_set",
+        "standing",
         "taken",
-    ]  # fmt: skip
+        "standing",
+        "quarantine_set",
+        "taken",
+        "standing",
+        "quarantine_set",
+        "taken",
+    ]
     first, standing, second = (
         one
         for line in out.splitlines()
@@ -171,9 +177,11 @@ def test_show_says_what_the_run_began_with_and_whose_rules_it_had(
 ) -> None:
     rule, solver = "1f" * 32, "2e" * 32
     scribe = Scribe(
-        tmp_path / "journal", start="first@2 d1g357",
-        sources={"name": rule}, parts={"solver.kind": solver},
-    )  # fmt: skip
+        tmp_path / "journal",
+        start="first@2 d1g357",
+        sources={"name": rule},
+        parts={"solver.kind": solver},
+    )
     scribe.update()
     scribe.segment()
     scribe.update()

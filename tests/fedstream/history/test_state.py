@@ -66,9 +66,23 @@ def test_the_journal_gives_the_numbers_of_the_summary(simulated: Path, tmp_path:
     told = fedstream.open(out).summary
     (out / "summary.json").unlink()
     found = fedstream.open(out).summary
-    same = ("versions", "versions_wanted", "updates", "mean_staleness", "max_staleness", "refused",
-            "state", "why", "run", "task", "strategy", "devices", "simulated",
-            "measured_version", "best_accuracy_version")  # fmt: skip
+    same = (
+        "versions",
+        "versions_wanted",
+        "updates",
+        "mean_staleness",
+        "max_staleness",
+        "refused",
+        "state",
+        "why",
+        "run",
+        "task",
+        "strategy",
+        "devices",
+        "simulated",
+        "measured_version",
+        "best_accuracy_version",
+    )
     assert {name: found[name] for name in same} == {name: told[name] for name in same}
     for name in ("accuracy", "virtual_seconds"):
         assert found[name] == pytest.approx(told[name], abs=1e-3)

@@ -142,9 +142,7 @@ def test_what_can_t_be_tracked_is_refused_in_a_line(
     )
     with occupied(ended):
         code, _, said = command("track", ended, "--to", "tensorboard")
-    assert (code, said) == (
-        1, f"fedstream: {ended}: the run goes on: track it when it is over\n"
-    )  # fmt: skip
+    assert (code, said) == (1, f"fedstream: {ended}: the run goes on: track it when it is over\n")
     file = ended / "run.toml"
     own = tmp_path / "own_tracker.py"
     own.write_text(OWN)

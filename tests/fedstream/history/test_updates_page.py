@@ -24,11 +24,12 @@ async def client(recorded: Path) -> AsyncIterator[TestClient[web.Request, web.Ap
 @pytest.mark.parametrize(
     ("query", "name", "typed"),
     [
-        ("device=abc", "device", "abc"), ("device=-1", "device", "-1"),
+        ("device=abc", "device", "abc"),
+        ("device=-1", "device", "-1"),
         ("device=3&from=x%22%3Ey", "from", "x&#34;&gt;y"),
         ("until=1e3&outcome=refused", "until", "1e3"),
     ],
-)  # fmt: skip
+)
 async def test_a_field_that_cant_be_read_is_told_beside_it(
     client: TestClient[web.Request, web.Application], query: str, name: str, typed: str
 ) -> None:

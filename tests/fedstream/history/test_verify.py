@@ -145,19 +145,28 @@ def test_verify_without_weights(journal: Command, tmp_path: Path) -> None:
         (UPDATES, {}, None, "same", "identical, versions 0 to 4"),
         (UPDATES[:2], {}, 3, "prefix", "identical up to version 2, where B ends"),
         (
-            ((1, 1.0), (2, 2.0), (3, 9.0), (4, 4.0)), {}, 3, "update",
+            ((1, 1.0), (2, 2.0), (3, 9.0), (4, 4.0)),
+            {},
+            3,
+            "update",
             "different updates: device 3 (task task-2",
         ),
         (
-            ((1, 1.0), (3, 3.0), (2, 2.0), (4, 4.0)), {}, 2, "order",
+            ((1, 1.0), (3, 3.0), (2, 2.0), (4, 4.0)),
+            {},
+            2,
+            "order",
             "the same updates in a different order: device 2",
         ),
         (
-            UPDATES, {"strategy": FedAsyncSettings(alpha=0.3)}, 1, "weight",
+            UPDATES,
+            {"strategy": FedAsyncSettings(alpha=0.3)},
+            1,
+            "weight",
             "in A (staleness 0) and 0.3 in B (staleness 0); strategy.alpha is 0.4 in A, 0.3 in B",
         ),
     ],
-)  # fmt: skip
+)
 def test_diff(
     updates: tuple[tuple[int, float], ...],
     about: dict[str, Any],

@@ -30,9 +30,12 @@ def test_gateway_gets_a_site_and_a_certificate(tmp_path: Path) -> None:
 
 def test_what_is_configured_stays(tmp_path: Path) -> None:
     sets = [
-        "gateway.site=phones", 'coordinator.sites=["pool", "phones:0-9"]',
-        "scheduler.policy.kind=in_flight", "scheduler.policy.n=7", "gateway.device_rate=5",
-    ]  # fmt: skip
+        "gateway.site=phones",
+        'coordinator.sites=["pool", "phones:0-9"]',
+        "scheduler.policy.kind=in_flight",
+        "scheduler.policy.n=7",
+        "gateway.device_rate=5",
+    ]
     settings = configured(read(None, sets), 3, tmp_path)
     assert settings.coordinator.sites == ("pool", "phones:0-9")
     assert isinstance(settings.scheduler.policy, InFlight)

@@ -60,7 +60,7 @@ def test_resuming_needs_the_journal_of_an_unfinished_run(asked: RunRequest) -> N
         RoundClosed(
             entry="9-0", round=2, version=2, time=9.0, received=9.0, finished="version 2 reached"
         )
-    )  # fmt: skip
+    )
     scribe.close()
     said = r"is finished \(version 2 reached\): to extend it, give --versions above 1000"
     with pytest.raises(JournalError, match=said):

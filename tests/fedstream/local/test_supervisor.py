@@ -44,10 +44,12 @@ def test_service_killed_by_its_work_is_always_restarted() -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (1, "exited with 1"), (0, "exited with 0"), (-9, "was killed by SIGKILL"),
+        (1, "exited with 1"),
+        (0, "exited with 0"),
+        (-9, "was killed by SIGKILL"),
         (-250, "was killed by signal 250"),
     ],
-)  # fmt: skip
+)
 def test_exit_status_in_words(code: int, words: str) -> None:
     assert how_it_ended(code) == words
 
@@ -81,9 +83,15 @@ class Told(Supervisor):
         self.over = asyncio.Event()
         self.why = ""
         super().__init__(
-            programs, launcher=Interpreters(), logs=logs, environment=os.environ, say=self._say,
-            failed=self._failed, worked=self._worked, first_delay_s=0.001,
-        )  # fmt: skip
+            programs,
+            launcher=Interpreters(),
+            logs=logs,
+            environment=os.environ,
+            say=self._say,
+            failed=self._failed,
+            worked=self._worked,
+            first_delay_s=0.001,
+        )
 
     def _say(self, line: str) -> None:
         self.said.append(line)

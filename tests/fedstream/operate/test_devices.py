@@ -75,10 +75,12 @@ async def test_commands_say_what_they_changed(hand: Hand, command: Command) -> N
         said = [
             await command("devices", *words)
             for words in (
-                ("quarantine", "3", "7", "--reason", "[red]poison"), ("quarantine", "7", "8"),
-                ("release", "7", "1"), ("release", "3", "8"),
+                ("quarantine", "3", "7", "--reason", "[red]poison"),
+                ("quarantine", "7", "8"),
+                ("release", "7", "1"),
+                ("release", "3", "8"),
             )
-        ]  # fmt: skip
+        ]
     assert said == [
         (0, "in quarantine: devices 3, 7\n", ""),
         (0, "in quarantine: device 8\nalready in quarantine: device 7\n", ""),
@@ -158,14 +160,21 @@ def test_devices_are_listed_by_what_the_events_say() -> None:
         return Event(what="outcome", service="u", time=at, device=device, outcome=outcome)
 
     events = [
-        ended(2, "given_up", 9.0), ended(2, "applied", 8.0), ended(1, "refused", 7.0),
-        ended(2, "buffered", 6.0), ended(1, "refused", 5.0), ended(4, "dead", 4.0),
+        ended(2, "given_up", 9.0),
+        ended(2, "applied", 8.0),
+        ended(1, "refused", 7.0),
+        ended(2, "buffered", 6.0),
+        ended(1, "refused", 5.0),
+        ended(4, "dead", 4.0),
         Event(what="trainer", service="t", time=3.0, device=6),
-    ]  # fmt: skip
+    ]
     found = devices.listed(NO_QUARANTINES.quarantined([2, 5], "", 1.5, 0), events)
     assert [(one.device, one.used, one.outcomes["refused"], one.seen) for one in found.found] == [
-        (2, 2, 0, 8.0), (5, 0, 0, None), (1, 0, 2, 7.0), (4, 0, 0, None),
-    ]  # fmt: skip
+        (2, 2, 0, 8.0),
+        (5, 0, 0, None),
+        (1, 0, 2, 7.0),
+        (4, 0, 0, None),
+    ]
     assert found.since == 3.0
 
 

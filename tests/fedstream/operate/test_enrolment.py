@@ -88,13 +88,21 @@ async def test_the_list_says_where_each_device_stands(hand: Hand, command: Comma
     assert code == 0
     rows = [line.split() for line in out.splitlines()[1:]]
     assert [row[:2] for row in rows] == [
-        ["1", "invited"], ["2", "enrolled"], ["3", "revoked"], ["4", "revoked"], ["5", "invite"],
-    ]  # fmt: skip
+        ["1", "invited"],
+        ["2", "enrolled"],
+        ["3", "revoked"],
+        ["4", "revoked"],
+        ["5", "invite"],
+    ]
     assert digest_of(b"its key")[:16] in rows[1]
     listed = json.loads((await command("enrolled", "--json"))[1])["devices"]
     assert [one["state"] for one in listed] == [
-        "invited", "enrolled", "revoked", "revoked", "invite expired",
-    ]  # fmt: skip
+        "invited",
+        "enrolled",
+        "revoked",
+        "revoked",
+        "invite expired",
+    ]
     assert [one["key"] is None for one in listed] == [True, False, False, True, True]
     assert set(listed[0]) == {"device", "state", "enrolled", "key", "invited_until", "revoked"}
     assert invites["1"] not in out
@@ -104,8 +112,10 @@ async def test_revoke_and_admit_say_what_they_changed(hand: Hand, command: Comma
     await hand.create()
     assert await command("revoke", "3", "4") == (0, "revoked: devices 3, 4\n", "")
     assert await command("revoke", "4", "5") == (
-        0, "revoked: device 5\nalready revoked: device 4\n", ""
-    )  # fmt: skip
+        0,
+        "revoked: device 5\nalready revoked: device 4\n",
+        "",
+    )
     code, _, err = await command("invite", "3")
     assert (code, "device 3 is revoked" in err, "devices admit 3" in err) == (1, True, True)
     assert await command("admit", "3", "9") == (

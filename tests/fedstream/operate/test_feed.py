@@ -42,16 +42,21 @@ def live(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
         model = model_of(scribe.layout, *begin.tolist())
         about: Run = hand.run(
             strategy=scribe.strategy.name,
-            max_staleness=scribe.strategy.build().max_staleness, **run,
-        )  # fmt: skip
+            max_staleness=scribe.strategy.build().max_staleness,
+            **run,
+        )
         coordinator = Coordinator(
             CoordinatorSettings(), LeaseSettings(), keys=keys, redis=redis, name="coordinator-0"
         )
         updater = Updater(
-            UpdaterSettings(), scribe.strategy,
+            UpdaterSettings(),
+            scribe.strategy,
             JournalSettings(dir=str(tmp_path / "live"), sync="always"),
-            keys=keys, redis=redis, name="updater-0", create_run=lambda: (about, model),
-        )  # fmt: skip
+            keys=keys,
+            redis=redis,
+            name="updater-0",
+            create_run=lambda: (about, model),
+        )
         return coordinator, updater
 
     return live

@@ -24,25 +24,54 @@ def test_options_are_configuration_keys() -> None:
 
 # Every key that holds text: paths, with a relative one, ...
 PATHS = {
-    "run.start": "runs@5", "task.name": "mine.py:task", "task.data_root": "data",
-    "task.args.app_dir": "app", "redis.password_file": "file", "redis.tls.ca": "file",
-    "redis.tls.cert": "file", "redis.tls.key": "file", "redis.sentinel.password_file": "file",
-    "http.token_file": "file", "http.certificates": '["file"]', "gateway.tls_cert": "file",
-    "gateway.tls_key": "file", "gateway.client_ca": "file", "gateway.flower_app": "file",
+    "run.start": "runs@5",
+    "task.name": "mine.py:task",
+    "task.data_root": "data",
+    "task.args.app_dir": "app",
+    "redis.password_file": "file",
+    "redis.tls.ca": "file",
+    "redis.tls.cert": "file",
+    "redis.tls.key": "file",
+    "redis.sentinel.password_file": "file",
+    "http.token_file": "file",
+    "http.certificates": '["file"]',
+    "gateway.tls_cert": "file",
+    "gateway.tls_key": "file",
+    "gateway.client_ca": "file",
+    "gateway.flower_app": "file",
     "gateway.flower_keys": "file",
-}  # fmt: skip
+}
 # ... those whose commands put them into the run's folder, or which tests of their own resolve, ...
 PLACED = {
-    "journal.dir", "sinks.kind", "solver.kind", "solvers.kind", "task.partition.kind",
-    "scheduler.policy.kind", "gateway.attestation.kind",
-}  # fmt: skip
+    "journal.dir",
+    "sinks.kind",
+    "solver.kind",
+    "solvers.kind",
+    "task.partition.kind",
+    "scheduler.policy.kind",
+    "gateway.attestation.kind",
+}
 # ... and other texts.
 TEXTS = {
-    "run.name", "redis.url", "redis.username", "redis.sentinel.nodes", "redis.sentinel.master",
-    "redis.sentinel.username", "http.host", "http.hosts", "page.operator_username",
-    "tracing.endpoint", "strategy.name", "coordinator.sites", "coordinator.trusted_sites",
-    "gateway.site", "gateway.names", "trainer.site", "wire.update", "wire.model",
-}  # fmt: skip
+    "run.name",
+    "redis.url",
+    "redis.username",
+    "redis.sentinel.nodes",
+    "redis.sentinel.master",
+    "redis.sentinel.username",
+    "http.host",
+    "http.hosts",
+    "page.operator_username",
+    "tracing.endpoint",
+    "strategy.name",
+    "coordinator.sites",
+    "coordinator.trusted_sites",
+    "gateway.site",
+    "gateway.names",
+    "trainer.site",
+    "wire.update",
+    "wire.model",
+}
 
 
 def types_in(annotation: object) -> Iterator[type]:

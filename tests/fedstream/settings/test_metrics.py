@@ -92,12 +92,16 @@ async def pipeline(
     settings = read(
         None,
         [
-            f"redis.url={redis.url}", f"run.name={keys.name}", "run.versions=12",
-            f"task.name={program}:task", "evaluator.every=1",
-            f"journal.dir={tmp_path / 'journal'}", "journal.sync=always",
+            f"redis.url={redis.url}",
+            f"run.name={keys.name}",
+            "run.versions=12",
+            f"task.name={program}:task",
+            "evaluator.every=1",
+            f"journal.dir={tmp_path / 'journal'}",
+            "journal.sync=always",
             f'sinks=[{{kind="tensorboard",dir="{tmp_path}/tensorboard"}}]',
         ],
-    )  # fmt: skip
+    )
     contexts = {role: context() for role in ROLES}
     async with AsyncExitStack() as stack:
         for role, one in contexts.items():

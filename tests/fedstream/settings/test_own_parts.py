@@ -86,9 +86,11 @@ def test_names_are_kept_with_absolute_paths(
     sets = [line.format("own_parts.py").replace(" = ", "=", 1) for line in NAMED.values()]
     kept = tomllib.loads(dump(read(None, sets)))
     found = {
-        kept["solver"]["kind"], kept["solvers"][0]["kind"],
-        kept["task"]["partition"]["kind"], kept["scheduler"]["policy"]["kind"],
-    }  # fmt: skip
+        kept["solver"]["kind"],
+        kept["solvers"][0]["kind"],
+        kept["task"]["partition"]["kind"],
+        kept["scheduler"]["policy"]["kind"],
+    }
     assert found == {f"{tmp_path}/own_parts.py:{name}" for name in ("Slow", "all_alike", "One")}
 
 

@@ -134,9 +134,18 @@ def test_users_task_overrides_the_recorded_one(
 
 # What they are for is to run the code of the configuration that they are given.
 TRAIN_OR_SERVE = {
-    "run", "simulate", "sweep", "device", "coordinator", "scheduler", "updater", "trainer",
-    "evaluator", "sinks", "gateway",
-}  # fmt: skip
+    "run",
+    "simulate",
+    "sweep",
+    "device",
+    "coordinator",
+    "scheduler",
+    "updater",
+    "trainer",
+    "evaluator",
+    "sinks",
+    "gateway",
+}
 EVERY_PART = """
 solvers = [{{devices = [0], kind = "{0}:Any"}}]
 sinks = [{{kind = "{0}:Any"}}]
@@ -173,12 +182,19 @@ def test_what_a_configuration_names_runs_only_to_train_or_to_serve(
     file.write_text(EVERY_PART.format(program) + "[run]\nname = 'asked'\n")
     monkeypatch.setenv("FEDSTREAM_REDIS__URL", "redis://127.0.0.1:1/0")
     given = {
-        "replay": (stranger, "--evaluate-every", 2), "journal bisect": (stranger, "--below", 2),
-        "report": (stranger, "--evaluate-every", 1), "dead retry": ("1-0",),
-        "dead drop": ("1-0", "--yes"), "dead show": ("1-0",), "purge": ("--yes",),
-        "devices quarantine": (1,), "devices release": (1,), "devices invite": (1,),
-        "devices revoke": (1,), "devices admit": (1,),
-    }  # fmt: skip
+        "replay": (stranger, "--evaluate-every", 2),
+        "journal bisect": (stranger, "--below", 2),
+        "report": (stranger, "--evaluate-every", 1),
+        "dead retry": ("1-0",),
+        "dead drop": ("1-0", "--yes"),
+        "dead show": ("1-0",),
+        "purge": ("--yes",),
+        "devices quarantine": (1,),
+        "devices release": (1,),
+        "devices invite": (1,),
+        "devices revoke": (1,),
+        "devices admit": (1,),
+    }
     asked = {
         name
         for name, one in leaves(typer.main.get_group(application()))
@@ -201,9 +217,13 @@ def test_what_a_configuration_names_runs_only_to_train_or_to_serve(
 @pytest.mark.parametrize("stranger", ["its run.toml"], indirect=True)
 @pytest.mark.parametrize("how", ["--trust-recorded-code", "--task", "FEDSTREAM_CONFIG"])
 def test_doctor_loads_a_task_that_is_trusted_or_named(
-    command: Command, stranger: Path, marker: Path, tmp_path: Path, how: str,
+    command: Command,
+    stranger: Path,
+    marker: Path,
+    tmp_path: Path,
+    how: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("FEDSTREAM_REDIS__URL", "redis://127.0.0.1:1/0")
     program, file = stranger / "stranger_task.py", tmp_path / "named.toml"
     file.write_text("" if how == "--task" else f"[task]\nname = '{program}:task'\n")

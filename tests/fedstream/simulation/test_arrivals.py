@@ -28,9 +28,12 @@ def arrivals(count: int, *sets: str, devices: int = 10) -> list[Arrival]:
 
 def latency(*sets: str) -> tuple[str, ...]:
     return (
-        "simulation.staleness.kind=latency", "devices.latency.kind=uniform",
-        "devices.latency.low_s=0.5", "devices.latency.high_s=1.5", *sets,
-    )  # fmt: skip
+        "simulation.staleness.kind=latency",
+        "devices.latency.kind=uniform",
+        "devices.latency.low_s=0.5",
+        "devices.latency.high_s=1.5",
+        *sets,
+    )
 
 
 def test_staleness_is_uniform_among_the_versions_that_exist() -> None:
@@ -108,9 +111,11 @@ def test_afls_biased_arrivals_match_the_stored_results() -> None:
 def test_device_that_takes_too_long_is_given_up() -> None:
     """Its slot is free again when the live scheduler would free it."""
     one_at_a_time = latency(
-        "scheduler.policy.kind=in_flight", "scheduler.policy.n=1",
-        "devices.slow_devices=[0,1,2,3]", "devices.slow_factor=1000",
-    )  # fmt: skip
+        "scheduler.policy.kind=in_flight",
+        "scheduler.policy.n=1",
+        "devices.slow_devices=[0,1,2,3]",
+        "devices.slow_factor=1000",
+    )
     waited = arrivals(20, *one_at_a_time)
     assert {one.device for one in waited} & {0, 1, 2, 3}
     found = arrivals(20, *one_at_a_time, "scheduler.task_timeout_s=10")
@@ -124,10 +129,14 @@ def test_device_that_takes_too_long_is_given_up() -> None:
 def test_a_round_with_too_few_answers_asks_others() -> None:
     """Three of four devices never answer in time: with the fourth alone no version is made."""
     slow = latency(
-        "strategy.name=fedavg", "strategy.clients_per_round=3", "scheduler.policy.kind=rounds",
-        "scheduler.policy.timeout_s=10", "scheduler.policy.min_answers=2",
-        "devices.slow_devices=[0,1]", "devices.slow_factor=1000",
-    )  # fmt: skip
+        "strategy.name=fedavg",
+        "strategy.clients_per_round=3",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.timeout_s=10",
+        "scheduler.policy.min_answers=2",
+        "devices.slow_devices=[0,1]",
+        "devices.slow_factor=1000",
+    )
     found = events(60, *slow, devices=4)
     assert {one.device for one in found if isinstance(one, Arrival)} == {2, 3}
     for version in range(20):
@@ -207,8 +216,11 @@ def test_vanished_device_does_not_arrive() -> None:
 
 
 def test_resting_device_finishes_later() -> None:
-    rests = ("devices.availability.kind=diurnal", "devices.availability.period_s=10.0",
-             "devices.availability.share=0.2")  # fmt: skip
+    rests = (
+        "devices.availability.kind=diurnal",
+        "devices.availability.period_s=10.0",
+        "devices.availability.share=0.2",
+    )
     always = arrivals(200, *latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=5"))
     resting = arrivals(
         200, *latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=5", *rests)
@@ -226,9 +238,12 @@ def test_resting_device_finishes_later() -> None:
 def test_devices_rest_between_two_tasks(policy: tuple[str, ...]) -> None:
     """All take a second, so answers are as far apart as tasks."""
     found = arrivals(
-        100, "simulation.staleness.kind=latency", "devices.latency={kind='fixed', mean_s=1.0}",
-        "scheduler.rest_s=20", *policy,
-    )  # fmt: skip
+        100,
+        "simulation.staleness.kind=latency",
+        "devices.latency={kind='fixed', mean_s=1.0}",
+        "scheduler.rest_s=20",
+        *policy,
+    )
     by_device: dict[int, list[float]] = {}
     for one in found:
         by_device.setdefault(one.device, []).append(one.time)
@@ -255,9 +270,13 @@ def test_anarchic_devices_use_their_own_rates_and_lengths() -> None:
     """A device that decides at rate r and then works for a second comes every 1 / r + 1 seconds."""
     groups = "participation=[{devices=[0], rate=4.0, steps={kind='fixed', n=7}}]"
     found = arrivals(
-        4000, "simulation.staleness.kind=latency", "devices.latency={kind='fixed', mean_s=1.0}",
-        "scheduler.policy.kind=none", "trainer.anarchic.rate=0.25", groups,
-    )  # fmt: skip
+        4000,
+        "simulation.staleness.kind=latency",
+        "devices.latency={kind='fixed', mean_s=1.0}",
+        "scheduler.policy.kind=none",
+        "trainer.anarchic.rate=0.25",
+        groups,
+    )
     came = Counter(one.device for one in found)
     others = sum(came[device] for device in range(1, 10)) / 9
     assert came[0] / others == pytest.approx((1 / 0.25 + 1) / (1 / 1.0 + 1), rel=0.1)
@@ -271,9 +290,13 @@ def test_round_ends_with_its_last_device_or_timeout() -> None:
     assert all(isinstance(one, Arrival) and one.tau == one.version for one in full)
     timed = events(
         200,
-        *latency(*rounds, "scheduler.policy.kind=rounds", "scheduler.policy.k=4",
-                 "scheduler.policy.timeout_s=1.0"),
-    )  # fmt: skip
+        *latency(
+            *rounds,
+            "scheduler.policy.kind=rounds",
+            "scheduler.policy.k=4",
+            "scheduler.policy.timeout_s=1.0",
+        ),
+    )
     over = [one for one in timed if isinstance(one, RoundOver)]
     assert over
     assert any(one.makes for one in over)
@@ -291,19 +314,35 @@ def test_round_of_all_devices_may_be_smaller_than_k() -> None:
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (("participation=[{devices=[3], steps={kind='seconds', s=1.0}}]",),
-         r"participation\[0\].steps.kind = 'seconds'"),
+        (
+            ("participation=[{devices=[3], steps={kind='seconds', s=1.0}}]",),
+            r"participation\[0\].steps.kind = 'seconds'",
+        ),
         (latency(), "scheduler.policy.n"),
-        (latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=2", "devices.dropout=1.0"),
-         "devices.dropout"),
-        (latency("strategy.name=fedavg", "scheduler.policy.kind=rounds",
-                 "scheduler.policy.timeout_s=0.1"), "scheduler.policy.timeout_s"),
-        (("strategy.name=fedavg", "simulation.staleness.kind=recent"),
-         "strategy.name = 'fedavg' with simulation.staleness.kind = 'recent'"),
-        (("strategy.name=fedavg", "simulation.staleness.most=2"),
-         "strategy.name = 'fedavg' with simulation.staleness.kind = 'uniform'"),
+        (
+            latency(
+                "scheduler.policy.kind=in_flight", "scheduler.policy.n=2", "devices.dropout=1.0"
+            ),
+            "devices.dropout",
+        ),
+        (
+            latency(
+                "strategy.name=fedavg",
+                "scheduler.policy.kind=rounds",
+                "scheduler.policy.timeout_s=0.1",
+            ),
+            "scheduler.policy.timeout_s",
+        ),
+        (
+            ("strategy.name=fedavg", "simulation.staleness.kind=recent"),
+            "strategy.name = 'fedavg' with simulation.staleness.kind = 'recent'",
+        ),
+        (
+            ("strategy.name=fedavg", "simulation.staleness.most=2"),
+            "strategy.name = 'fedavg' with simulation.staleness.kind = 'uniform'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_nonsensical_settings_are_rejected(sets: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         events(2000, *sets)
@@ -314,12 +353,16 @@ def test_nonsensical_settings_are_rejected(sets: tuple[str, ...], said: str) -> 
     [
         ("strategy.name=scaffold",),
         ("solver.kind=scaffold",),
-        ("strategy.name=afa-cd", "strategy.buffer_size=5", "scheduler.policy.kind=rounds",
-         "scheduler.policy.k=4"),
+        (
+            "strategy.name=afa-cd",
+            "strategy.buffer_size=5",
+            "scheduler.policy.kind=rounds",
+            "scheduler.policy.k=4",
+        ),
         ("strategy.name=fedasync", "scheduler.policy.kind=rounds"),
         ("strategy.name=afa-cs", "strategy.devices=10", "task.devices=9"),
     ],
-)  # fmt: skip
+)
 def test_conflicting_settings_are_rejected_with_both_keys(sets: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
         settings(*sets)
@@ -332,6 +375,8 @@ def test_conflicting_settings_are_rejected_with_both_keys(sets: tuple[str, ...])
 @pytest.mark.parametrize("name", ["fedbuff", "afa-cd", "afa-cs"])
 def test_rules_with_a_batch_go_with_rounds(name: str) -> None:
     settings(
-        f"strategy.name={name}", "strategy.buffer_size=5",
-        "scheduler.policy.kind=rounds", "scheduler.policy.k=5",
-    )  # fmt: skip
+        f"strategy.name={name}",
+        "strategy.buffer_size=5",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.k=5",
+    )

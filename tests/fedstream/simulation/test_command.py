@@ -93,9 +93,13 @@ def test_what_was_probably_not_meant_is_told_once(
     told = "half': s(0) is 0.5, but an update that is not stale should weigh 1"
     assert capsys.readouterr().err.count(told) == 1
     api.simulate(
-        strategy={"staleness": {"kind": half}}, versions=2, journal=False, progress=False,
-        simulation={"threads": 1}, out=tmp_path / "again",
-    )  # fmt: skip
+        strategy={"staleness": {"kind": half}},
+        versions=2,
+        journal=False,
+        progress=False,
+        simulation={"threads": 1},
+        out=tmp_path / "again",
+    )
     assert capsys.readouterr().err.count(told) == 1
 
 

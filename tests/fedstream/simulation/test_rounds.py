@@ -62,14 +62,25 @@ def test_outcomes_of_a_round_of_four_with_at_least_two(
 
 
 @given(
-    k=st.integers(1, 20), least=st.integers(1, 20), devices=st.integers(0, 30),
-    room=st.none() | st.integers(-5, 30), answered=st.integers(0, 20), at_work=st.integers(0, 20),
-    coming=st.integers(0, 3), now=st.floats(0, 30),
-)  # fmt: skip
+    k=st.integers(1, 20),
+    least=st.integers(1, 20),
+    devices=st.integers(0, 30),
+    room=st.none() | st.integers(-5, 30),
+    answered=st.integers(0, 20),
+    at_work=st.integers(0, 20),
+    coming=st.integers(0, 3),
+    now=st.floats(0, 30),
+)
 def test_too_few_answers_make_no_version(
-    k: int, least: int, devices: int, room: int | None, answered: int, at_work: int, coming: int,
+    k: int,
+    least: int,
+    devices: int,
+    room: int | None,
+    answered: int,
+    at_work: int,
+    coming: int,
     now: float,
-) -> None:  # fmt: skip
+) -> None:
     policy = Rounds(k=k, min_answers=least, timeout_s=10.0)
     size, why = wanted(policy, devices, room)
     assert 1 <= size <= max(1, min(k, devices))
@@ -143,9 +154,16 @@ def simulated(given: Settings, devices: int, broken: set[int], count: int) -> Hi
             failed.add(one.n)
         else:
             told.append(
-                (one.n, one.device, (one.seed, one.steps), one.tau, one.version, one.makes,
-                 round(one.time, 9))
-            )  # fmt: skip
+                (
+                    one.n,
+                    one.device,
+                    (one.seed, one.steps),
+                    one.tau,
+                    one.version,
+                    one.makes,
+                    round(one.time, 9),
+                )
+            )
     return told
 
 
@@ -166,13 +184,30 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
     rests = Rests(0.0)
     while len(told) < count:
         resting = rests.after_failures(now)
-        what = plan(policy, parts, FREE, given.run.seed, Situation(
-            now=now, issued=issued, version=version, open=tuple(at_work.values()), queue=0,
-            backlog=0, kept=1, held=tuple(held), round_ending=False, mean_staleness=0.0,
-            trainers=1, workers=1, model_bytes=1,
-            devices=tuple(device for device in range(devices) if device not in resting),
-            last=0.0, round_since=since,
-        ))  # fmt: skip
+        what = plan(
+            policy,
+            parts,
+            FREE,
+            given.run.seed,
+            Situation(
+                now=now,
+                issued=issued,
+                version=version,
+                open=tuple(at_work.values()),
+                queue=0,
+                backlog=0,
+                kept=1,
+                held=tuple(held),
+                round_ending=False,
+                mean_staleness=0.0,
+                trainers=1,
+                workers=1,
+                model_bytes=1,
+                devices=tuple(device for device in range(devices) if device not in resting),
+                last=0.0,
+                round_since=since,
+            ),
+        )
         if what.again:
             since = now
         if what.close is not None:
@@ -213,9 +248,16 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
         if trigger.device not in broken:
             makes = len(held) + 1 == given.strategy.batch
             told.append(
-                (n, trigger.device, (trigger.seed, trigger.steps), trigger.version, version, makes,
-                 round(now, 9))
-            )  # fmt: skip
+                (
+                    n,
+                    trigger.device,
+                    (trigger.seed, trigger.steps),
+                    trigger.version,
+                    version,
+                    makes,
+                    round(now, 9),
+                )
+            )
             held.append(trigger.device)
             if makes:
                 version, held, since = version + 1, [], now
@@ -224,28 +266,51 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
 
 @settings(deadline=None, max_examples=60)
 @given(
-    batch=st.integers(1, 6), more=st.integers(0, 3), least=st.integers(1, 6),
-    devices=st.integers(1, 9), dropout=st.sampled_from([0.0, 0.3]),
-    timeout_s=st.sampled_from([0.8, 1.2, 5.0]), seed=st.integers(0, 99),
+    batch=st.integers(1, 6),
+    more=st.integers(0, 3),
+    least=st.integers(1, 6),
+    devices=st.integers(1, 9),
+    dropout=st.sampled_from([0.0, 0.3]),
+    timeout_s=st.sampled_from([0.8, 1.2, 5.0]),
+    seed=st.integers(0, 99),
     too_few=st.sampled_from(["extend", "drop"]),
     rule=st.sampled_from(["strategy.name=fedavg", "strategy.name=afa-cs"]),
     groups=st.sampled_from(["[]", "[{devices=[0], rate=9.0, steps={kind='uniform', c=3}}]"]),
     broken=st.sets(st.integers(1, 8), max_size=2),
-)  # fmt: skip
+)
 def test_rounds_are_the_same_live_and_simulated(
-    batch: int, more: int, least: int, devices: int, dropout: float, timeout_s: float, seed: int,
-    too_few: str, rule: str, groups: str, broken: set[int],
-) -> None:  # fmt: skip
+    batch: int,
+    more: int,
+    least: int,
+    devices: int,
+    dropout: float,
+    timeout_s: float,
+    seed: int,
+    too_few: str,
+    rule: str,
+    groups: str,
+    broken: set[int],
+) -> None:
     key = "clients_per_round" if "fedavg" in rule else "buffer_size"
-    given = read(None, [
-        rule, f"strategy.{key}={batch}", f"run.seed={seed}", ROUNDS,
-        f"scheduler.policy.k={batch + more}",
-        f"scheduler.policy.min_answers={min(least, batch, len(set(range(devices)) - broken))}",
-        f"scheduler.policy.timeout_s={timeout_s}", f"scheduler.policy.too_few={too_few}",
-        "simulation.staleness.kind=latency",
-        "devices.latency.kind=uniform", "devices.latency.low_s=0.5", "devices.latency.high_s=1.5",
-        f"devices.dropout={dropout}", f"participation={groups}",
-    ])  # fmt: skip
+    given = read(
+        None,
+        [
+            rule,
+            f"strategy.{key}={batch}",
+            f"run.seed={seed}",
+            ROUNDS,
+            f"scheduler.policy.k={batch + more}",
+            f"scheduler.policy.min_answers={min(least, batch, len(set(range(devices)) - broken))}",
+            f"scheduler.policy.timeout_s={timeout_s}",
+            f"scheduler.policy.too_few={too_few}",
+            "simulation.staleness.kind=latency",
+            "devices.latency.kind=uniform",
+            "devices.latency.low_s=0.5",
+            "devices.latency.high_s=1.5",
+            f"devices.dropout={dropout}",
+            f"participation={groups}",
+        ],
+    )
     told = simulated(given, devices, broken, 40)
     assert told == live(given, devices, broken, 40)
     assert all(one[3] == one[4] for one in told if len(one) > 3), "nobody is late"
@@ -253,12 +318,21 @@ def test_rounds_are_the_same_live_and_simulated(
 
 def test_answers_of_dropped_rounds_are_in_no_version(tmp_path: Path) -> None:
     """Simulated, out of the journal again, and as a run's data frames have them."""
-    given = read(None, [
-        *FEDAVG, "strategy.clients_per_round=4", "run.versions=3", "task.name=digits",
-        "scheduler.policy={kind='rounds', min_answers=4, timeout_s=1.2, too_few='drop'}",
-        "simulation.staleness.kind=latency", "devices.latency.kind=uniform",
-        "devices.latency.low_s=0.5", "devices.latency.high_s=1.5", "simulation.threads=1",
-    ])  # fmt: skip
+    given = read(
+        None,
+        [
+            *FEDAVG,
+            "strategy.clients_per_round=4",
+            "run.versions=3",
+            "task.name=digits",
+            "scheduler.policy={kind='rounds', min_answers=4, timeout_s=1.2, too_few='drop'}",
+            "simulation.staleness.kind=latency",
+            "devices.latency.kind=uniform",
+            "devices.latency.low_s=0.5",
+            "devices.latency.high_s=1.5",
+            "simulation.threads=1",
+        ],
+    )
     outcome = simulate(given, journal=tmp_path / "journal")
     assert [len(made.updates) for made in outcome.versions] == [0, 4, 4, 4]
     with Replayer(tmp_path / "journal") as again:
@@ -277,16 +351,36 @@ def test_answers_of_dropped_rounds_are_in_no_version(tmp_path: Path) -> None:
     ids=("in flight", "poisson"),
 )
 def test_tasks_one_at_a_time_are_the_same_live_and_simulated(policy: str) -> None:
-    given = read(None, [
-        f"scheduler.policy={{{policy}}}", "simulation.staleness.kind=latency",
-        "participation=[{devices=[3, 8], rate=0.1}, {devices=[4], steps={kind='uniform', c=9}}]",
-    ])  # fmt: skip
+    given = read(
+        None,
+        [
+            f"scheduler.policy={{{policy}}}",
+            "simulation.staleness.kind=latency",
+            (
+                "participation=[{devices=[3, 8], rate=0.1}, "
+                "{devices=[4], steps={kind='uniform', c=9}}]"
+            ),
+        ],
+    )
     parts = Participation(given.scheduler.steps, given.participation)
     seen = Situation(
-        now=0.0, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
-        round_ending=False, mean_staleness=0.0, trainers=1, workers=1, model_bytes=1,
-        devices=tuple(range(10)), last=-1e9, round_since=0.0,
-    )  # fmt: skip
+        now=0.0,
+        issued=0,
+        version=0,
+        open=(),
+        queue=0,
+        backlog=0,
+        kept=1,
+        held=(),
+        round_ending=False,
+        mean_staleness=0.0,
+        trainers=1,
+        workers=1,
+        model_bytes=1,
+        devices=tuple(range(10)),
+        last=-1e9,
+        round_since=0.0,
+    )
     triggered = [
         plan(given.policy, parts, FREE, given.run.seed, replace(seen, issued=n)).triggers[0]
         for n in range(300)

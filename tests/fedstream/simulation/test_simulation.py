@@ -63,9 +63,12 @@ class Looking(Small):
 
 def run(*sets: str, task: Task | None = None, **more: Any) -> SimulationResult:
     base = (
-        "run.versions=12", "simulation.threads=1", "simulation.evaluate_every=4",
-        "solver.batch_size=8", "solver.lr=0.2",
-    )  # fmt: skip
+        "run.versions=12",
+        "simulation.threads=1",
+        "simulation.evaluate_every=4",
+        "solver.batch_size=8",
+        "solver.lr=0.2",
+    )
     return simulate(read(None, [*base, *sets]), task or Small(), **more)
 
 
@@ -73,14 +76,17 @@ AFA = ("strategy.name=afa-cd", "strategy.buffer_size=4", "strategy.server_lr=0.2
 SCAFFOLD = ("strategy.name=scaffold", "strategy.buffer_size=4", "solver.kind=scaffold")
 RULES = {
     "fedasync": ("simulation.staleness.most=4",),
-    "fedavg": ("strategy.name=fedavg", "strategy.clients_per_round=4",
-               "simulation.staleness.kind=none"),
+    "fedavg": (
+        "strategy.name=fedavg",
+        "strategy.clients_per_round=4",
+        "simulation.staleness.kind=none",
+    ),
     "fedbuff": ("strategy.name=fedbuff", "strategy.buffer_size=4"),
     "afa-cd": AFA,
     "afa-cs": ("strategy.name=afa-cs", "strategy.buffer_size=4"),
     "scaffold": SCAFFOLD,
     "scaffold, per step": (*SCAFFOLD, "strategy.per_step=true", "strategy.server_lr=0.2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -301,11 +307,16 @@ def test_diverging_model_ends_the_run() -> None:
 
 def test_timed_out_rounds_are_replayed(tmp_path: Path) -> None:
     found = run(
-        "strategy.name=fedavg", "strategy.clients_per_round=4", "scheduler.policy.kind=rounds",
-        "scheduler.policy.k=4", "scheduler.policy.timeout_s=1.0",
-        "simulation.staleness.kind=latency", "devices.latency.kind=uniform",
-        "devices.latency.high_s=1.5", journal=tmp_path / "journal",
-    )  # fmt: skip
+        "strategy.name=fedavg",
+        "strategy.clients_per_round=4",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.k=4",
+        "scheduler.policy.timeout_s=1.0",
+        "simulation.staleness.kind=latency",
+        "devices.latency.kind=uniform",
+        "devices.latency.high_s=1.5",
+        journal=tmp_path / "journal",
+    )
     assert any(len(made.updates) < 4 for made in found.versions[1:])
     with Replayer(tmp_path / "journal") as replayer:
         assert sum(moment.identical is True for moment in replayer) == 12
@@ -315,11 +326,16 @@ def test_timed_out_rounds_are_replayed(tmp_path: Path) -> None:
 def test_extended_rounds_are_replayed(rule: str, tmp_path: Path) -> None:
     """What was answered before the time-out is in the version that is made after it."""
     slow = (
-        "scheduler.policy.kind=rounds", "scheduler.policy.timeout_s=2.0",
-        "scheduler.policy.min_answers=3", "simulation.staleness.kind=latency",
-        "devices.latency.kind=uniform", "devices.latency.low_s=0.5", "devices.latency.high_s=1.5",
-        "devices.slow_devices=[0, 1, 2]", "devices.slow_factor=100.0",
-    )  # fmt: skip
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.timeout_s=2.0",
+        "scheduler.policy.min_answers=3",
+        "simulation.staleness.kind=latency",
+        "devices.latency.kind=uniform",
+        "devices.latency.low_s=0.5",
+        "devices.latency.high_s=1.5",
+        "devices.slow_devices=[0, 1, 2]",
+        "devices.slow_factor=100.0",
+    )
     found = run(*RULES[rule], *slow, journal=tmp_path / "journal")
     assert found.state == "finished"
     assert {len(made.updates) for made in found.versions[1:]} == {3}
@@ -427,8 +443,9 @@ class Raising(Small):
 
 
 IN_TIME = (
-    "simulation.staleness.kind=latency", "devices.latency={kind='uniform', low_s=0.5, high_s=1.5}",
-)  # fmt: skip
+    "simulation.staleness.kind=latency",
+    "devices.latency={kind='uniform', low_s=0.5, high_s=1.5}",
+)
 PLANS = {
     "drawn": (*RULES["fedbuff"], "simulation.staleness.kind=recent"),
     "drawn rounds": ("strategy.name=fedavg", "strategy.clients_per_round=6"),
@@ -436,7 +453,7 @@ PLANS = {
     "in flight": (*RULES["fedbuff"], *IN_TIME, "scheduler.policy={kind='in_flight', n=4}"),
     "poisson": (*IN_TIME, "scheduler.policy={kind='poisson', rate=5.0}"),
     "own triggers": (*AFA, *IN_TIME, "scheduler.policy.kind=none", "trainer.anarchic.rate=0.5"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("batched", ["true", "false"])
@@ -444,9 +461,13 @@ PLANS = {
 def test_device_on_which_the_task_raises_rests(name: str, batched: str, tmp_path: Path) -> None:
     told: list[VersionMade] = []
     found = run(
-        *PLANS[name], "run.versions=40", f"simulation.batched={batched}", task=Raising(2),
-        journal=tmp_path / "journal", on_version=lambda made, _: told.append(made),
-    )  # fmt: skip
+        *PLANS[name],
+        "run.versions=40",
+        f"simulation.batched={batched}",
+        task=Raising(2),
+        journal=tmp_path / "journal",
+        on_version=lambda made, _: told.append(made),
+    )
     assert (found.state, found.why) == ("finished", "version 40 reached")
     [(reason, count)] = found.given_up.items()
     assert reason == "raised IndexError"

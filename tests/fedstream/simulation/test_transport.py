@@ -63,10 +63,17 @@ def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Float
         vectors = progress.state.memory.devices
         c_i = vectors[event.device] if vectors is not None else None
         work = Work(
-            device=event.device, task=f"task-{event.n}", version=version, seed=event.seed,
-            steps=event.steps, epochs=event.epochs, solver=settings.solver, cancelled=lambda: False,
-            control=base.controls if rule.controls else None, device_control=c_i,
-        )  # fmt: skip
+            device=event.device,
+            task=f"task-{event.n}",
+            version=version,
+            seed=event.seed,
+            steps=event.steps,
+            epochs=event.epochs,
+            solver=settings.solver,
+            cancelled=lambda: False,
+            control=base.controls if rule.controls else None,
+            device_control=c_i,
+        )
         answer, start = Model(layout), Start(version, "none", base, c_i)
         learned = trainer.train(start, work, answer, rule.sends, sent, memory.get(event.device))
         if learned.unsent is not None:
@@ -75,10 +82,20 @@ def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Float
             sent.decode(learned.update.buffer, answer)
         trained = learned.trained
         upload = Upload(
-            task=f"task-{event.n}", attempt="1", device=event.device, trainer="t", tau=version,
-            base="none", layout=layout.signature, digest="none", size=1, samples=trained.samples,
-            steps=trained.steps, lr=settings.solver.lr, sends=rule.sends,
-        )  # fmt: skip
+            task=f"task-{event.n}",
+            attempt="1",
+            device=event.device,
+            trainer="t",
+            tau=version,
+            base="none",
+            layout=layout.signature,
+            digest="none",
+            size=1,
+            samples=trained.samples,
+            steps=trained.steps,
+            lr=settings.solver.lr,
+            sends=rule.sends,
+        )
         progress = take(rule, progress, upload, answer, Model(layout)).after
         if event.makes:
             bases.append(given())
@@ -101,10 +118,15 @@ def test_simulation_computes_what_trainers_and_rule_do(
     sets: tuple[str, ...], update: str, model: str
 ) -> None:
     about = (
-        *sets, "run.versions=12", "solver.batch_size=8", "solver.lr=0.2",
-        "simulation.batched=false", "updater.norm_factor=0",
-        f"wire.update={update}", f"wire.model={model}",
-    )  # fmt: skip
+        *sets,
+        "run.versions=12",
+        "solver.batch_size=8",
+        "solver.lr=0.2",
+        "simulation.batched=false",
+        "updater.norm_factor=0",
+        f"wire.update={update}",
+        f"wire.model={model}",
+    )
     found = run(*about)
     final, memory = by_hand(*about, update=update, model=model)
     assert found.model.digest() == final.digest()

@@ -33,21 +33,36 @@ class Messages:
     async def version(self, number: int) -> None:
         """A version of one update."""
         update = Contribution(
-            task=task_id(number), device=number % 10, tau=number - 1, staleness=number % 3,
-            weight=0.5, samples=10, steps=2, loss=1 / number,
-        )  # fmt: skip
+            task=task_id(number),
+            device=number % 10,
+            tau=number - 1,
+            staleness=number % 3,
+            weight=0.5,
+            samples=10,
+            steps=2,
+            loss=1 / number,
+        )
         message = Version(
-            version=number, time=BEGAN + number, epoch=1, parent=number - 1, digest="d", blob="b",
-            size=4, updates=(update,),
-        )  # fmt: skip
+            version=number,
+            time=BEGAN + number,
+            epoch=1,
+            parent=number - 1,
+            digest="d",
+            blob="b",
+            size=4,
+            updates=(update,),
+        )
         await self.hand.client.call("XADD", self.hand.keys.models, "*", "m", message.encode())
 
     async def evaluation(self, number: int) -> None:
         """A measurement."""
         event = Event(
-            what="evaluation", service="evaluator", time=BEGAN + number + 0.5, version=number,
+            what="evaluation",
+            service="evaluator",
+            time=BEGAN + number + 0.5,
+            version=number,
             metrics={"accuracy": number / 1000, "loss": 2.0},
-        )  # fmt: skip
+        )
         await self.hand.client.call("XADD", self.hand.keys.events, "*", "m", event.encode())
 
     async def finish(self) -> None:
@@ -70,9 +85,12 @@ def service(hand: Hand, redis: RedisSettings) -> Callable[..., Sinks]:
 
     def made(*sinks: SinkSettings) -> Sinks:
         return Sinks(
-            named(sinks), {"strategy.alpha": 0.6, "run.versions": 100}, keys=hand.keys,
-            redis=redis, name="sinks",
-        )  # fmt: skip
+            named(sinks),
+            {"strategy.alpha": 0.6, "run.versions": 100},
+            keys=hand.keys,
+            redis=redis,
+            name="sinks",
+        )
 
     return made
 

@@ -14,9 +14,17 @@ from tests.fedstream.sinks.conftest import tensorboard_of
 def simulated(folder: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(
-            ["simulate", "--versions", "12", "--out", str(folder), "--track", "tensorboard",
-             "--no-journal"]
-        )  # fmt: skip
+            [
+                "simulate",
+                "--versions",
+                "12",
+                "--out",
+                str(folder),
+                "--track",
+                "tensorboard",
+                "--no-journal",
+            ]
+        )
     assert ended.value.code == 0
 
 

@@ -41,10 +41,14 @@ def child(sinks: Sequence[SinkSettings], keys: Keys, redis: RedisSettings, log: 
     service = Sinks(named(sinks), {"a": 1}, keys=keys, redis=redis, name="sinks")
     os._exit(
         serve(
-            service, http=HttpSettings(), log=LogSettings(), run=keys.name, name="sinks",
+            service,
+            http=HttpSettings(),
+            log=LogSettings(),
+            run=keys.name,
+            name="sinks",
             drain_s=20.0,
         )
-    )  # fmt: skip
+    )
 
 
 def _is_at_least(count: Callable[[], int], least: int) -> bool:
@@ -112,9 +116,12 @@ async def test_each_version_is_written_once_by_a_process_killed_ten_times(
     assert experiment is not None
     [run] = client.search_runs([experiment.experiment_id])
     for key, steps in {
-        "updates": versions, "staleness/max": versions[1:], "train/loss": versions[1:],
-        "test/accuracy": measured, "test/loss": measured,
-    }.items():  # fmt: skip
+        "updates": versions,
+        "staleness/max": versions[1:],
+        "train/loss": versions[1:],
+        "test/accuracy": measured,
+        "test/loss": measured,
+    }.items():
         assert [one.step for one in client.get_metric_history(run.info.run_id, key)] == steps, key
     assert run.info.status == "FINISHED"
     assert run.data.params == {"a": "1", "goal.bits": "min"}

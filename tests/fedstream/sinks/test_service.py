@@ -80,8 +80,10 @@ async def test_failing_tracker_catches_up_and_the_cursor_outlives_the_process(
     async with running(first, live):
         await wait_until(lambda: tracker.begun)
         assert tracker.begun[0].parameters == {
-            "strategy.alpha": 0.6, "run.versions": 100, "goal.bits": "min"
-        }  # fmt: skip
+            "strategy.alpha": 0.6,
+            "run.versions": 100,
+            "goal.bits": "min",
+        }
         await messages.version(1)
         await wait_until(lambda: tracker.versions() == [0, 1])
         tracker.fails = True
@@ -154,11 +156,17 @@ def test_feed_gives_each_version_and_measurement_once() -> None:
         [measured(10), measured(12, device=3), measured(20), measured(20)],
     )
     assert [(point.kind, point.version) for point in points] == [
-        ("version", 3), ("version", 6), ("evaluation", 20),
-    ]  # fmt: skip
+        ("version", 3),
+        ("version", 6),
+        ("evaluation", 20),
+    ]
     assert points[0].values == {
-        "updates": 2, "weight": 0.375, "staleness/mean": 3, "staleness/max": 4, "train/loss": 1.5,
-    }  # fmt: skip
+        "updates": 2,
+        "weight": 0.375,
+        "staleness/mean": 3,
+        "staleness/max": 4,
+        "train/loss": 1.5,
+    }
     assert feed.lost == 3  # 4 and 5, which were trimmed, and 7, of which nothing is known
     assert feed.reached == Reached(7, 20)
     with_counts = counted(points, {"tasks/issued": 9})
@@ -173,8 +181,10 @@ def test_track_adds_to_the_configured_sinks_and_names_are_distinct(tmp_path: Pat
     table = f'{{kind = "tensorboard", dir = "{tmp_path}"}}'
     sinks = settings_of(f"sinks=[{table}, {table}]").sinks
     assert [one["kind"] for one in added(sinks, ["tensorboard", "mlflow"])] == [
-        "tensorboard", "tensorboard", "mlflow",
-    ]  # fmt: skip
+        "tensorboard",
+        "tensorboard",
+        "mlflow",
+    ]
     assert [one.name for one in named(sinks)] == ["tensorboard", "tensorboard-2"]
 
 

@@ -70,9 +70,7 @@ sink.close()
 def test_it_goes_on_in_a_new_process_if_the_one_it_had_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ITS_PROCESS_IS_KILLED, str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=60, check=False
-    )  # fmt: skip
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "lost\n"), done.stderr
     assert _found(tmp_path, "abc") == (Reached(0), 1)
 

@@ -96,9 +96,17 @@ def test_a_configuration_that_is_wrong_is_named_before_anything_runs(
     command: Command, task: str, tmp_path: Path
 ) -> None:
     code, _, said = command(
-        "sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out",
-        "--over", "strategy.name=fedbuff,fedasync", "--over", "strategy.buffer_size=2,4",
-    )  # fmt: skip
+        "sweep",
+        "--task",
+        task,
+        *OPTIONS,
+        "--out",
+        tmp_path / "out",
+        "--over",
+        "strategy.name=fedbuff,fedasync",
+        "--over",
+        "strategy.buffer_size=2,4",
+    )
     assert code == 2
     assert said.startswith(
         "fedstream: with strategy.name = fedasync: strategy.buffer_size = 2 (from --over): "
@@ -128,9 +136,19 @@ def test_a_sweep_in_which_every_run_fails_says_why(
     command: Command, task: str, tmp_path: Path
 ) -> None:
     code, _, said = command(
-        "sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out", "--repeats", "1",
-        "--over", "solver.lr=1e30,1e31", "--set", "solver.weight_decay=1e9",
-    )  # fmt: skip
+        "sweep",
+        "--task",
+        task,
+        *OPTIONS,
+        "--out",
+        tmp_path / "out",
+        "--repeats",
+        "1",
+        "--over",
+        "solver.lr=1e30,1e31",
+        "--set",
+        "solver.weight_decay=1e9",
+    )
     assert code == 1
     assert "every run failed; the first one: 100 updates in a row were refused (not finite)" in said
     assert not (tmp_path / "out" / "best.toml").exists()
@@ -142,10 +160,19 @@ def test_a_configuration_whose_task_raises_fails_alone_and_is_tried_again(
     file, fixed = tmp_path / "fragile.py", tmp_path / "fixed"
     file.write_text(FRAGILE)
     arguments = (
-        "sweep", "--task", f"{file}:Fragile", *OPTIONS, "--repeats", "1",
-        "--set", f"task.args.fixed={fixed}", "--over", "solver.lr=0.1,0.5", "--out",
+        "sweep",
+        "--task",
+        f"{file}:Fragile",
+        *OPTIONS,
+        "--repeats",
+        "1",
+        "--set",
+        f"task.args.fixed={fixed}",
+        "--over",
+        "solver.lr=0.1,0.5",
+        "--out",
         tmp_path / "out",
-    )  # fmt: skip
+    )
     code, said, wrong = command(*arguments)
     assert code == 1
     assert "[1/2] solver.lr = 0.1, repeat 0: raised (" in said
@@ -187,13 +214,23 @@ def test_an_interrupted_sweep_keeps_what_has_finished(
     command: Command, task: str, tmp_path: Path
 ) -> None:
     arguments = (
-        "sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out",
-        "--over", "solver.lr=0.1,0.2,0.3,0.4", "--repeats", "25",
-    )  # fmt: skip
+        "sweep",
+        "--task",
+        task,
+        *OPTIONS,
+        "--out",
+        tmp_path / "out",
+        "--over",
+        "solver.lr=0.1,0.2,0.3,0.4",
+        "--repeats",
+        "25",
+    )
     sweep = subprocess.Popen(
         [sys.executable, "-m", "fedstream", *map(str, arguments)],
-        stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
     assert sweep.stdout is not None
     with sweep:
         while not sweep.stdout.readline().startswith("[3/100]"):

@@ -60,9 +60,11 @@ def test_a_sweep_needs_an_axis_and_each_only_once() -> None:
 def test_a_grid_has_every_combination_the_last_axis_fastest() -> None:
     found = list(grid(axes(["a.x=1,2", "a.y=p,q"])))
     assert found == [
-        {"a.x": 1, "a.y": "p"}, {"a.x": 1, "a.y": "q"},
-        {"a.x": 2, "a.y": "p"}, {"a.x": 2, "a.y": "q"},
-    ]  # fmt: skip
+        {"a.x": 1, "a.y": "p"},
+        {"a.x": 1, "a.y": "q"},
+        {"a.x": 2, "a.y": "p"},
+        {"a.x": 2, "a.y": "q"},
+    ]
     with pytest.raises(ConfigError, match="a range needs --random N"):
         list(grid(axes(["a.x=1..2"])))
 

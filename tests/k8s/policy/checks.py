@@ -326,10 +326,14 @@ def sites(manifests: Manifests) -> Iterator[str]:
             yield f"{workload.name}: coordinator.sites does not name {site!r}"
         secret, _ = secret_at(workload, container, found.redis.password_file or "") or (None, "")
         have = {
-            other.name: {about["name"] for volume in other.volumes.values()
-                         for kind, about in sources(volume) if kind == "Secret"}
+            other.name: {
+                about["name"]
+                for volume in other.volumes.values()
+                for kind, about in sources(volume)
+                if kind == "Secret"
+            }
             for other in workloads(manifests)
-        }  # fmt: skip
+        }
         for other, secrets in have.items():
             same = other in (workload.name, "StatefulSet redis")
             if secret in secrets and not same and not is_gateway:  # that is the operator's own

@@ -115,13 +115,26 @@ def checkov(renderings: Mapping[str, Manifests], allowed: Mapping[str, str]) -> 
 def _run(folder: Path) -> dict[str, Any]:
     quiet = {"BC_SKIP_MAPPING": "TRUE", "CHECKOV_RUN_SCA_PACKAGE_SCAN": "false"}
     command = [
-        str(PROGRAM), "--directory", str(folder), "--framework", "kubernetes",
-        "--skip-download", "--compact", "--soft-fail", "--output", "json",
-    ]  # fmt: skip
+        str(PROGRAM),
+        "--directory",
+        str(folder),
+        "--framework",
+        "kubernetes",
+        "--skip-download",
+        "--compact",
+        "--soft-fail",
+        "--output",
+        "json",
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_CHECKOV_WITHIN_S, check=False,
-        env={**os.environ, **quiet}, cwd=folder,
-    )  # fmt: skip
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_CHECKOV_WITHIN_S,
+        check=False,
+        env={**os.environ, **quiet},
+        cwd=folder,
+    )
     if done.returncode:
         raise RuntimeError(f"checkov ended with {done.returncode}: {done.stderr[-2000:]}")
     said: dict[str, Any] = json.loads(done.stdout)

@@ -55,9 +55,14 @@ async def test_altered_synced_update_is_damage(make: Any, hand: Hand, folder: Pa
 
 @pytest.mark.parametrize("told", [True, False])
 async def test_what_a_failed_sync_lost_is_made_again(
-    make: Any, hand: Hand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *,
+    make: Any,
+    hand: Hand,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
     told: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Linux takes pages that it failed to write for written, and keeps them in its cache."""
 
     async def killed() -> None:

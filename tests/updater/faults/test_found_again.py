@@ -157,8 +157,11 @@ async def test_update_lost_with_its_entry_is_not_refused(
         await hand.reaches(4)
     taken = [record for record in records(folder) if isinstance(record, Taken)]
     assert [(one.upload.task == lost.task, one.outcome) for one in taken] == [
-        (False, "applied"), (False, "applied"), (False, "applied"), (True, "applied"),
-    ]  # fmt: skip
+        (False, "applied"),
+        (False, "applied"),
+        (False, "applied"),
+        (True, "applied"),
+    ]
     await hand.balanced()
 
 

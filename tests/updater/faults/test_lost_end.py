@@ -45,8 +45,10 @@ async def test_lost_end_of_a_finished_run_is_remade_from_the_queue(
         await wait_until(hand.queue_is_empty)
     made = [record for record in records(folder) if isinstance(record, Taken)]
     assert [(record.outcome, record.version) for record in made] == [
-        ("applied", 1), ("applied", 2), ("applied", 3),
-    ]  # fmt: skip
+        ("applied", 1),
+        ("applied", 2),
+        ("applied", 3),
+    ]
     assert made[-1].finished == "version 3 reached"
     assert await hand.published() == before
     assert await told(hand) == {0: before[0].digest} | digests(folder)
@@ -72,8 +74,13 @@ async def test_new_updates_behind_those_of_a_lost_end_are_published(
         await wait_until(hand.queue_is_empty)
     published = await hand.published()
     assert [(one.version, one.epoch) for one in published] == [
-        (0, 1), (1, 1), (2, 1), (3, 1), (4, 2), (5, 2),
-    ]  # fmt: skip
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 2),
+        (5, 2),
+    ]
     assert await told(hand) == {0: published[0].digest} | digests(folder)
     await hand.model(published[-1])  # checks the digest
     await hand.balanced()
@@ -190,8 +197,10 @@ async def test_update_counts_once_in_a_remade_round(
         assert asked > 1
     assert published == {0: published[0]} | digests(folder)
     assert [record.outcome for record in records(folder) if isinstance(record, Taken)] == [
-        "buffered", "buffered", "applied",
-    ]  # fmt: skip
+        "buffered",
+        "buffered",
+        "applied",
+    ]
 
 
 async def test_interrupted_adoption_is_completed(

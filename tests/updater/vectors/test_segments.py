@@ -61,17 +61,29 @@ class Kept:
         if mine is None:
             await self.recorder.claim(1)
         head = SegmentHead(
-            epoch=1, number=mine.number + 1 if mine else 0,
-            predecessor=before.path.name if before else None, cut=before.at if before else None,
+            epoch=1,
+            number=mine.number + 1 if mine else 0,
+            predecessor=before.path.name if before else None,
+            cut=before.at if before else None,
             follows=before.chain.hex() if before else None,
-            lineage="line", run="demo", task="digits", devices=M,
-            versions=100, seed=0, created=1.0, strategy=self._rule.model_dump(mode="json"),
-            layout=self.layout.encode(), release="tests", time=1.0,
-        )  # fmt: skip
+            lineage="line",
+            run="demo",
+            task="digits",
+            devices=M,
+            versions=100,
+            seed=0,
+            created=1.0,
+            strategy=self._rule.model_dump(mode="json"),
+            layout=self.layout.encode(),
+            release="tests",
+            time=1.0,
+        )
         standing, models = standing_of(
-            twin.progress, "continued" if mine else "begun",
-            digest=twin.digests[twin.version], time=1.0,
-        )  # fmt: skip
+            twin.progress,
+            "continued" if mine else "begun",
+            digest=twin.digests[twin.version],
+            time=1.0,
+        )
         return await self.recorder.begin(head, standing, *models, vectors=twin.vectors)
 
     async def comes(self, device: int) -> None:
@@ -79,11 +91,20 @@ class Kept:
         values = self.twin.values()
         model = model_of(self.layout, *values)
         upload = Upload(
-            task=f"task-{self.twin.taken}", attempt="a", device=device, trainer="t",
-            tau=self.twin.version, base="base", layout=self.layout.signature,
-            digest=model.digest(), size=self.layout.nbytes, samples=10, steps=5, lr=0.1,
+            task=f"task-{self.twin.taken}",
+            attempt="a",
+            device=device,
+            trainer="t",
+            tau=self.twin.version,
+            base="base",
+            layout=self.layout.signature,
+            digest=model.digest(),
+            size=self.layout.nbytes,
+            samples=10,
+            steps=5,
+            lr=0.1,
             sends="delta",
-        )  # fmt: skip
+        )
         await self.recorder.append([(self.twin.take(upload, values), [model])])
 
 

@@ -64,10 +64,16 @@ class Twin:
         if step.made:
             self.digests[self.version] = step.after.state.model.digest()
         return Taken(
-            entry=f"{self.taken}-0", upload=upload, outcome=step.decision.outcome,
-            staleness=step.decision.staleness, weight=step.decision.weight, version=self.version,
-            digest=self.digests[self.version] if step.made else None, time=1.0, received=1.0,
-        )  # fmt: skip
+            entry=f"{self.taken}-0",
+            upload=upload,
+            outcome=step.decision.outcome,
+            staleness=step.decision.staleness,
+            weight=step.decision.weight,
+            version=self.version,
+            digest=self.digests[self.version] if step.made else None,
+            time=1.0,
+            received=1.0,
+        )
 
 
 def files(folder: Path) -> set[str]:

@@ -40,15 +40,28 @@ def scene(**given: Any) -> Scene:
     ``given``: fields of a Scene, or of its tally, its head (``head_...``) or its run (``run_...``).
     """
     about: dict[str, Any] = {
-        "name": "demo", "settings": Settings(), "now": NOW, "position": "0-0", "moved": NOW - 1,
-        "began": NOW - 60, "memory": RedisMemory(64 << 20, 256 << 20),
-        "leading": frozenset(("scheduler", "updater")), "tasks": (),
-        "phases": dict.fromkeys(PHASES, 0), "oldest": None,
-        "workers": (worker("trainer-1"), worker("trainer-2")), "rates": Rates(), "measured": (),
-        "ended": ended(()), "reasons": REASONS, "made": made((NOW - 3, NOW - 2, NOW - 1)),
-        "gauged": gauged(seconds=60), "outcomes": (), "notes": (),
+        "name": "demo",
+        "settings": Settings(),
+        "now": NOW,
+        "position": "0-0",
+        "moved": NOW - 1,
+        "began": NOW - 60,
+        "memory": RedisMemory(64 << 20, 256 << 20),
+        "leading": frozenset(("scheduler", "updater")),
+        "tasks": (),
+        "phases": dict.fromkeys(PHASES, 0),
+        "oldest": None,
+        "workers": (worker("trainer-1"), worker("trainer-2")),
+        "rates": Rates(),
+        "measured": (),
+        "ended": ended(()),
+        "reasons": REASONS,
+        "made": made((NOW - 3, NOW - 2, NOW - 1)),
+        "gauged": gauged(seconds=60),
+        "outcomes": (),
+        "notes": (),
         "pushes": SeenPushes(),
-    }  # fmt: skip
+    }
     seen = view(now=NOW)
     tally = Tally(**{one.name: getattr(seen, one.name) for one in dataclass_fields(Tally)})
     fields = {name: given.pop(name) for name in list(given) if name not in about}
@@ -60,9 +73,11 @@ def scene(**given: Any) -> Scene:
         if part in parts:
             parts[part][field] = fields.pop(name)
     tally = replace(
-        tally, head=replace(tally.head, **parts["head"]), run=replace(tally.run, **parts["run"]),
+        tally,
+        head=replace(tally.head, **parts["head"]),
+        run=replace(tally.run, **parts["run"]),
         **fields,
-    )  # fmt: skip
+    )
     return Scene(**about | given, tally=tally)
 
 
@@ -75,16 +90,21 @@ def tasks(phases: dict[Phase, int], *, age: float = 20.0) -> dict[str, Any]:
     """Open tasks by phase, as fields of a scene."""
     found = [
         SeenTask(
-            task=f"{phase}-{n}", device=n, phase=phase, since=NOW - age,
-            phase_since=NOW - age / 2, deadline=None,
+            task=f"{phase}-{n}",
+            device=n,
+            phase=phase,
+            since=NOW - age,
+            phase_since=NOW - age / 2,
+            deadline=None,
         )
         for phase, count in phases.items()
         for n in range(count)
-    ]  # fmt: skip
+    ]
     return {
-        "tasks": tuple(found), "phases": dict.fromkeys(PHASES, 0) | phases,
+        "tasks": tuple(found),
+        "phases": dict.fromkeys(PHASES, 0) | phases,
         "oldest": NOW - age if found else None,
-    }  # fmt: skip
+    }
 
 
 def worker(name: str, *, heard_s: float = 0.5, **given: Any) -> SeenWorker:
@@ -96,17 +116,25 @@ def worker(name: str, *, heard_s: float = 0.5, **given: Any) -> SeenWorker:
 def ended(rows: Iterable[dict[str, Any]]) -> RowArray:
     """Ended tasks: a second ago, applied, by device 0, unless a row says otherwise."""
     usual: dict[str, Any] = {
-        "time": NOW - 1, "device": 0, "outcome": "applied", "reason": "", "version": 3,
-        "staleness": 0, "weight": 0.4, "loss": 0.5, "samples": 100,
-    }  # fmt: skip
+        "time": NOW - 1,
+        "device": 0,
+        "outcome": "applied",
+        "reason": "",
+        "version": 3,
+        "staleness": 0,
+        "weight": 0.4,
+        "loss": 0.5,
+        "samples": 100,
+    }
     found = []
     for row in rows:
         about = usual | row
         if about["outcome"] not in ("applied", "buffered"):
             about |= {"version": -1, "staleness": -1, "weight": nan, "loss": nan, "samples": -1}
         about |= {
-            "outcome": OUTCOMES.index(about["outcome"]), "reason": REASONS.index(about["reason"])
-        }  # fmt: skip
+            "outcome": OUTCOMES.index(about["outcome"]),
+            "reason": REASONS.index(about["reason"]),
+        }
         found.append(update_row(**about))
     return np.array(found, UPDATE)
 
@@ -120,9 +148,17 @@ def made(times: Iterable[float]) -> RowArray:
 def gauged(*, seconds: int = 60, **given: Any) -> RowArray:
     """A look a second, up to now; ``given``: what there was, a number or one for each look."""
     usual = {
-        "open": 4, "queue": 0, "triggers": 0, "inbox": 0, "trainers": 2, "memory": 64 << 20,
-        "training": 4, "uploading": 0, "dead": 0, "leads": 3,
-    }  # fmt: skip
+        "open": 4,
+        "queue": 0,
+        "triggers": 0,
+        "inbox": 0,
+        "trainers": 2,
+        "memory": 64 << 20,
+        "training": 4,
+        "uploading": 0,
+        "dead": 0,
+        "leads": 3,
+    }
     found = np.zeros(seconds, GAUGED)
     found["time"] = NOW - np.arange(seconds)[::-1]
     for name, value in (usual | given).items():
@@ -138,10 +174,14 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
         device = draw.randrange(devices)
         late = min(int(draw.expovariate(0.4 if n < 300 else 0.15)), n)
         row: dict[str, Any] = {
-            "time": CREATED + 100 * n / 600, "device": device, "staleness": late, "version": n,
-            "weight": 0.4 * (late + 1) ** -0.5, "loss": 1.5 / (1 + n / 100) + draw.random() / 10,
+            "time": CREATED + 100 * n / 600,
+            "device": device,
+            "staleness": late,
+            "version": n,
+            "weight": 0.4 * (late + 1) ** -0.5,
+            "loss": 1.5 / (1 + n / 100) + draw.random() / 10,
             "samples": 90 + device,
-        }  # fmt: skip
+        }
         if device == 3:
             row["loss"] += 4.0
             if draw.random() < 0.5:
@@ -155,26 +195,51 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
     pushes["norm"] = np.where(odd, 90.0, 5.0 + known["device"] / 50)
     pushes["distance"] = np.where(odd, 80.0, 1.0 + known["device"] / 100)
     pushes["cosine"] = np.where(odd, -0.6, 0.5 - known["device"] / 200)
-    counts = {"issued": 612, "refused": 30, "refused:not finite": 30, "given_up": 10,
-              "given_up:timed out": 10, "dead": 1, "dead:unreadable": 1, "applied": 559,
-              "stray": 2, "stray:late": 2}  # fmt: skip
+    counts = {
+        "issued": 612,
+        "refused": 30,
+        "refused:not finite": 30,
+        "given_up": 10,
+        "given_up:timed out": 10,
+        "dead": 1,
+        "dead:unreadable": 1,
+        "applied": 559,
+        "stray": 2,
+        "stray:late": 2,
+    }
     wave = np.arange(100)
     return scene(
-        ended=known, made=made(known["time"][known["outcome"] == 0]), counts=counts, open_tasks=12,
+        ended=known,
+        made=made(known["time"][known["outcome"] == 0]),
+        counts=counts,
+        open_tasks=12,
         measured=tuple(
             SeenMetrics(
                 v, CREATED + v / 6, {"accuracy": 1 - 0.9 / (1 + v / 60), "loss": 2 / (1 + v / 80)}
             )
             for v in range(0, 561, 20)
         ),
-        gauged=gauged(seconds=100, open=12, training=4, queue=wave % 5,
-                      memory=(64 << 20) + wave * 300_000, dead=1),
+        gauged=gauged(
+            seconds=100,
+            open=12,
+            training=4,
+            queue=wave % 5,
+            memory=(64 << 20) + wave * 300_000,
+            dead=1,
+        ),
         rates=Rates(10.0, 6.2, 5.8, 0.3, 0.1, 0.0, 5.8),
-        head_version=559, run_versions=1000, trainers=trainers, dead=1, run_devices=devices,
-        head_mean_staleness=2.6, queue=2, admitted=2,
+        head_version=559,
+        run_versions=1000,
+        trainers=trainers,
+        dead=1,
+        run_devices=devices,
+        head_mean_staleness=2.6,
+        queue=2,
+        admitted=2,
         workers=tuple(worker(f"trainer-{n}") for n in range(1, trainers + 1)),
-        pushes=SeenPushes(pushes, 540), **tasks({"waiting": 6, "training": 4, "queue": 2}, age=3.0),
-    )  # fmt: skip
+        pushes=SeenPushes(pushes, 540),
+        **tasks({"waiting": 6, "training": 4, "queue": 2}, age=3.0),
+    )
 
 
 def crowd(devices: int = 100_000, ends: int = 16_384, seed: int = 1) -> Scene:

@@ -39,9 +39,13 @@ class Moments:
 
     async def _page(self, _request: web.Request) -> web.Response:
         text = rendering.page(
-            self._picture(), has_past=False, journal="", is_operator=False, has_operators=False,
+            self._picture(),
+            has_past=False,
+            journal="",
+            is_operator=False,
+            has_operators=False,
             may_leave=False,
-        )  # fmt: skip
+        )
         return web.Response(text=text, content_type="text/html", headers=HEADERS)
 
     def _picture(self) -> LivePicture:
@@ -75,11 +79,14 @@ class Moments:
         app = web.Application()
         app.add_routes(
             [
-                web.get("/", self._page), web.get("/live/stream", self._stream),
-                web.get("/devices", self._devices), web.get("/devices/{number}", self._device),
-                web.get("/static/{name}", send_static), web.get("/favicon.ico", no_icon),
+                web.get("/", self._page),
+                web.get("/live/stream", self._stream),
+                web.get("/devices", self._devices),
+                web.get("/devices/{number}", self._device),
+                web.get("/static/{name}", send_static),
+                web.get("/favicon.ico", no_icon),
             ]
-        )  # fmt: skip
+        )
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -99,20 +99,26 @@ class Stage:
         """The evaluator measures."""
         await self.hand.ledger.tell(
             Event(
-                what="evaluation", service="evaluator", time=1e9 + version, version=version,
+                what="evaluation",
+                service="evaluator",
+                time=1e9 + version,
+                version=version,
                 metrics={"accuracy": accuracy},
             )
-        )  # fmt: skip
+        )
 
     async def drop(self, n: int = 1) -> None:
         """So many tasks are given up."""
         for trigger in await self.hand.open(n):
             await self.hand.admit(
                 GiveUp(
-                    task=trigger.task, attempt="1", device=trigger.device, trainer="trainer-1",
+                    task=trigger.task,
+                    attempt="1",
+                    device=trigger.device,
+                    trainer="trainer-1",
                     reason="dropped out",
                 )
-            )  # fmt: skip
+            )
 
     async def devices(self) -> list[int]:
         """Whose tasks ended, oldest first."""
@@ -126,9 +132,15 @@ class Stage:
         await self.hand.dispatch()
         ((entry, task),) = await self.hand.take()
         await self.hand.ledger.bury(
-            self._keys.tasks, TRAINERS, entry, "crashed its trainers",
-            task=Assignment.model_validate(task.__dict__), deliveries=3, found=None, site="pool",
-        )  # fmt: skip
+            self._keys.tasks,
+            TRAINERS,
+            entry,
+            "crashed its trainers",
+            task=Assignment.model_validate(task.__dict__),
+            deliveries=3,
+            found=None,
+            site="pool",
+        )
 
     async def told(self) -> list[str]:
         """The ids of all events."""

@@ -137,9 +137,11 @@ async def test_an_unknown_address_is_a_page_for_a_browser(page: Served) -> None:
 async def test_cookie_is_sent_over_tls_alone_behind_a_proxy_that_speaks_it(page: Served) -> None:
     for forwarded, is_secure in (("https", True), ("http", False)):
         answer = await page.http.post(
-            "/login", data={"token": TOKEN}, headers={"X-Forwarded-Proto": forwarded},
+            "/login",
+            data={"token": TOKEN},
+            headers={"X-Forwarded-Proto": forwarded},
             allow_redirects=False,
-        )  # fmt: skip
+        )
         (cookie,) = answer.cookies.values()
         assert bool(cookie["secure"]) is is_secure
 
@@ -147,10 +149,14 @@ async def test_cookie_is_sent_over_tls_alone_behind_a_proxy_that_speaks_it(page:
 @pytest.mark.parametrize(
     ("to", "where"),
     [
-        ("/devices?sort=norm", "/devices?sort=norm"), ("//evil.example/", "/"),
-        ("https://evil.example/", "/"), ("/\\evil.example", "/"), ("", "/"), ("/\n/x", "/"),
+        ("/devices?sort=norm", "/devices?sort=norm"),
+        ("//evil.example/", "/"),
+        ("https://evil.example/", "/"),
+        ("/\\evil.example", "/"),
+        ("", "/"),
+        ("/\n/x", "/"),
     ],
-)  # fmt: skip
+)
 def test_login_leads_nowhere_else(to: str, where: str) -> None:
     assert _local(to) == where
 
@@ -162,9 +168,11 @@ async def test_forms_of_other_pages_are_refused(page: Served, hand: Hand) -> Non
     form = await form_of(http)
     stop = {"form": form, "sure": "yes"}
     for headers in (
-        {"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"},
-        {"Sec-Fetch-Site": "same-site"}, {"Origin": "null"},
-    ):  # fmt: skip
+        {"Origin": "https://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "null"},
+    ):
         answer = await http.post("/operate/stop", data=stop, headers=headers)
         assert answer.status == 403, headers
     for wrong in ({"sure": "yes"}, {"sure": "yes", "form": "0" * 64}):
@@ -209,9 +217,15 @@ async def test_operator_retries_a_dead_letter_once(page: Served, hand: Hand) -> 
     (trigger,) = await hand.open()
     ((entry, task),) = await hand.take()
     await hand.ledger.bury(
-        hand.keys.tasks, TRAINERS, entry, "crashed <trainers>",
-        task=Assignment.model_validate(task.__dict__), deliveries=3, found=None, site="pool",
-    )  # fmt: skip
+        hand.keys.tasks,
+        TRAINERS,
+        entry,
+        "crashed <trainers>",
+        task=Assignment.model_validate(task.__dict__),
+        deliveries=3,
+        found=None,
+        site="pool",
+    )
     await logged_in(http, OPERATOR, "/operate")
     text = await (await http.get("/operate")).text()
     assert "crashed &lt;trainers&gt;" in text
@@ -272,8 +286,9 @@ def test_cookies_end_and_are_of_one_run_and_token() -> None:
     assert ours.who(f"{said}0.{mac}", 1001.0) is None
     for other in (
         Sessions("other", Tokens(SecretStr(TOKEN)), None),
-        Sessions("demo", Tokens(SecretStr(OPERATOR)), None), Sessions("demo", None, None),
-    ):  # fmt: skip
+        Sessions("demo", Tokens(SecretStr(OPERATOR)), None),
+        Sessions("demo", None, None),
+    ):
         assert other.who(cookie, 1001.0) is None
     renewed = Sessions("demo", Tokens(SecretStr(f"{OPERATOR}\n{TOKEN}")), None)
     assert renewed.who(cookie, 1001.0) == "viewer"
@@ -323,7 +338,7 @@ async def test_coordinator_and_its_page_have_the_same_tokens(
         ),
     ],
     ids=["here", "localhost", "all", "all-with-token", "asked-for", "off", "open", "same"],
-)  # fmt: skip
+)
 def test_page_is_there_on_this_machine_and_elsewhere_with_a_token(
     page: dict[str, object], http: dict[str, object], found: bool | str
 ) -> None:

@@ -80,18 +80,24 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "FedstreamRefusals",
-        {"gauged": LONG, "ended": ended(
-            {"time": NOW - 400 + n, "outcome": "refused" if n % 5 == 0 else "applied"}
-            for n in range(400)
-        )},
+        {
+            "gauged": LONG,
+            "ended": ended(
+                {"time": NOW - 400 + n, "outcome": "refused" if n % 5 == 0 else "applied"}
+                for n in range(400)
+            ),
+        },
         "20% of the 400 tasks that ended in 6:40 were refused",
     ),
     (
         "FedstreamTaskRaises",
-        {"gauged": LONG, "ended": ended(
-            {"time": NOW - 400 + n, "outcome": "given_up", "reason": "raised ValueError"}
-            for n in range(400)
-        )},
+        {
+            "gauged": LONG,
+            "ended": ended(
+                {"time": NOW - 400 + n, "outcome": "given_up", "reason": "raised ValueError"}
+                for n in range(400)
+            ),
+        },
         "100% of the 400 tasks that ended in 6:40 raised in the user's code",
     ),
     (
@@ -109,10 +115,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "Redis uses 95% of its memory",
     ),
     (
-        "FedstreamQueueFull", {"gauged": gauged(seconds=610, queue=64), "queue": 64},
+        "FedstreamQueueFull",
+        {"gauged": gauged(seconds=610, queue=64), "queue": 64},
         "64 of 64 entries in the queue",
     ),
-]  # fmt: skip
+]
 
 
 def test_a_metric_that_nobody_knows_is_not_watched_unless_the_task_declares_it() -> None:
@@ -148,9 +155,10 @@ def test_what_fires_comes_first_and_the_critical_of_it() -> None:
     about = {"gauged": gauged(seconds=1000, dead=1, leads=0), "dead": 1}
     found = [(one.rule.key, one.state) for one in alarms(scene(**about))][:3]
     assert found == [
-        ("FedstreamNoLeader scheduler", "firing"), ("FedstreamNoLeader updater", "firing"),
+        ("FedstreamNoLeader scheduler", "firing"),
+        ("FedstreamNoLeader updater", "firing"),
         ("FedstreamDeadLetters", "firing"),
-    ]  # fmt: skip
+    ]
 
 
 def test_each_has_a_part_in_the_docs() -> None:

@@ -68,8 +68,9 @@ async def test_where_others_can_look_only_an_operator_may_ask(
         assert (await http.post("/login", data=login | {"token": OPERATOR})).status == 200
         status, address = await asked(http, "/bisect", BELOW)
         assert (status, address) == (
-            303, "/bisect?metric=accuracy&side=below&bound=0.9&until=30",
-        )  # fmt: skip
+            303,
+            "/bisect?metric=accuracy&side=below&bound=0.9&until=30",
+        )
         text = await answered(http, address)
         assert "accuracy went below 0.9 with version 23" in text
         assert "It is of the versions up to 30." in text

@@ -64,13 +64,15 @@ async def test_outcomes_with_what_their_version_says_of_them(client: Client, han
     await hand.commit(1, upload)
     (trigger,) = await hand.open()
     await hand.admit(
-        GiveUp(task=trigger.task, attempt="1", device=trigger.device, trainer="t",
-               reason="dropped out")
-    )  # fmt: skip
+        GiveUp(
+            task=trigger.task, attempt="1", device=trigger.device, trainer="t", reason="dropped out"
+        )
+    )
     await hand.ledger.tell(
-        Event(what="evaluation", service="evaluator", time=2.0, version=1,
-              metrics={"accuracy": 0.5})
-    )  # fmt: skip
+        Event(
+            what="evaluation", service="evaluator", time=2.0, version=1, metrics={"accuracy": 0.5}
+        )
+    )
     look = await looking.look()
     scene = look.scene
     used, dropped = scene.ended
@@ -149,9 +151,15 @@ def test_numbers_and_times_that_nobody_can_mean() -> None:
     recent.publish([Entry("1-0", version.encode())])
     for n, (task, time) in enumerate([("a", 1e300), ("b", float("-inf"))]):
         event = Event(
-            what="outcome", service="updater", time=time, task=task, device=huge, version=huge,
-            staleness=huge, outcome="applied",
-        )  # fmt: skip
+            what="outcome",
+            service="updater",
+            time=time,
+            task=task,
+            device=huge,
+            version=huge,
+            staleness=huge,
+            outcome="applied",
+        )
         ((_, told),) = recent.tell([Entry(f"{2 + n}-0", event.encode())])
         assert 0 <= told.time <= 253_402_300_799
     most = np.iinfo(np.int64).max

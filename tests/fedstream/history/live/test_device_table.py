@@ -29,8 +29,10 @@ def test_figures_of_the_journal_are_means_of_what_was_read() -> None:
     keys = ("sent", "norm", "cosine")
     assert [line.device for line in found] == [0, 2, 1]
     assert [[line.figures[key] for key in keys] for line in found] == [
-        [3.0, 1.5, 0.5], [1.0, 1.0, None], [None, None, None],
-    ]  # fmt: skip
+        [3.0, 1.5, 0.5],
+        [1.0, 1.0, None],
+        [None, None, None],
+    ]
     assert "cosine" not in device_table(moment).figures
 
 

@@ -18,10 +18,13 @@ async def dropped(hand: Hand) -> int:
     (trigger,) = await hand.open()
     await hand.admit(
         GiveUp(
-            task=trigger.task, attempt="1", device=trigger.device, trainer="trainer-1",
+            task=trigger.task,
+            attempt="1",
+            device=trigger.device,
+            trainer="trainer-1",
             reason="dropped out",
         )
-    )  # fmt: skip
+    )
     return trigger.device
 
 
@@ -45,9 +48,7 @@ async def test_a_device_has_a_page_without_a_journal(
 ) -> None:
     await hand.create()
     await dropped(hand)
-    async with (
-        serve("journal.dir=nowhere") as page, page.http.get(f"/devices/{number}") as answer
-    ):  # fmt: skip
+    async with serve("journal.dir=nowhere") as page, page.http.get(f"/devices/{number}") as answer:
         assert answer.status == status
         text = await answer.text()
         assert (f"<h1>Device {number}</h1>" in text) == (status == 200)
@@ -56,9 +57,7 @@ async def test_a_device_has_a_page_without_a_journal(
 async def test_a_devices_page_says_why_it_has_no_norms(serve: Serve, hand: Hand) -> None:
     await hand.create()
     device = await dropped(hand)
-    async with (
-        serve("journal.dir=nowhere") as page, page.http.get(f"/devices/{device}") as answer
-    ):  # fmt: skip
+    async with serve("journal.dir=nowhere") as page, page.http.get(f"/devices/{device}") as answer:
         text = unescape(await answer.text())
     assert "No norms, distances and cosines over time: the journal can't be read from here." in text
 

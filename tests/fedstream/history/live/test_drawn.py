@@ -75,8 +75,11 @@ def test_the_best_of_a_metric_is_on_the_side_of_its_goal() -> None:
 def test_metrics_are_drawn_over_versions_and_over_time() -> None:
     found = curves_of(busy())[:4]
     assert [one.title for one in found] == [
-        "Test accuracy", "Test accuracy over time", "Test loss", "Test loss over time",
-    ]  # fmt: skip
+        "Test accuracy",
+        "Test accuracy over time",
+        "Test loss",
+        "Test loss over time",
+    ]
     assert all(one.x == sorted(one.x) for one in found)
     assert found[1].x[-1] == pytest.approx(560 / 6)
 

@@ -16,9 +16,13 @@ def test_each_place_has_its_count_and_what_passes_it() -> None:
     phases = {"triggered": 1, "waiting": 2, "training": 3, "uploading": 4, "queue": 5}
     found = flow(scene(rates=rates, queue=5, head_held=(7, 8), **tasks(phases)))  # type: ignore[arg-type]
     assert [(one.name, one.count, one.rate) for one in found.stages] == [
-        ("triggers", 1, 4.0), ("waiting", 2, None), ("training", 3, None), ("uploads", 4, None),
-        ("queue", 5, 3.5), ("updater", 2, 1.5),
-    ]  # fmt: skip
+        ("triggers", 1, 4.0),
+        ("waiting", 2, None),
+        ("training", 3, None),
+        ("uploads", 4, None),
+        ("queue", 5, 3.5),
+        ("updater", 2, 1.5),
+    ]
 
 
 def test_rates_are_left_out_until_they_are_known() -> None:

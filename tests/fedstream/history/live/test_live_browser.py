@@ -79,9 +79,15 @@ def test_a_run_from_its_start_to_its_end(
     """By the link that `fedstream run` prints; what is journalled already is a click away."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 5))
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--versions", "12", "--set", "evaluator.every=1",
+        tmp_path,
+        "--task",
+        "blobs.py:task",
+        "--versions",
+        "12",
+        "--set",
+        "evaluator.every=1",
         programs=quick_programs,
-    )  # fmt: skip
+    )
     try:
         link = wait_until(
             lambda: re.search(r"^page +(http://127\.0\.0\.1:\d+)/$", command.stdout, re.MULTILINE),

@@ -51,9 +51,16 @@ class LiveRun:
         (folder / "poisoned.py").write_text(_POISONED)
         self.wait = folder / "wait"
         self.command = Command(
-            folder, "--task", "poisoned.py:task", "--versions", "300",
-            "--set", "evaluator.every=1", "--set", "updater.norm_factor=0",
-        )  # fmt: skip
+            folder,
+            "--task",
+            "poisoned.py:task",
+            "--versions",
+            "300",
+            "--set",
+            "evaluator.every=1",
+            "--set",
+            "updater.norm_factor=0",
+        )
         self.address = ""
 
     def begin(self) -> None:

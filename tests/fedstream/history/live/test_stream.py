@@ -21,10 +21,13 @@ async def given_up(hand: Hand, n: int = 1) -> None:
     for trigger in triggers:
         await hand.admit(
             GiveUp(
-                task=trigger.task, attempt="1", device=trigger.device, trainer="t",
+                task=trigger.task,
+                attempt="1",
+                device=trigger.device,
+                trainer="t",
                 reason="dropped out",
             )
-        )  # fmt: skip
+        )
 
 
 async def told(hand: Hand) -> list[str]:
