@@ -69,7 +69,7 @@ def dev(stage: Stage) -> None:
         answers(docs.redis)
         docs.type(KUBERNETES, "export FEDSTREAM_REDIS__U", "export FEDSTREAM_REDIS__P")
         said = docs.type(KUBERNETES, "fedstream status --redis", "fedstream status --url")
-        assert said.count(f"run {NAME}, ") == 2, said
+        assert said.count(f" {NAME}, ") == 2, said
         for pod in ("deploy/coordinator", "statefulset/updater", "deploy/trainer"):
             docs.type(INSPECT, f"kubectl -n fedstream exec {pod}")
         (docs.clone / "task.py").write_text((K8S / "base" / "task" / "task.py").read_text())
