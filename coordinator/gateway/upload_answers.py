@@ -10,13 +10,13 @@ from aiohttp import hdrs, web
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.upload_notes import EXPIRE_S
 from fedstream.protocol import headers
 from fedstream.protocol.messages import Receipt, WrongOffset
 
 if TYPE_CHECKING:
     from fedstream.coordinator.gateway.upload_notes import UploadNote
 
-EXPIRE_S: Final = 600.0  # after the last chunk came, an upload that was not completed is gone
 
 _ASK_AGAIN_S = (1, 3)  # whoever asked together would come together again
 _STATUS: Final = {"admitted": 200, "received": 202, "refused": 422, "given up": 422}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.parts import PartialBlob
-from fedstream.coordinator.gateway.upload_answers import EXPIRE_S
 from fedstream.protocol.messages import UpdateReport
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
+
+EXPIRE_S: Final = 600.0  # after the last chunk came, an upload that was not completed is gone
 
 
 def upload_blob(client: Client, keys: Keys, site: str, task: str, attempt: str) -> PartialBlob:

@@ -27,8 +27,8 @@ from fedstream.coordinator.gateway.moves import HeldElsewhere
 from fedstream.coordinator.gateway.parts import Chunks, TooLong, UploadPart
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.turns import TakenOver, Turns
-from fedstream.coordinator.gateway.upload_answers import EXPIRE_S, OffsetRefused, UploadEnd
-from fedstream.coordinator.gateway.upload_notes import Source, UploadNote, upload_blob
+from fedstream.coordinator.gateway.upload_answers import OffsetRefused, UploadEnd
+from fedstream.coordinator.gateway.upload_notes import EXPIRE_S, Source, UploadNote, upload_blob
 from fedstream.coordinator.gateway.upload_stops import StoppedUpload, UploadStops
 from fedstream.core.errors import BlobMissing
 from fedstream.core.formats import F32
