@@ -28,7 +28,6 @@ from fedstream.runtime.tasks import Epochs, Length, Seconds
 from fedstream.terminal import line
 from fedstream.trainer.data import Processor, check, placed, samples_of, seeded, size_of
 from fedstream.trainer.evaluator import has_device_tests
-from fedstream.trainer.learner import as_sent
 from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, chosen
 from fedstream.trainer.task import Task, measured, untrained
 
@@ -234,6 +233,7 @@ def _trained(
 def _step(
     task: Task, rows: Dataset[Any], place: Processor, work: Work, rule: BuiltStrategy
 ) -> Trained:
+    from fedstream.trainer.learner import as_sent
     from fedstream.trainer.vector import layout_of, read
 
     module = untrained(task).to(place)

@@ -323,8 +323,8 @@ MUTANTS = (
     Mutant(
         "an update over HTTP says the newest version as its base",
         "coordinator/gateway/uploads.py",
-        "tau=report.tau, base=report.base,",
-        "tau=self._current.head.version, base=self._current.head.given,",
+        "tau=report.tau,\n            base=report.base,",
+        "tau=self._current.head.version,\n            base=self._current.head.given,",
         (Kind.HANG_UP,),
         over_http=True,
     ),

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.operators import Mutant
-from tests.mutants.plan import TESTS, sample
+from tests.mutants.plan import TESTS, package_of, sample
 from tests.mutants.reach import Reach
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def main() -> int:
 def _summary(packages: list[str], verdicts: list[Verdict], least: float) -> int:
     enough = True
     for name in packages:
-        mine = [v for v in verdicts if v.mutant.path.parts[0] == name]
+        mine = [v for v in verdicts if package_of(v.mutant) == name]
         killed = sum(bool(v.killed_by) for v in mine)
         enough &= killed >= least * len(mine)
         print(f"{name}: {killed} of {len(mine)} killed ({killed / max(1, len(mine)):.0%})")
@@ -97,7 +97,7 @@ def _tried(mutant: Mutant, reach: Reach, trees: SimpleQueue[Path]) -> Verdict:
     tests = reach.of(mutant, tree)
     try:
         path.write_text(mutant.applied(source))
-        killer = killed_by(tree, [*TESTS[mutant.path.parts[0]]] if tests is None else tests)
+        killer = killed_by(tree, [*TESTS[package_of(mutant)]] if tests is None else tests)
         return Verdict(mutant, killer)
     finally:
         path.write_text(source)

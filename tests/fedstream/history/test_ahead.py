@@ -35,7 +35,7 @@ with index.reading_ahead([journal]) as is_reading:
 process.take()
 with index.reading_ahead([journal]) as is_reading:
     assert is_reading
-assert ahead.index_of(journal).exists() and no_child()
+assert index.index_of(journal).exists() and no_child()
 with index.reading_ahead([journal]) as is_reading:
     assert not is_reading  # it has an index
 """
@@ -48,11 +48,11 @@ try:
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     assert no_child()
-ahead.index_of(journal).unlink(missing_ok=True)
+index.index_of(journal).unlink(missing_ok=True)
 (journal / "ffffffffffffffff-000001.journal").write_bytes(b"nothing")
 with index.reading_ahead([journal]) as is_reading:
     assert is_reading
-assert not ahead.index_of(journal).exists() and no_child()
+assert not index.index_of(journal).exists() and no_child()
 """
 
 

@@ -35,7 +35,7 @@ async def test_devices_are_shown_without_a_journal(serve: Serve, hand: Hand) -> 
         async with page.http.get("/devices?sort=-lost") as answer:
             text = await answer.text()
             assert (answer.status, "in the newest 1 ended task" in text) == (200, True)
-            assert 'aria-sort="descending" data-key="lost"' in text
+            assert 'data-key="lost" aria-sort="descending"' in text
         async with page.http.get("/overview") as answer:
             assert answer.status == 500  # needs the journal, and says so
 

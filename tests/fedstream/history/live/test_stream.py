@@ -154,7 +154,7 @@ async def test_only_what_changed_is_sent(serve: Serve, hand: Hand) -> None:
     await hand.create()
     async with serve() as page, page.stream() as stream:
         whole = await stream.until("parts")
-        assert {"headline", "outcomes", "flow"} <= whole.keys()
+        assert {"headline", "devices", "flow"} <= whole.keys()
         await given_up(hand)
         changed = await stream.until("parts")
         assert changed.keys() < whole.keys()
@@ -194,7 +194,7 @@ async def test_fault_of_the_page_ends_neither_it_nor_its_coordinator(
     async with serve() as page, page.stream() as stream:
         await stream.until("parts")
         with monkeypatch.context() as broken:
-            broken.setattr(rendering, "headline", lambda _scene: 1 / 0)
+            broken.setattr(rendering, "headline_html", lambda _scene: 1 / 0)
             await given_up(hand)
             await stream.until("anew")
             assert "ZeroDivisionError" in await stream.until("trouble")
