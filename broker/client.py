@@ -404,10 +404,11 @@ class Client:
         """Whether a file of ours may only be older than what Redis has: passwords and certificates
         are replaced while we run. Before we were let in, a refusal is a mistake.
         """
+        if not self._was_let_in:
+            return False
         if isinstance(refusal, Distrusted):
-            return self._was_let_in and self._options.get("ssl_ca_certs") is not None
-        has_file = login.password_file is not None and login.password is None
-        return self._was_let_in and has_file
+            return self._options.get("ssl_ca_certs") is not None
+        return login.password_file is not None and login.password is None
 
     def _put_back(self, link: Link, generation: int, once: _Elsewhere | None = None) -> None:
         """Keep a link whose exchange is over, or close it if it leads to another node."""

@@ -69,8 +69,8 @@ class Tokens:
             raise ConfigError(f"{where}: {error}") from error
         if any(is_same(one, other) for one in found for other in self._operator):
             raise ConfigError(
-                f"{where}: a token is the same as one of page.operator_token: whoever may look "
-                "could act, too; choose another"
+                f"{where}: a token is the same as one of page.operator_token: viewers could "
+                "act, too; choose another"
             )
         return found
 

@@ -18,9 +18,9 @@ _AT_ONCE = 1 << 15  # elements: what an encoder holds meanwhile stays in the pro
 
 
 class Dither:
-    """Uniform numbers of 16 bits, the same for the same seed on every machine.
+    """Random numbers to round by, up or down, so that the mean of many roundings is exact.
 
-    Random numbers to round by, up or down, so that the mean of many roundings is exact.
+    They are uniform, of 16 bits, and the same for the same seed on every machine.
 
     A device that sends its model sends what it was given, moved a little. Rounded to nearest,
     both would be pulled back to the same values again and again, and moves of less than half a

@@ -10,11 +10,13 @@
         │   └── NoScript      Redis does not have a script (any more)         (retriable)
         ├── Foreign           a key holds a foreign value                     (retriable)
         ├── ReplyTooLarge     a reply exceeds the caller's limit              (retriable)
-        ├── LoginRefused      Redis refuses the password, or its certificate is not trusted
+        ├── LoginRefused      Redis or a Sentinel refuses the password
+        │   └── Distrusted    their certificate is not trusted
         ├── BadMessage        an entry that cannot be decoded
         ├── LayoutMismatch    a model of another shape than the run's
         ├── BlobMissing       a blob that is gone: expired, deleted or never written
         ├── BlobDamaged       a blob whose bytes do not match its digest or size
+        ├── Undecodable       an update or model that is not in the format that it names
         ├── NoRun             the run was not created yet
         └── Fenced            another process has taken over this role
 
@@ -66,7 +68,7 @@ class LoginRefused(BrokerError):
 
 
 class Distrusted(LoginRefused):
-    """The certificate is not trusted."""
+    """The certificate of Redis or a Sentinel is not trusted."""
 
 
 class OutOfMemory(Unavailable):

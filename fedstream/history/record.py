@@ -13,7 +13,7 @@ from fedstream.history import tensors as models
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, device_metrics, fill, measurements
 from fedstream.history.summary import stands
-from fedstream.history.table import Columns, texts
+from fedstream.history.table import Columns, Texts, texts
 from fedstream.history.timeline import History
 from fedstream.journal import SegmentHead, journal_of, opened
 from fedstream.journal.replay import Replayer
@@ -60,6 +60,7 @@ class RunRecord:
         self.journal = journal_of(self.path)
         """the journal's folder, or a single segment"""
         self._known: tuple[object, Columns, SegmentHead] | None = None
+        self._texts: tuple[Columns, Texts] | None = None
         if not self._has_files() and not marks(self.journal):
             raise FedstreamError(
                 f"{self.path}: no run there: name a run's folder, its journal folder or a segment"
@@ -133,7 +134,8 @@ class RunRecord:
         ``samples`` and local ``steps``, ``adopted`` (the model came from Redis, not from updates)
         and ``digest``.
         """
-        return tables.versions(*self.columns(), texts(self.journal).digests)
+        columns, head = self.columns()
+        return tables.versions(columns, head, self._texts_of(columns).digests)
 
     @property
     def updates(self) -> pd.DataFrame:
@@ -147,7 +149,8 @@ class RunRecord:
         Euclidean), ``trained_s`` (seconds that the device trained) and ``waited_s`` (seconds from
         admission to decision), ``task``, ``trainer`` and ``site``.
         """
-        return tables.updates(*self.columns(), texts(self.journal))
+        columns, head = self.columns()
+        return tables.updates(columns, head, self._texts_of(columns))
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -258,7 +261,7 @@ class RunRecord:
         columns, head = self.columns()
         history = History()
         history.goal.update(head.goal or {})
-        fill(history, columns, self.measurements, texts(self.journal).tasks)
+        fill(history, columns, self.measurements, self._texts_of(columns).tasks)
         return history
 
     def stands(self) -> tuple[str, str]:
@@ -278,6 +281,12 @@ class RunRecord:
                 head = chain[-1].head
             self._known = mark, columns_of(self.journal, keep=False).checked(), head
         return self._known[1:]
+
+    def _texts_of(self, columns: Columns) -> Texts:
+        """The texts of the columns' rows, read once for these columns."""
+        if self._texts is None or self._texts[0] is not columns:
+            self._texts = columns, texts(self.journal).of(columns)
+        return self._texts[1]
 
     @property
     def head(self) -> SegmentHead:

@@ -105,15 +105,15 @@ def update_row(
         whole(device),
         whole(tau),
         whole(staleness),
-        _or_nan(weight),
+        or_nan(weight),
         outcome,
         reason,
         whole(size),
         whole(samples),
         whole(steps),
         lr,
-        _or_nan(loss),
-        _or_nan(norm),
+        or_nan(loss),
+        or_nan(norm),
         seconds,
         waited,
         0,
@@ -126,7 +126,8 @@ def whole(number: int | None) -> int:
     return NONE if number is None else min(number, HIGHEST)
 
 
-def _or_nan(value: float | None) -> float:
+def or_nan(value: float | None) -> float:
+    """A number as it fits a column: NaN if it is not known."""
     return nan if value is None else value
 
 
@@ -519,6 +520,12 @@ class Texts(NamedTuple):
     trainers: list[str]
     sites: list[str]
     digests: list[str]  # of versions
+
+    def of(self, columns: Columns) -> Texts:
+        """The texts of the columns' rows, without those of rows that came later."""
+        end = len(columns.updates)
+        digests = self.digests[: len(columns.made)]
+        return Texts(self.tasks[:end], self.trainers[:end], self.sites[:end], digests)
 
 
 def texts(journal: Path) -> Texts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from math import isfinite, nan
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from fedstream.core.errors import BadMessage
 from fedstream.core.messages import OUTCOMES, Contribution, Event, Version
 from fedstream.core.records import Tally
 from fedstream.history.live.scene import GAUGED, Note, Rates, SeenMetrics, TaskEnd
-from fedstream.history.table import MADE, NONE, UPDATE, RowArray, update_row, whole
+from fedstream.history.table import MADE, NONE, UPDATE, RowArray, or_nan, update_row, whole
 
 ROWS = 16_384  # of ended tasks and of versions
 _GAUGES = 1800
@@ -160,7 +160,7 @@ class Recent:
                     if row is None:  # commits tell a version before its updates' outcomes
                         _bounded(self._unmatched, update.task, update)
                         continue
-                    self.ended.set(row, "loss", nan if update.loss is None else update.loss)
+                    self.ended.set(row, "loss", or_nan(update.loss))
             self.moved = max(self.moved, entry.time)
 
     def gauge(

@@ -18,6 +18,7 @@ import fedstream
 from fedstream.cli.options import STRATEGIES
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Layout, Tensor
+from fedstream.history import record, table
 from fedstream.journal import JournalError, NotRecorded, Taken
 from fedstream.settings.config import read
 from fedstream.settings.recording import settings_of
@@ -236,3 +237,19 @@ def test_without_pandas_the_error_says_what_to_install(
     with pytest.raises(FedstreamError, match=r"pip install 'fedstream\[notebook\]'"):
         _ = run.versions
     assert len(run.model(3)) == 3  # models need no pandas
+
+
+def test_texts_are_read_once_and_fit_the_rows_though_the_journal_grows(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+
+    def grown(journal: Path) -> table.Texts:
+        reads.append(journal)
+        return table.Texts(*([*texts, "later"] for texts in table.texts(journal)))
+
+    monkeypatch.setattr(record, "texts", grown)
+    run = fedstream.open(golden / "fedasync")
+    assert len(run.seen().versions) == len(run.versions)
+    assert "later" not in [*run.versions["digest"], *run.updates["task"]]
+    assert len(reads) == 1
