@@ -59,15 +59,20 @@ class Cluster:
     def kubectl(self, *arguments: str, said: str = "", within_s: float = _WITHIN_S) -> str:
         """What kubectl printed. Raises Failed. ``said``: its standard input."""
         command = [str(kubectl()), "--namespace", self.namespace, *arguments]
-        try:
-            done = subprocess.run(
-                command, input=said, capture_output=True, text=True, timeout=within_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise Failed(f"kubectl {' '.join(arguments)}: no end in {within_s:.0f} s") from None
-        if done.returncode:
-            raise Failed(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
-        return done.stdout
+        end = time.monotonic() + within_s
+        while True:
+            try:
+                done = subprocess.run(
+                    command, input=said, capture_output=True, text=True, timeout=within_s
+                )
+            except subprocess.TimeoutExpired:
+                raise Failed(f"kubectl {' '.join(arguments)}: no end in {within_s:.0f} s") from None
+            if not done.returncode:
+                return done.stdout
+            # No connection: the API server has not seen the command, so it is safe to repeat.
+            if "Unable to connect to the server" not in done.stderr or time.monotonic() > end:
+                raise Failed(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+            time.sleep(1)
 
     # rendering
 
