@@ -17,7 +17,7 @@ _OWN = "cat /etc/fedstream/redis-login/password"
 _ASKS_WITH = (
     """sed -n 's/^sentinel auth-pass fedstream "*\\([^"]*\\).*/\\1/p' /run/redis/sentinel.conf"""
 )
-_SHOWN = "python3 -c \"import ssl; print(ssl.get_server_certificate(('redis', 6379)))\""
+_SHOWN = "python3 -c \"import ssl; print(ssl.get_server_certificate(('{host}', {port})))\""
 
 
 class Rotation:
@@ -27,6 +27,10 @@ class Rotation:
         self._stage, self._run, self._cluster = stage, run, stage.cluster
         self._redis = [f"redis-{n}" for n in range(3 if sentinels else 1)]
         self._sentinels = [f"sentinel-{n}" for n in range(3 if sentinels else 0)]
+        self._servers = [("redis", 6379)]  # those that show a certificate
+        if sentinels:
+            self._servers = [(f"{pod}.redis-nodes", 6379) for pod in self._redis]
+            self._servers += [(f"{pod}.sentinels", 26379) for pod in self._sentinels]
         # What was replaced, from when to when, and after how many seconds all had taken it up.
         self.moments: list[tuple[str, float, float, float]] = []
 
@@ -120,7 +124,7 @@ class Rotation:
             )
 
     def certificate(self, what: str, *commands: str) -> None:
-        """Replace Redis's, by commands before the docs'; wait until Redis shows what it has."""
+        """Replace Redis's, by commands before the docs'; wait until all servers show it."""
 
         def change() -> None:
             for one in commands:
@@ -131,7 +135,11 @@ class Rotation:
             wanted = self._cluster.secret("fedstream-redis-tls", "tls.crt").split()
             trusted = self._cluster.secret("fedstream-redis-tls", "ca.crt").strip()
             trusts = "cat /etc/fedstream/redis-ca/ca.crt"
-            return self.in_pod("deployment/coordinator", _SHOWN).split() == wanted and all(
+            shown = (
+                self.in_pod("deployment/coordinator", _SHOWN.format(host=host, port=port))
+                for host, port in self._servers
+            )
+            return all(one.split() == wanted for one in shown) and all(
                 self.in_pod(f"deployment/{one}", trusts) == trusted
                 for one in ("coordinator", "scheduler", "trainer")
             )
