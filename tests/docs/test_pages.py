@@ -527,6 +527,10 @@ def test_gateway(reader: Open) -> None:
         page.shell.interrupt()
         asking = read(page.save("asking.toml", "toml")).gateway
         assert (asking.client_ca, asking.tls_cert) == ("devices-ca.pem", "fullchain.pem")
+
+
+def test_gateway_protocol(reader: Open) -> None:
+    with reader("docs/reference/gateway-protocol.md") as page:
         offer = Offer.decode(page.text("json"))
         assert offer.update.url == f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
         assert offer.model.url == f"/v1/models/{offer.model.digest}"
