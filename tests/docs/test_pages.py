@@ -219,7 +219,6 @@ def test_strategies(reader: Open) -> None:
             found = read(page.save("run.toml", "toml"), [])
             assert len(getattr(found, table)) == 2
             page.follow()
-        page.shows("fedstream/strategies/strategy.py")
 
 
 def test_own_strategy(reader: Open) -> None:
