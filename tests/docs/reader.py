@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.docs.elsewhere import not_run
-from tests.docs.pages import COMMANDS, FILES, ROOT, Block, blocks
+from tests.docs.pages import COMMANDS, FILES, Block, blocks
 from tests.docs.shell import GUARD_S, Beside, Shell
 
 # What goes on until somebody ends it: readers open another terminal.
@@ -89,15 +89,6 @@ class Reader:
     def python(self) -> str:
         """Runs the next block: what it printed."""
         return self.given(f"python {self.save('block.py')}")
-
-    def shows(self, source: str) -> None:
-        """The next block is part of a source file."""
-        aside = re.compile(r"  #.*$| \.\.\.$", re.MULTILINE)  # comments, and bodies
-        there = aside.sub("", (ROOT / source).read_text())
-        lines = {line.strip() for line in there.splitlines()}
-        shown = aside.sub("", self.text("python"))
-        wrong = [line for line in shown.splitlines() if line.strip() not in lines]
-        assert not wrong, f"not in {source}: {wrong}"
 
     def wait(self, one: Beside, pattern: str) -> None:
         """Waits for what a command says that goes on."""

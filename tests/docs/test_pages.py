@@ -143,17 +143,9 @@ POISONED, SINCE, VERSIONS = 3, 100, 300  # docs/replay.md: a device, its first p
 
 
 def test_replay(reader: Open, any_redis: RedisSettings) -> None:
-    fewer = {
-        "300 --set updater.norm_factor=0 --out runs/short": (
-            "60 --set updater.norm_factor=0 --out runs/short"
-        ),
-        "300 --set scheduler.steps.n=50 --out runs/guarded": (
-            "150 --set scheduler.steps.n=50 --out runs/guarded"
-        ),
-    }
-    with reader("docs/replay.md", instead={"URL": any_redis.url, **fewer}) as page:
+    with reader("docs/replay.md", instead={"URL": any_redis.url}) as page:
         page.save("poisoned.py")
-        page.follow(until="fedstream journal verify copy", fails={"fedstream journal diff": 1})
+        page.follow(until="fedstream journal verify copy")
         run = page.folder / "runs" / "poisoned"
         every_version_comes_out_again(page)
         bisect_names_the_version_and_the_device(page, run)
@@ -219,7 +211,6 @@ def test_strategies(reader: Open) -> None:
             found = read(page.save("run.toml", "toml"), [])
             assert len(getattr(found, table)) == 2
             page.follow()
-        page.shows("fedstream/strategies/strategy.py")
 
 
 def test_own_strategy(reader: Open) -> None:
@@ -281,17 +272,11 @@ def test_in_a_script(reader: Open) -> None:
         quickly(page, page.save("live.py"))
         page.follow()
         assert "version 40 reached" in page.said["python live.py"]
-
-
-def test_notebook(reader: Open) -> None:
-    """The page's cells, one after the other."""
-    with reader("docs/tutorial/notebook.md") as page:
-        cells = [page.text("python") for _ in range(4)]
-        script = page.folder / "cells.py"
-        script.write_text("\n".join(cells).replace('"runs/NAME-TIME"', "run.path"))
-        quickly(page, script)
+        cells = page.folder / "cells.py"
+        cells.write_text("\n".join(page.text("python") for _ in range(2)))
+        quickly(page, cells)
         page.given("python cells.py")
-        assert summary(newest(page))["versions"] in (20, 40)
+        assert summary(newest(page))["versions"] == 20
 
 
 def quickly(page: Reader, script: Path) -> None:
@@ -383,12 +368,6 @@ def test_sweep(reader: Open) -> None:
         best = tomllib.loads((page.folder / "sweeps" / "demo" / "best.toml").read_text())
         page.follow()
         assert summary(newest(page))["strategy"] == best["strategy"]["name"]
-
-
-def test_python_reference(reader: Open) -> None:
-    with reader("docs/reference/python.md") as page:
-        page.given("fedstream simulate --versions 3 --out runs/demo")
-        assert [line.split()[0] for line in page.python().splitlines()] == ["1", "2", "3"]
 
 
 def test_chaos(reader: Open) -> None:
@@ -527,6 +506,10 @@ def test_gateway(reader: Open) -> None:
         page.shell.interrupt()
         asking = read(page.save("asking.toml", "toml")).gateway
         assert (asking.client_ca, asking.tls_cert) == ("devices-ca.pem", "fullchain.pem")
+
+
+def test_gateway_protocol(reader: Open) -> None:
+    with reader("docs/reference/gateway-protocol.md") as page:
         offer = Offer.decode(page.text("json"))
         assert offer.update.url == f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
         assert offer.model.url == f"/v1/models/{offer.model.digest}"

@@ -18,7 +18,7 @@ from fedstream.protocol.messages import BODY
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
 from tests.support import Hand, counted, full, wait_until
 
-PAGES = Path(__file__).parents[3] / "docs" / "how-to"
+DOCS = Path(__file__).parents[3] / "docs"
 NONCE = b"a" * 22
 TIRED = b'{"attempt": "0123456789ab", "reason": "tired"}'
 
@@ -200,7 +200,7 @@ def test_document_resolves_and_lists_every_reason() -> None:
 
 def test_page_names_every_route_and_reason() -> None:
     """The page that says in words what the document says."""
-    page = (PAGES / "gateway.md").read_text()
+    page = (DOCS / "reference" / "gateway-protocol.md").read_text()
     assert [path for path in document()["paths"] if path not in page] == []
-    page += (PAGES / "attest-devices.md").read_text()
+    page += (DOCS / "how-to" / "attest-devices.md").read_text()
     assert [reason for reason in REFUSALS if f"`{reason}`" not in page] == []
