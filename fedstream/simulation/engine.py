@@ -442,7 +442,7 @@ class _Simulation:
             base.version,
             base.digest,
             self._spare(),
-            vectors[arrival.device] if vectors is not None else None,
+            vectors[arrival.device] if vectors is not None and self._strategy.controls else None,
         )
 
     def _follow(self, event: PlannedEvent) -> None:

@@ -63,7 +63,12 @@ class Cluster:
         while True:
             try:
                 done = subprocess.run(
-                    command, input=said, capture_output=True, text=True, timeout=within_s
+                    command,
+                    check=False,
+                    input=said,
+                    capture_output=True,
+                    text=True,
+                    timeout=within_s,
                 )
             except subprocess.TimeoutExpired:
                 raise Failed(f"kubectl {' '.join(arguments)}: no end in {within_s:.0f} s") from None
