@@ -68,7 +68,9 @@ class StatePrint:
 
 def memory_print(memory: Memory) -> MemoryPrint:
     vectors = memory.devices
-    kept = [*sorted(vectors.heard), *vectors.names] if vectors is not None else []
+    kept: list[int | str] = []
+    if vectors is not None:
+        kept = [*sorted(vectors.heard), *vectors.names]
     return MemoryPrint(
         memory.model.digest() if memory.model is not None else None,
         memory.arrivals,
