@@ -203,7 +203,7 @@ def _trained(
     place: Processor,
     cancelled: Callable[[], bool],
 ) -> Trained:
-    solver = chosen(task, device, Solvers(settings.solver, settings.solvers))
+    solver = chosen(task, device, Solvers(settings.solver, settings.solvers), 0)
     data = placed(task.device_data(device), place)
     samples, length, few = size_of(data, device), Length(steps=1), data
     by_steps = (Task.train, Task.descend, Solver.train)

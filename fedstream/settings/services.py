@@ -174,7 +174,7 @@ def _coordinator(
         redis=settings.redis,
         name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        lr_of=(lambda device: solvers[device].lr) if settings.rule.by_steps else None,
+        lr_of=(lambda device, tau: solvers[device].at(tau).lr) if settings.rule.by_steps else None,
         tokens=tokens_of(settings.http, settings.page.operator_token),
         page=page,
     )

@@ -478,7 +478,7 @@ class _Simulation:
             samples=trained.samples,
             steps=trained.steps,
             loss=trained.loss,
-            lr=trained.lr or self._training.solver(arrival.device).lr,
+            lr=trained.lr or self._training.solver(arrival.device, job.version).lr,
             sends=self._strategy.sends,
         )
         rule, limits = self._strategy, self._settings.updater
@@ -552,7 +552,7 @@ class _Simulation:
             self._digest = state.model.digest_like(self._digest)
         self._models.publish(state, self._digest)
         for update in updates:
-            self._cost.add(update, self._training.solver(update.device).batch_size)
+            self._cost.add(update, self._training.solver(update.device, update.tau).batch_size)
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()

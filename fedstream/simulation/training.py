@@ -81,6 +81,7 @@ class Training:
         elif (
             simulation.batched
             and not self._solvers.others
+            and settings.solver.schedule.kind == "constant"
             and type(task).solver_of is Task.solver_of
             and together.suits(task, self.module, settings.solver)
         ):
@@ -112,10 +113,10 @@ class Training:
         self.together += len(jobs)
         return [self._as_sent(job, one) for job, one in zip(jobs, trained, strict=True)]
 
-    def solver(self, device: int) -> SolverSettings:
-        """Solver that a device trains with."""
+    def solver(self, device: int, version: int) -> SolverSettings:
+        """Solver that a device trains with from a version."""
         with blamed(f"device {device}"):
-            return chosen(self._task, device, self._solvers)
+            return chosen(self._task, device, self._solvers, version)
 
     def data(self, device: int) -> Dataset[Any]:
         """A device's data, placed where the module is."""
@@ -139,7 +140,7 @@ class Training:
             seed=arrival.seed,
             steps=arrival.steps,
             epochs=arrival.epochs,
-            solver=self.solver(arrival.device),
+            solver=self.solver(arrival.device, job.version),
             cancelled=self._cancelled,
             base=job.digest,
             control=job.base.controls if controls else None,
@@ -169,7 +170,7 @@ class Training:
             job.base,
             job.device_control,
             self._strategy.sends,
-            self.solver(job.arrival.device).compression,
+            self.solver(job.arrival.device, job.version).compression,
         )
 
     @contextmanager
