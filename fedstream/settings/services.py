@@ -256,7 +256,7 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         redis=settings.redis,
         name=name,
         load=load,
-        target=settings.run.target_accuracy,
+        stop=settings.run.stop,
         run_devices=settings.task.devices,
     )
     return service, settings.evaluator.drain_s

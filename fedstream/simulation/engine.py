@@ -30,7 +30,7 @@ from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
-from fedstream.trainer.goals import best_of, ends_run, goal_of, unknown_goal
+from fedstream.trainer.goals import best_of, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled
 from fedstream.trainer.task import declared_goals
 from fedstream.updater import refusals
@@ -561,9 +561,8 @@ class _Simulation:
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"
-        elif ends_run(metrics, run.target_accuracy):
-            said = f"accuracy {metrics['accuracy']:.4f} reached"
-            self._ending = "finished", said
+        elif why := self._measure.stopping.add(metrics, state.version):
+            self._ending = "finished", why
         losses = [update.loss for update in updates if update.loss is not None]
         cost = self._cost
         return VersionMade(

@@ -16,7 +16,7 @@ from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.evaluator import device_metrics, spread
-from fedstream.trainer.goals import ends_run
+from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
 from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, chosen
 from fedstream.trainer.task import Task, measured, untrained
@@ -226,6 +226,7 @@ class Measuring:
         self._devices = devices
         self.per_device: dict[int, dict[str, float]] = {}
         """the devices' metrics, as they were measured last"""
+        self.stopping = Stopping(settings.run.stop, task.goal)
         self._place = settings.simulation.device
         self._data = placed(data, self._place) if data is not None else None
 
@@ -236,8 +237,8 @@ class Measuring:
         with blamed(f"test data at version {version}"):
             if self._data is not None:
                 metrics = measured(self._task, self._training.module, self._data)
-            when, target = self._settings.evaluator.per_device, self._settings.run.target_accuracy
-            last = last or ends_run(metrics, target)
+            when = self._settings.evaluator.per_device
+            last = last or bool(self.stopping.why(metrics, version))
             if when == "always" or (when == "last" and last):
                 self.per_device = device_metrics(
                     self._task, self._training.module, self._devices, self._place
