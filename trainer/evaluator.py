@@ -206,7 +206,7 @@ class Evaluator:
             for entry in found[self._keys.events]:
                 with suppress(BadMessage):
                     event = Event.decode(entry.data)
-                    if event.what == "evaluation" and event.version is not None:
+                    if event.metrics and event.version is not None:
                         self._ends = self._stopping.add(event.metrics, event.version)
                         self._measured = event.version
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 from fedstream.core.errors import ConfigError
 from fedstream.journal import Taken, segments
@@ -75,7 +75,7 @@ class Counted(Small):
     def __init__(self) -> None:
         self.used: dict[int, float] = {}
 
-    def train(self, model: nn.Module, data: TensorDataset, work: Any) -> Any:
+    def train(self, model: nn.Module, data: Dataset[Any], work: Any) -> Any:
         self.used[work.version] = work.solver.lr
         return super().train(model, data, work)
 
