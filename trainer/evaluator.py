@@ -107,6 +107,7 @@ class EvaluatorSettings(Section):
     """How often, and where, the model is evaluated."""
 
     every: Annotated[int, Field(ge=1)] = 10  # versions; a run's last version is always evaluated
+    batch_size: Annotated[int, Field(ge=1)] | None = None  # of the default metrics; None: 512
     threads: Threads = 1  # of torch
     device: Processor = "cpu"  # of torch
     per_device: PerDevice = "never"  # devices' own test data; also in a simulation

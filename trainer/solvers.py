@@ -152,6 +152,9 @@ class Solver(Chosen):
     sampling: Literal["passes", "fresh"] = "passes"
     """passes: minibatches are slices of shuffled passes over the data; fresh: each minibatch is
     drawn from all of it (AFL)"""
+    drop_last: Annotated[bool, Field(exclude_if=lambda one: not one)] = False
+    """Leave out the smaller last minibatch of a pass; else a single row that is left over joins
+    the minibatch before."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """as in torch.optim.SGD; starts from zero in every task"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -48,6 +48,8 @@ def task_of(settings: Settings) -> Task:
     task = loaded(settings.task)
     devices_of(settings, task)
     declared_goals(task)  # raises
+    if settings.evaluator.batch_size is not None:
+        task.evaluation_batch = settings.evaluator.batch_size
     return task
 
 
