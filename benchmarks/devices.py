@@ -69,7 +69,7 @@ def straggler() -> dict[str, dict[str, float]]:
         devices__slow_devices="[0]",
         devices__slow_factor=20,
         evaluator__every=1,
-        run__target_accuracy=0.9,
+        run__stop={"target": 0.9},
     )
     found = {}
     for strategy in ("fedasync", "fedavg"):

@@ -91,7 +91,7 @@ def flops(task: Task, batch_size: int) -> float:
     """Operations in one device-epoch: those of one step, scaled to the first device's samples."""
     module, share = task.model(), task.device_data(0)
     with FlopCounterMode(display=False) as counter:
-        torch.autograd.backward(task.loss(module, gather(share, torch.arange(batch_size))))
+        torch.autograd.backward(task.loss(module, gather(share, torch.arange(batch_size), task)))
     samples = len(share)  # type: ignore[arg-type]  # torch's Dataset declares no length
     return float(counter.get_total_flops()) * samples / batch_size
 

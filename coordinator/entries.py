@@ -59,7 +59,7 @@ class Entries:
         context: Context,
         *,
         anarchic: bool,
-        lr_of: Callable[[int], float] | None = None,
+        lr_of: Callable[[int, int], float] | None = None,
     ) -> None:
         """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
         configured learning rate, if the rule divides by it; None: sites may use any.
@@ -166,7 +166,7 @@ class Entries:
         factor = self._settings.lr_factor
         if self._lr_of is None or not factor or not upload.lr > 0:
             return ""
-        usual = self._lr_of(upload.device)
+        usual = self._lr_of(upload.device, upload.tau)
         return "" if usual / factor <= upload.lr <= usual * factor else reasons.LEARNING_RATE
 
     async def _judged(self, answer: Upload | GiveUp) -> tuple[tuple[int, int] | None, str]:

@@ -46,7 +46,7 @@ class Coordinator:
         redis: RedisSettings,
         name: str,
         anarchic: bool = False,
-        lr_of: Callable[[int], float] | None = None,
+        lr_of: Callable[[int, int], float] | None = None,
         tokens: Tokens | None = None,
         page: MakePage | None = None,
     ) -> None:

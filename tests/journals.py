@@ -41,6 +41,7 @@ from fedstream.strategies import (
     State,
     Strategy,
 )
+from fedstream.strategies.optimizers import Yogi
 from fedstream.strategies.staleness import Polynomial, StepAlpha
 from tests.support import layout_of
 
@@ -311,8 +312,8 @@ class Scribe:
 
 def write_golden() -> None:
     """A small journal of each strategy, of each wire format of updates and models, one with
-    quarantines, one with a dropped round, and two with digests by BLAKE3 (all others are by
-    SHA-256).
+    quarantines, one with a dropped round, one with a server optimizer, and two with digests by
+    BLAKE3 (all others are by SHA-256).
 
     With the digests of their versions.
 
@@ -328,6 +329,7 @@ def write_golden() -> None:
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
+    journals["optimizer"] = FedBuffSettings(buffer_size=2, server=Yogi()), "f32"
     journals["dropped"] = FedAvgSettings(clients_per_round=3), "f32"
     blake3 = {"blake3": "f32", "blake3-models": "int8"}  # what they publish in
     journals["blake3"] = FedBuffSettings(buffer_size=3), "f32"

@@ -225,7 +225,7 @@ class Attempt:
             steps=task.steps,
             epochs=task.epochs,
             seconds=task.seconds,
-            solver=chosen(shop.learner.task, task.device, shop.solvers),
+            solver=chosen(shop.learner.task, task.device, shop.solvers, start.version),
             cancelled=lambda: self._is_cancelled() or not shop.is_eligible(task.device),
             base=start.digest,
             control=start.model.controls if shop.run.layout.controls else None,

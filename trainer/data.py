@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
+    from fedstream.trainer.task import Task
+
 Processor: TypeAlias = Literal["cpu", "cuda"]
 
 
@@ -75,21 +77,22 @@ def seeded(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
-    """Collate these rows into a batch, as torch does by default; index tensors where possible.
+def gather(data: Dataset[Any], rows: torch.Tensor, task: Task) -> Any:
+    """Collate these rows into a batch as the task does; index tensors where that is the same."""
+    from torch.utils.data import TensorDataset
 
-    Raises DataError if the items cannot be collated.
-    """
-    from torch.utils.data import TensorDataset, default_collate
-
-    if type(data) is TensorDataset:  # a subclass may override __getitem__
+    # A subclass of TensorDataset may override __getitem__.
+    if type(data) is TensorDataset and has_default_collate(task):
         # several times as fast as tensor[rows]
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in data.tensors]
-    items = [data[row] for row in rows.tolist()]
-    try:
-        return default_collate(items)
-    except (TypeError, RuntimeError) as error:
-        raise DataError(f"cannot form a batch from items of the data set: {error}") from error
+    return task.collate([data[row] for row in rows.tolist()])
+
+
+def has_default_collate(task: Task) -> bool:
+    """Whether a task's batches are those of ``default_collate``."""
+    from fedstream.trainer.task import Task
+
+    return type(task).collate is Task.collate
 
 
 def size_of(data: Dataset[Any], device: int) -> int:

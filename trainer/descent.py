@@ -47,7 +47,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
                                   + rho (x - x_tau)                     proximal, option II
                                   + c - c_i                             SCAFFOLD
 
-    on the trainable parameters. ``epochs`` passes are epochs * ceil(samples / batch_size) steps; a
+    on the trainable parameters. ``epochs`` passes take the steps of their minibatches; a
     time budget takes as many steps as fit. The gradient is clipped first, then weight decay is
     added, then the solver's own term (``direction``); momentum accumulates the sum. SCAFFOLD ends
     with
@@ -77,7 +77,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
             if work.cancelled():
                 raise Cancelled(training.stop())
             try:
-                loss = task.loss(model, gather(data, training.minibatch()))
+                loss = task.loss(model, gather(data, training.minibatch(), task))
             except DataError as error:
                 raise DataError(f"device {work.device}: {error}") from error
             training.step(loss)
@@ -275,26 +275,42 @@ class _Descent:
         )
 
 
+def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
+    """The sizes of the minibatches of one pass over ``samples`` rows, in their order.
+
+    The last one is smaller, or left out by ``drop_last``. A single row that is left over belongs to
+    the minibatch before: batch norm has no statistics of one row.
+    """
+    size = min(solver.batch_size or samples, samples)
+    whole, left = divmod(samples, size)
+    sizes = [size] * whole
+    if left and not solver.drop_last:
+        if left == 1:
+            sizes[-1] += 1
+        else:
+            sizes.append(left)
+    return sizes
+
+
 class Minibatches:
     """An endless sequence of minibatches, as row numbers.
 
-    They are slices of shuffled passes, including the smaller last one. With ``fresh`` sampling,
-    each pass ends after its first minibatch. So it does with more rows than can be shuffled at
-    once, a few of which are drawn, with replacement.
+    They are slices of shuffled passes (:func:`pass_sizes`). With ``fresh`` sampling, each pass
+    ends after its first minibatch. So does a pass over more rows than can be shuffled at once:
+    its rows are drawn with replacement.
     """
 
     def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
         self._samples = samples
         self._size = min(solver.batch_size or samples, samples)
         self._drawn = samples > _MOST_SHUFFLED and self._size * _MANY <= samples
-        self._used = self._size if solver.sampling == "fresh" or self._drawn else samples
+        is_single = solver.sampling == "fresh" or self._drawn
+        self._sizes = [self._size] if is_single else pass_sizes(samples, solver)
+        self._used = sum(self._sizes)
+        self.epoch = math.ceil(samples / self._size) if is_single else len(self._sizes)
+        """the number of minibatches that covers as many samples as there are"""
         self._generator = torch.Generator().manual_seed(seed)
         self._shuffle()
-
-    @property
-    def epoch(self) -> int:
-        """The number of minibatches that covers as many samples as there are."""
-        return math.ceil(self._samples / self._size)
 
     @property
     def place(self) -> tuple[bytes, int]:
@@ -320,7 +336,7 @@ class Minibatches:
             rows = torch.randint(self._samples, (self._size,), generator=self._generator)
         else:
             rows = torch.randperm(self._samples, generator=self._generator)
-        self._pass = torch.split(rows[: self._used], self._size)
+        self._pass = torch.split(rows[: self._used], self._sizes)
         self._taken = 0
 
 

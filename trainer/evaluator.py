@@ -20,7 +20,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
 from fedstream.broker.newest import read_newest
 from fedstream.broker.streams import Reader
-from fedstream.core.errors import BlobMissing, NoRun, innermost
+from fedstream.core.errors import BadMessage, BlobMissing, NoRun, innermost
 from fedstream.core.layout import Model
 from fedstream.core.messages import Event
 from fedstream.core.records import Head, Run
@@ -29,7 +29,7 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.data import Processor, Threads, check, placed
-from fedstream.trainer.goals import Goals, Swings, ends_run, goal_of
+from fedstream.trainer.goals import Goals, Stopping, StopSettings, Swings, goal_of
 from fedstream.trainer.task import NoLabels, Task, check_run, measured, untrained
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class EvaluatorSettings(Section):
     """How often, and where, the model is evaluated."""
 
     every: Annotated[int, Field(ge=1)] = 10  # versions; a run's last version is always evaluated
+    batch_size: Annotated[int, Field(ge=1)] | None = None  # of the default metrics; None: 512
     threads: Threads = 1  # of torch
     device: Processor = "cpu"  # of torch
     per_device: PerDevice = "never"  # devices' own test data; also in a simulation
@@ -114,7 +115,7 @@ class EvaluatorSettings(Section):
 
 
 class Evaluator:
-    """The service. ``load`` creates the user's task; reaching accuracy ``target`` ends the run."""
+    """The service. ``load`` creates the user's task; ``stop`` says when the run ends early."""
 
     role = "evaluator"
 
@@ -126,7 +127,7 @@ class Evaluator:
         redis: RedisSettings,
         name: str,
         load: Callable[[], Task],
-        target: float | None,
+        stop: StopSettings | None,
         run_devices: int | None = None,
     ) -> None:
         """``run_devices``: task.devices; None: as the task says."""
@@ -135,11 +136,12 @@ class Evaluator:
         self._keys = keys
         self._name = name
         self._load = load
-        self._target = target
+        self._stop = stop
         self._client = Client(redis, name)
         self._ledger = EvaluatorLedger(self._client, keys, name)
         self._models = Reader(self._client, {keys.models: "0"})
         self._measured: int | None = None  # the version measured last
+        self._ends = ""  # why the last measurement of an evaluator before this one ends the run
         self._lacks_spread = False  # it was measured without its devices, as not the last one
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -169,6 +171,7 @@ class Evaluator:
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.to_thread(self._prepare)
         loaded = True
+        await self._remember()
         if not self._measures:
             context.log.info("nothing to measure: the task has no test data")
         try:
@@ -188,8 +191,25 @@ class Evaluator:
         data = self._learning.test_data()
         self._data: Dataset[object] | None = data if data is None else placed(data, place)
         self._swings = Swings(self._learning.goal)
+        self._stopping = Stopping(self._stop, self._learning.goal)
         self._module: nn.Module = untrained(self._learning).to(place)
         self._layout = layout_of(self._module)
+
+    async def _remember(self) -> None:
+        """Take in the measurements that an evaluator before this one told.
+
+        It may have died before it ended the run.
+        """
+        if self._stop is None or self._stop.patience is None:
+            return
+        events = Reader(self._client, {self._keys.events: "0"})
+        while found := await events.read(count=1000, block_ms=1):
+            for entry in found[self._keys.events]:
+                with suppress(BadMessage):
+                    event = Event.decode(entry.data)
+                    if event.metrics and event.version is not None:
+                        self._ends = self._stopping.add(event.metrics, event.version)
+                        self._measured = event.version
 
     async def _step(self) -> None:
         """Evaluate the newest version if it is due, else wait for the next."""
@@ -199,6 +219,9 @@ class Evaluator:
         except NoRun:
             await self._models.read(count=1000)  # its first version comes with it
             return
+        if self._ends and run.state != "finished":
+            await self._ledger.finish(self._ends)
+        self._ends = ""
         devices = self._run_devices or self._learning.run_devices
         each = devices if self._settings.per_device != "never" else None
         check_run(run, self._keys.name, self._layout, each, self.role)
@@ -234,7 +257,9 @@ class Evaluator:
             return
         try:
             with self._seconds.time():
-                metrics = await asyncio.to_thread(self._evaluate, model, run.devices, is_last)
+                metrics = await asyncio.to_thread(
+                    self._evaluate, model, head.version, run.devices, is_last
+                )
         except Exception as error:
             await self._report(error, head)
             self._measured, self._lacks_spread = head.version, False
@@ -255,11 +280,11 @@ class Evaluator:
                 metrics=metrics,
             )
         )
-        if self._is_reached(metrics):
-            why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
+        lacks_spread = not self._is_spread(metrics, head.version, is_last)
+        if why := self._stopping.add(metrics, head.version):
             await self._ledger.finish(why)
         # Last: an unreported measurement is repeated.
-        self._measured, self._lacks_spread = head.version, not self._is_spread(metrics, is_last)
+        self._measured, self._lacks_spread = head.version, lacks_spread
 
     async def _report(self, error: Exception, head: Head) -> None:
         """Report that the user's metrics raised; the run goes on without this measurement."""
@@ -275,14 +300,14 @@ class Evaluator:
             )
         )
 
-    def _is_reached(self, metrics: Mapping[str, float]) -> bool:
-        return ends_run(metrics, self._target)
-
-    def _is_spread(self, metrics: Mapping[str, float], is_last: bool) -> bool:
+    def _is_spread(self, metrics: Mapping[str, float], version: int, is_last: bool) -> bool:
         """Whether devices are measured with these metrics, or never are."""
-        return self._settings.per_device != "last" or is_last or self._is_reached(metrics)
+        ends = is_last or bool(self._stopping.why(metrics, version))
+        return ends or self._settings.per_device != "last"
 
-    def _evaluate(self, model: Model, devices: int, is_last: bool) -> dict[str, float]:
+    def _evaluate(
+        self, model: Model, version: int, devices: int, is_last: bool
+    ) -> dict[str, float]:
         """The task's metrics, and their spread over devices. Runs in a worker thread."""
         from fedstream.trainer import vector
 
@@ -290,7 +315,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         if self._data is not None:
             metrics = measured(self._learning, self._module, self._data)
-        if self._settings.per_device != "never" and self._is_spread(metrics, is_last):
+        if self._settings.per_device != "never" and self._is_spread(metrics, version, is_last):
             found = device_metrics(
                 self._learning,
                 self._module,

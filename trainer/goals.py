@@ -9,10 +9,14 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from math import inf, isfinite, nan
-from typing import NamedTuple, TypeAlias, TypeVar
+from math import inf, isfinite
+from typing import Annotated, NamedTuple, Self, TypeAlias, TypeVar
 
+from pydantic import Field, model_validator
+
+from fedstream.core.errors import ConfigError
 from fedstream.core.messages import Goal
+from fedstream.runtime.config import Section
 
 T = TypeVar("T")
 
@@ -111,9 +115,69 @@ def reaches(value: float, target: float, goal: Goal) -> bool:
     return value == target or is_better(value, target, goal)
 
 
-def ends_run(metrics: Mapping[str, float], target: float | None) -> bool:
-    """Whether the accuracy is what a run was to end at; ``target`` None: it has none."""
-    return target is not None and reaches(metrics.get("accuracy", nan), target, "max")
+class StopSettings(Section):
+    """When a run ends before its last version, by one metric."""
+
+    metric: str = "accuracy"
+    target: float | None = None  # it ends when a measurement is at least as good
+    patience: Annotated[int, Field(ge=1)] | None = None  # measurements in a row without a new best
+    min_delta: Annotated[float, Field(ge=0)] = 0.0  # by how much a new best must be better
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        if self.target is None and self.patience is None:
+            raise ValueError("needs a target, or patience")
+        return self
+
+
+class Stopping:
+    """Decides from one measurement after the other whether a run ends."""
+
+    def __init__(self, settings: StopSettings | None, declared: Goals) -> None:
+        """None: it never ends the run. Raises ConfigError for a metric without a goal."""
+        self._settings, self._goal = settings, None
+        if settings is not None and (goal := goal_of(settings.metric, declared)) is None:
+            raise ConfigError(f"run.stop.metric: {unknown_goal(settings.metric)}")
+        if settings is not None:
+            self._goal = goal
+        self._best: tuple[float, int] | None = None  # value, version
+        self._waited = 0  # measurements since
+
+    def why(self, metrics: Mapping[str, float], version: int) -> str:
+        """Why the run ends with this measurement; '' if it goes on."""
+        settings, goal = self._settings, self._goal
+        if settings is None or goal is None or settings.metric not in metrics:
+            return ""
+        name, value = settings.metric, metrics[settings.metric]
+        if settings.target is not None and reaches(value, settings.target, goal):
+            return f"{name} {value:.4f} at version {version}"
+        if settings.patience is None or self._best is None or self._is_best(value):
+            return ""
+        if self._waited + 1 < settings.patience:
+            return ""
+        best, at = self._best
+        measurements = f"{settings.patience} measurements after version {at}"
+        return f"{name} not better than {best:.4f} in {measurements}, at version {version}"
+
+    def add(self, metrics: Mapping[str, float], version: int) -> str:
+        """Take the next measurement: as :meth:`why`."""
+        found = self.why(metrics, version)
+        if self._settings is not None and self._settings.metric in metrics:
+            value = metrics[self._settings.metric]
+            if self._is_best(value):
+                self._best, self._waited = (value, version), 0
+            else:
+                self._waited += 1
+        return found
+
+    def _is_best(self, value: float) -> bool:
+        settings, goal = self._settings, self._goal
+        if settings is None or goal is None or not isfinite(value):
+            return False
+        if self._best is None:
+            return True
+        margin = settings.min_delta if goal == "max" else -settings.min_delta
+        return is_better(value, self._best[0] + margin, goal)
 
 
 class Swing(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 from pydantic import (
@@ -30,6 +30,7 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
 from fedstream.runtime.config import Chosen, Section, check
 from fedstream.runtime.plugins import Door, OneOf
+from fedstream.trainer.schedules import ConstantRate, RateSchedule
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -141,11 +142,19 @@ class Solver(Chosen):
     """the name by which the configuration chose it"""
     lr: Annotated[float, Field(gt=0)] = 0.3
     """gamma (eta_L in AFL)"""
+    # Left out while it is the default, so that earlier releases resume the work.
+    schedule: Annotated[RateSchedule, Field(exclude_if=lambda one: one == ConstantRate())] = (
+        ConstantRate()
+    )
+    """how gamma changes with the version that a device trains from"""
     batch_size: Annotated[int, Field(ge=0)] = 50
     """0: the whole partition in each step, i.e. the full gradient"""
     sampling: Literal["passes", "fresh"] = "passes"
     """passes: minibatches are slices of shuffled passes over the data; fresh: each minibatch is
     drawn from all of it (AFL)"""
+    drop_last: Annotated[bool, Field(exclude_if=lambda one: not one)] = False
+    """Leave out the smaller last minibatch of a pass; else a single row that is left over joins
+    the minibatch before."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """as in torch.optim.SGD; starts from zero in every task"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -154,6 +163,21 @@ class Solver(Chosen):
     """upper bound on the norm of the loss's gradient, over all parameters; None: no clipping"""
     compression: Compression = NoCompression()
     """applied to the delta once training is done"""
+
+    def at(self, version: int) -> Self:
+        """The solver of a task that trains from this version: with its rate, and no schedule.
+
+        Raises ConfigError if the schedule gives no finite number above 0.
+        """
+        share = self.schedule(version)
+        if share == 1.0:
+            return self
+        if not 0.0 < share < math.inf:
+            raise ConfigError(
+                f"solver.schedule.kind = {self.schedule.kind!r}: must give a finite number above "
+                f"0; for version {version} it gave {share}"
+            )
+        return self.model_copy(update={"lr": self.lr * share, "schedule": ConstantRate()})
 
     def rate(self, n: int) -> float:
         """The step size of step ``n``, counted from 0; by default ``lr``."""
@@ -367,12 +391,15 @@ class Solvers:
         return self.others.get(device, self.usual)
 
 
-def chosen(task: Task, device: int, solvers: Solvers) -> SolverSettings:
-    """The solver that a device trains with. Raises TypeError if the task returns anything else."""
+def chosen(task: Task, device: int, solvers: Solvers, version: int) -> SolverSettings:
+    """The solver that a device trains with from a version of the model.
+
+    Raises TypeError if the task returns anything else; ConfigError as :meth:`Solver.at`.
+    """
     solver = task.solver_of(device, solvers[device])
     if not isinstance(solver, Solver):
         raise TypeError(
             f"solver_of() must return the settings of a solver, not {type(solver).__name__}; "
             "for example solver.model_copy(update={'lr': 0.1})"
         )
-    return solver
+    return solver.at(version)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fedstream.trainer.solvers import SolverSettings, Trained, Work
 
 
-_EVALUATION_BATCH = 512
 IGNORED = -100  # torch's mark of a label that doesn't count: cross_entropy's ignore_index
 
 
@@ -52,6 +51,9 @@ class Task(ABC):
     goal: Goals = MappingProxyType({})
     """Whether a metric is to be low or high, by its name: ``goal = {"bits": "min"}``. Names that
     everybody knows, such as accuracy, loss or rmse, need not be here."""
+
+    evaluation_batch: int = 512
+    """Samples in a batch of the default ``metrics``; ``evaluator.batch_size``, if set."""
 
     exact_steps: ClassVar[bool] = True
     """Whether ``train`` says how many steps it took, at which learning rate, and corrects client
@@ -81,6 +83,21 @@ class Task(ABC):
         """
         return None
 
+    def collate(self, items: list[Any]) -> Any:
+        """A batch of these items of a data set; by default as torch's ``default_collate`` makes it.
+
+        Raises DataError if the items cannot be stacked.
+        """
+        from torch.utils.data import default_collate
+
+        try:
+            return default_collate(items)
+        except (TypeError, RuntimeError) as error:
+            raise DataError(
+                f"cannot form a batch from items of the data set: {error}; define the task's own "
+                "collate(items)"
+            ) from error
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar to minimise on one collated batch; by default the mean cross entropy.
 
@@ -109,8 +126,8 @@ class Task(ABC):
         hits = answers = 0
         loss = 0.0
         with torch.no_grad():
-            for rows in torch.split(torch.arange(samples), _EVALUATION_BATCH):
-                x, y = examples(model, gather(data, rows))
+            for rows in torch.split(torch.arange(samples), self.evaluation_batch):
+                x, y = examples(model, gather(data, rows, self))
                 scores = model(x)
                 hits += int((scores.argmax(1) == y).sum())
                 loss += float(cross_entropy(scores, y, reduction="sum"))

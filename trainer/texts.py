@@ -205,7 +205,7 @@ class Words(InMemory):
         loss, words = torch.zeros((), dtype=torch.float64), 0
         with torch.no_grad():
             for rows in torch.split(torch.arange(windows), _WINDOWS_AT_ONCE):
-                x, y = examples(model, gather(data, rows))
+                x, y = examples(model, gather(data, rows, self))
                 loss += _cross_entropy(model(x), y, "sum").cpu()
                 words += int((y != IGNORED).sum())
         loss /= words

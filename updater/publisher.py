@@ -174,7 +174,7 @@ class Publisher:
     async def recall(self, vectors: DeviceVectors) -> list[str]:
         """Replace remembered vectors by those handed out; return why any of these are lost."""
         keys, lost = self._ledger.keys, []
-        for device in range(len(vectors)):
+        for device in range(vectors.devices):
             vector = Model(vector_of(vectors[device]).layout)
             try:
                 if await blobs.recall(self._client, keys.device(device), vector):

@@ -236,7 +236,7 @@ class Recovery:
             ahead,
             state.ends.copy(),
             norms=norms,
-            vectors=vectors and vectors.copy(),
+            vectors=None if vectors is None else vectors.copy(),
             quarantines=state.quarantines,
         )
 
@@ -364,6 +364,12 @@ class Recovery:
             raise ConfigError(
                 f"strategy.devices: run {self.keys.name!r} was created with {was.remembered}, not "
                 f"{now.remembered}: a mean over all devices needs a fixed number of them"
+            )
+        if was.vector_names != now.vector_names:
+            raise ConfigError(
+                f"strategy.server: run {self.keys.name!r} was created with an optimizer that keeps "
+                f"{_listed(was.vector_names)}, not {_listed(now.vector_names)}: name the same "
+                "optimizer again, or use another run.name and journal.dir"
             )
 
     def foreign(self, what: str, *, here: bool = False) -> ConfigError:
@@ -507,7 +513,7 @@ class Recovery:
         rule = self.rule.build(run.devices)
         if not rule.controls or rule.remembered is None:
             return known
-        vectors = known or DeviceVectors(rule.remembered, run.layout.parameters)
+        vectors = known if known is not None else rule.vectors(run.layout.parameters)
         for reason in await self.publisher.recall(vectors):
             self.context.log.warning("a device's vector is lost", reason=reason)
         return vectors
@@ -524,6 +530,10 @@ class Recovery:
             return await working
         finally:
             working.cancel()
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(names) or "no vectors"
 
 
 def _programs(strategy: Mapping[str, Any]) -> set[str]:

@@ -11,9 +11,8 @@ from fedstream.core.messages import Event
 _TELL = Script("tell")
 
 RIGHTS = Rights(
-    both=("run",),  # it ends a run whose target is reached
+    both=("run", "events"),  # it ends a run by what it, and an evaluator before it, measured
     reads=("head", "models", "model:*"),
-    writes=("events",),
     commands=("xread", "hgetall", *blobs.READS),
     scripts=(FINISH_RUN, _TELL),
 )

@@ -107,8 +107,8 @@ def rounding(state: State) -> float:
     kept, vectors = state.memory.model, state.memory.devices
     if kept is None or vectors is None:
         raise RuntimeError("AFA-CS remembers every device")
-    exact = np.sum([vectors[i] for i in range(len(vectors))], axis=0, dtype=np.float64)
-    return float((((kept.parameters - exact) / len(vectors)) ** 2).sum())
+    exact = np.sum([vectors[i] for i in range(vectors.devices)], axis=0, dtype=np.float64)
+    return float((((kept.parameters - exact) / vectors.devices) ** 2).sum())
 
 
 def biased_floor(problem: Quadratics) -> float:

@@ -83,7 +83,7 @@ def run(
 ) -> None:
     """Train with all services as processes on this machine, and a Redis of their own.
 
-    The run ends at the last version, at run.target_accuracy, or on Ctrl-C. Its folder then contains
+    The run ends at the last version, at run.stop, or on Ctrl-C. Its folder then contains
     a summary, a table of metrics, the model, curves, logs and the configuration.
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.

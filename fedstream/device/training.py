@@ -152,7 +152,7 @@ class LocalTraining:
             steps=task.steps,
             epochs=task.epochs,
             seconds=task.seconds,
-            solver=chosen(self._learner.task, task.device, self._solvers),
+            solver=chosen(self._learner.task, task.device, self._solvers, start.version),
             cancelled=lambda: bool(halt),
             base=start.digest,
             resume=start.saved,

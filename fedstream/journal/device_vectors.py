@@ -1,22 +1,22 @@
-"""What the strategy remembers of each device, read from the segments that have it."""
+"""The vectors that the strategy keeps, read from the segments that have them."""
 
 from __future__ import annotations
 
 from fedstream.core.layout import vector_of
 from fedstream.journal.errors import JournalDamaged, JournalError
 from fedstream.journal.segment import Segment
-from fedstream.strategies import DeviceVectors
+from fedstream.strategies import DeviceVectors, Strategy
 
 
-def device_vectors(segment: Segment, devices: int) -> DeviceVectors | None:
-    """What the strategy remembers of each device, from the segment that it was last written to.
+def device_vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
+    """The vectors that the strategy keeps, each from the segment that it was last written to.
 
-    None if it remembers nothing. Raises JournalError.
+    None if the strategy keeps none, or has not yet. Raises JournalError.
     """
     here, elsewhere = segment.standing.here, segment.elsewhere
     if not (here or elsewhere):
         return None
-    vectors = DeviceVectors(devices, segment.layout.parameters)
+    vectors = strategy.vectors(segment.layout.parameters)
     wanted: dict[str, set[int]] = {}
     for device, name in elsewhere.items():
         wanted.setdefault(name, set()).add(device)

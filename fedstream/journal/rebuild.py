@@ -107,8 +107,7 @@ class Rebuild:
                 f"{segment.standing_record.place.where}: the checkpoint's "
                 "model does not match its digest"
             )
-        devices = strategy.remembered
-        vectors = device_vectors(segment, devices) if devices is not None else None
+        vectors = device_vectors(segment, strategy)
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
         norms = Norms(said.sizes, said.samples)
         self.progress = Progress(state, said.held, said.mean_staleness, norms)

@@ -168,7 +168,7 @@ class Recorder:
                     "elsewhere": tuple(elsewhere.items()),
                 }
             )
-            needs = (*head.needs, VECTORS) if vectors else head.needs
+            needs = (*head.needs, VECTORS) if vectors is not None else head.needs
             complete = head.model_copy(update={"needs": needs})
             writer = Writer(self.folder, complete, said, *models, vectors=vectors, cached=cached)
             self.stored = elsewhere | dict.fromkeys(here, name)

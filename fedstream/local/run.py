@@ -433,8 +433,11 @@ def _header(
     settings = request.settings
     whose = ", its own" if request.own_redis else ""
     goal = f"{settings.run.versions} versions"
-    if settings.run.target_accuracy is not None:
-        goal += f", or accuracy {settings.run.target_accuracy:g}"
+    if (stop := settings.run.stop) is not None:
+        ends = [f"{stop.metric} {stop.target:g}"] if stop.target is not None else []
+        if stop.patience is not None:
+            ends.append(f"{stop.patience} measurements without a better {stop.metric}")
+        goal += ", or " + ", or ".join(ends)
     return {
         "run": f"{settings.run.name}: {goal}",
         "task": f"{settings.task.name}, {subject.devices} devices",

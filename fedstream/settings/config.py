@@ -38,6 +38,7 @@ from fedstream.sinks.choice import SomeSink
 from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
+from fedstream.trainer.goals import StopSettings, is_over_devices
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, SolverGroups, Solvers, SolverSettings
 from fedstream.trainer.task import TaskSettings
@@ -49,7 +50,7 @@ class RunSettings(Section):
 
     name: str = "demo"
     versions: Annotated[int, Field(ge=1, le=2**53)] = 400  # the run ends with this one
-    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
+    stop: StopSettings | None = None  # or earlier, by a metric
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # for version 0 and the scheduler's draws
     dry_step: bool = True  # try one training step and one evaluation before the start
     start: str | None = (
@@ -102,6 +103,12 @@ class Settings(Section):
                 f"{self.strategy.name} takes models, and {self.wire.of_updates.kind} is too coarse "
                 "for them; use bf16 or int8, or a strategy that takes deltas (fedbuff, afa-cd, "
                 "afa-cs or scaffold)"
+            )
+        stop = self.run.stop
+        if stop and is_over_devices(stop.metric) and self.evaluator.per_device != "always":
+            raise ValueError(
+                f"run.stop.metric = {stop.metric!r} is measured on the devices: also set "
+                "evaluator.per_device = 'always'"
             )
         remembered, devices = strategy.remembered, self.task.devices
         if remembered is not None and devices is not None and remembered != devices:

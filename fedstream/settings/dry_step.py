@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fedstream.core.errors import DataError, FedstreamError, TaskError
+from fedstream.core.errors import ConfigError, DataError, FedstreamError, TaskError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.runtime.tasks import Epochs, Length, Seconds
 from fedstream.terminal import line
 from fedstream.trainer.data import Processor, check, placed, samples_of, seeded, size_of
 from fedstream.trainer.evaluator import has_device_tests
+from fedstream.trainer.goals import is_over_devices
 from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, chosen
 from fedstream.trainer.task import Task, measured, untrained
 
@@ -142,7 +143,8 @@ def try_measuring(
 ) -> dict[str, float]:
     """The metrics of an untrained model on a few rows of the test data and of a device's own.
 
-    Empty if there are none, or the task is not tried. Raises TaskError.
+    Empty if there are none, or the task is not tried. Raises TaskError; ConfigError if the metric
+    of ``run.stop`` is not among them.
     """
     found: dict[str, float] = {}
     if not _is_tried(settings, task):
@@ -157,6 +159,11 @@ def try_measuring(
                     if (own := task.device_test_data(device)) is not None:
                         _measured(task, own, place)
                         break
+    stop = settings.run.stop
+    if stop and found and not is_over_devices(stop.metric) and stop.metric not in found:
+        raise ConfigError(
+            f"run.stop.metric = {stop.metric!r}: the task measures {', '.join(sorted(found))}"
+        )
     return found
 
 
@@ -203,7 +210,7 @@ def _trained(
     place: Processor,
     cancelled: Callable[[], bool],
 ) -> Trained:
-    solver = chosen(task, device, Solvers(settings.solver, settings.solvers))
+    solver = chosen(task, device, Solvers(settings.solver, settings.solvers), 0)
     data = placed(task.device_data(device), place)
     samples, length, few = size_of(data, device), Length(steps=1), data
     by_steps = (Task.train, Task.descend, Solver.train)

@@ -11,6 +11,7 @@ from fedstream.core.errors import ConfigError
 from fedstream.sinks.choice import SINKS
 from fedstream.strategies import FUNCTIONS, RULES, StalenessFunction
 from fedstream.trainer.partitions import PARTITIONS
+from fedstream.trainer.schedules import SCHEDULES
 from fedstream.trainer.solvers import SOLVERS
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ DOORS: dict[str, Door[Any]] = {
     "strategy.name": RULES,
     "strategy.staleness.kind": FUNCTIONS,
     "solver.kind": SOLVERS,
+    "solver.schedule.kind": SCHEDULES,
     "task.partition.kind": PARTITIONS,
     "scheduler.policy.kind": POLICIES,
     "sinks.kind": SINKS,
@@ -74,6 +76,7 @@ def part_sources(settings: Settings) -> dict[str, str]:
     policy, partition = settings.scheduler.policy, settings.task.partition
     named: dict[str, tuple[Door[Any], str | None]] = {
         "solver.kind": (SOLVERS, settings.solver.kind),
+        "solver.schedule.kind": (SCHEDULES, settings.solver.schedule.kind),
         "task.partition.kind": (PARTITIONS, partition.kind if partition is not None else None),
         "scheduler.policy.kind": (POLICIES, policy.kind if policy is not None else None),
         **{f"solvers[{n}].kind": (SOLVERS, group.kind) for n, group in enumerate(settings.solvers)},

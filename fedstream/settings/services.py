@@ -48,6 +48,8 @@ def task_of(settings: Settings) -> Task:
     task = loaded(settings.task)
     devices_of(settings, task)
     declared_goals(task)  # raises
+    if settings.evaluator.batch_size is not None:
+        task.evaluation_batch = settings.evaluator.batch_size
     return task
 
 
@@ -174,7 +176,7 @@ def _coordinator(
         redis=settings.redis,
         name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        lr_of=(lambda device: solvers[device].lr) if settings.rule.by_steps else None,
+        lr_of=(lambda device, tau: solvers[device].at(tau).lr) if settings.rule.by_steps else None,
         tokens=tokens_of(settings.http, settings.page.operator_token),
         page=page,
     )
@@ -256,7 +258,7 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         redis=settings.redis,
         name=name,
         load=load,
-        target=settings.run.target_accuracy,
+        stop=settings.run.stop,
         run_devices=settings.task.devices,
     )
     return service, settings.evaluator.drain_s

@@ -30,7 +30,7 @@ from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
-from fedstream.trainer.goals import best_of, ends_run, goal_of, unknown_goal
+from fedstream.trainer.goals import best_of, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled
 from fedstream.trainer.task import declared_goals
 from fedstream.updater import refusals
@@ -442,7 +442,7 @@ class _Simulation:
             base.version,
             base.digest,
             self._spare(),
-            vectors[arrival.device] if vectors is not None else None,
+            vectors[arrival.device] if vectors is not None and self._strategy.controls else None,
         )
 
     def _follow(self, event: PlannedEvent) -> None:
@@ -478,7 +478,7 @@ class _Simulation:
             samples=trained.samples,
             steps=trained.steps,
             loss=trained.loss,
-            lr=trained.lr or self._training.solver(arrival.device).lr,
+            lr=trained.lr or self._training.solver(arrival.device, job.version).lr,
             sends=self._strategy.sends,
         )
         rule, limits = self._strategy, self._settings.updater
@@ -552,7 +552,7 @@ class _Simulation:
             self._digest = state.model.digest_like(self._digest)
         self._models.publish(state, self._digest)
         for update in updates:
-            self._cost.add(update, self._training.solver(update.device).batch_size)
+            self._cost.add(update, self._training.solver(update.device, update.tau).batch_size)
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()
@@ -561,9 +561,8 @@ class _Simulation:
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"
-        elif ends_run(metrics, run.target_accuracy):
-            said = f"accuracy {metrics['accuracy']:.4f} reached"
-            self._ending = "finished", said
+        elif why := self._measure.stopping.add(metrics, state.version):
+            self._ending = "finished", why
         losses = [update.loss for update in updates if update.loss is not None]
         cost = self._cost
         return VersionMade(

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
+from fedstream.trainer.data import has_default_collate
+from fedstream.trainer.descent import pass_sizes
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained
 from fedstream.trainer.task import Task
 
@@ -60,6 +63,7 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
     parameters = list(module.parameters())
     return (
         type(task).train is Task.train
+        and has_default_collate(task)
         and type(solver) in SOLVERS.built_in.values()
         and not list(module.buffers())
         and all(x.requires_grad and x.dtype == torch.float32 for x in parameters)
@@ -189,7 +193,10 @@ class Together:
     def _steps(self, job: Job) -> int:
         """Number of steps of a job."""
         samples = self._rows.sizes[job.arrival.device]
-        epoch = math.ceil(samples / _batch(samples, self._solver))
+        if self._solver.sampling == "fresh":
+            epoch = math.ceil(samples / _batch(samples, self._solver))
+        else:
+            epoch = len(pass_sizes(samples, self._solver))
         return job.arrival.steps or (job.arrival.epochs or 0) * epoch
 
     def _part(self, jobs: Sequence[Job], steps: Sequence[int]) -> list[Trained]:
@@ -344,24 +351,25 @@ class _Passes:
         self, samples: int, jobs: Sequence[tuple[int, int]], solver: SolverSettings
     ) -> None:
         """``jobs``: (seed, steps) of each, the longest first."""
-        self._samples, self._size = samples, _batch(samples, solver)
-        self._used = self._size if solver.sampling == "fresh" else samples
-        self._rounded = math.ceil(self._used / self._size) * self._size
+        is_fresh = solver.sampling == "fresh"
+        sizes = [_batch(samples, solver)] if is_fresh else pass_sizes(samples, solver)
+        self._ends = [0, *accumulate(sizes)]
+        self._samples, self._used = samples, self._ends[-1]
         self._steps = [steps for _, steps in jobs]
         self._generators = [torch.Generator().manual_seed(seed) for seed, _ in jobs]
         self._rows = torch.empty((len(jobs), self._used), dtype=torch.int64)
 
     def of(self, step: int) -> torch.Tensor:
         """Rows of shape (devices still at work, size); call it for each step in order."""
-        first = step * self._size % self._rounded
+        n = step % (len(self._ends) - 1)
         working = sum(steps > step for steps in self._steps)
-        if first == 0:
+        if n == 0:
             for row, generator in zip(self._rows[:working], self._generators, strict=False):
                 if self._used == self._samples:
                     torch.randperm(self._samples, generator=generator, out=row)
                 else:
                     row[:] = torch.randperm(self._samples, generator=generator)[: self._used]
-        return self._rows[:working, first : first + self._size]
+        return self._rows[:working, self._ends[n] : self._ends[n + 1]]
 
 
 def _batch(samples: int, solver: SolverSettings) -> int:

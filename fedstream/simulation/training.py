@@ -16,7 +16,7 @@ from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.evaluator import device_metrics, spread
-from fedstream.trainer.goals import ends_run
+from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
 from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, chosen
 from fedstream.trainer.task import Task, measured, untrained
@@ -81,6 +81,7 @@ class Training:
         elif (
             simulation.batched
             and not self._solvers.others
+            and settings.solver.schedule.kind == "constant"
             and type(task).solver_of is Task.solver_of
             and together.suits(task, self.module, settings.solver)
         ):
@@ -112,10 +113,10 @@ class Training:
         self.together += len(jobs)
         return [self._as_sent(job, one) for job, one in zip(jobs, trained, strict=True)]
 
-    def solver(self, device: int) -> SolverSettings:
-        """Solver that a device trains with."""
+    def solver(self, device: int, version: int) -> SolverSettings:
+        """Solver that a device trains with from a version."""
         with blamed(f"device {device}"):
-            return chosen(self._task, device, self._solvers)
+            return chosen(self._task, device, self._solvers, version)
 
     def data(self, device: int) -> Dataset[Any]:
         """A device's data, placed where the module is."""
@@ -139,7 +140,7 @@ class Training:
             seed=arrival.seed,
             steps=arrival.steps,
             epochs=arrival.epochs,
-            solver=self.solver(arrival.device),
+            solver=self.solver(arrival.device, job.version),
             cancelled=self._cancelled,
             base=job.digest,
             control=job.base.controls if controls else None,
@@ -169,7 +170,7 @@ class Training:
             job.base,
             job.device_control,
             self._strategy.sends,
-            self.solver(job.arrival.device).compression,
+            self.solver(job.arrival.device, job.version).compression,
         )
 
     @contextmanager
@@ -225,6 +226,7 @@ class Measuring:
         self._devices = devices
         self.per_device: dict[int, dict[str, float]] = {}
         """the devices' metrics, as they were measured last"""
+        self.stopping = Stopping(settings.run.stop, task.goal)
         self._place = settings.simulation.device
         self._data = placed(data, self._place) if data is not None else None
 
@@ -235,8 +237,8 @@ class Measuring:
         with blamed(f"test data at version {version}"):
             if self._data is not None:
                 metrics = measured(self._task, self._training.module, self._data)
-            when, target = self._settings.evaluator.per_device, self._settings.run.target_accuracy
-            last = last or ends_run(metrics, target)
+            when = self._settings.evaluator.per_device
+            last = last or bool(self.stopping.why(metrics, version))
             if when == "always" or (when == "last" and last):
                 self.per_device = device_metrics(
                     self._task, self._training.module, self._devices, self._place

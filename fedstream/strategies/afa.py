@@ -82,7 +82,7 @@ class AfaCsSettings(AfaCdSettings):
     ) -> DeviceVectors:
         """Replace the device's last -G by its new one, in the sum too."""
         new = update.model.parameters
-        vectors = vectors or DeviceVectors(self.devices or 0, new.size)
+        vectors = vectors if vectors is not None else self.vectors(new.size)
         last = vectors.write(update.device)
         latest = np.multiply(new, np.float32(factor))
         add(total.parameters, np.subtract(latest, last), 1.0, into=total.parameters)
@@ -93,14 +93,12 @@ class AfaCsSettings(AfaCdSettings):
         """Step along the mean over all devices; the sum is kept."""
         x, total = state.model, self.total(state)
         made = spare or Model(x.layout)
-        rate = self.rate / (self.devices or 1)
-        add(x.parameters, total.parameters, rate, into=made.parameters)
+        vectors = self.move(state, self.devices or 1, into=made)
         made.buffers[:] = total.buffers
         count(x, total, into=made)
-        vectors = state.memory.devices
-        if vectors is not None and (state.version + 1) % max(_SUMMED_ANEW, len(vectors)) == 0:
+        if vectors is not None and (state.version + 1) % max(_SUMMED_ANEW, vectors.devices) == 0:
             _sum(vectors, total)
-        return State(state.version + 1, made, Memory(total, devices=state.memory.devices))
+        return State(state.version + 1, made, Memory(total, devices=vectors))
 
 
 def _sum(vectors: DeviceVectors, total: Model) -> None:

@@ -4,6 +4,7 @@ Devices send deltas x_new - x_tau. With f_i the factor that a rule gives update 
 
     x_{t+1} = x_t + (server_lr / K) sum_i f_i (x_new_i - x_tau_i)
 
+unless another optimizer takes the step (:mod:`fedstream.strategies.optimizers`).
 Floating-point buffers become the mean of the batch's own values, never an extrapolation (a running
 variance would turn negative); integers take the newest value, counters the largest. A batch that
 ends early because its round timed out is the mean of as many updates as arrived.
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.strategies.mixing import add, count, toward
+from fedstream.strategies.optimizers import Optimizer, Sgd
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 from fedstream.strategies.vectors import DeviceVectors
 
@@ -32,11 +34,19 @@ class Batch(Strategy):
     """K, the updates in a version"""
     server_lr: Annotated[float, Field(gt=0)] = 1.0
     """the step along the batch's mean"""
+    # Left out while it is the default, so that earlier releases read the run.
+    server: Annotated[Optimizer, Field(exclude_if=lambda chosen: chosen == Sgd())] = Sgd()
+    """the optimizer that takes the step"""
 
     @property
     def batch(self) -> int:
         """The number of updates in a version."""
         return self.buffer_size
+
+    @property
+    def vector_names(self) -> tuple[str, ...]:
+        """What the server's optimizer keeps between versions."""
+        return self.server.vectors
 
     @property
     def rate(self) -> float:
@@ -90,11 +100,22 @@ class Batch(Strategy):
 
     def step(self, state: State, spare: Model | None) -> State:
         """Make the batch's version: here it overwrites the sum."""
-        made, memory = self.total(state), state.memory
-        rate = self.rate / memory.arrivals
-        add(state.model.parameters, made.parameters, rate, into=made.parameters)
+        made = self.total(state)
+        vectors = self.move(state, state.memory.arrivals, into=made)
         count(state.model, made, into=made)
-        return State(state.version + 1, made, Memory(devices=memory.devices))
+        return State(state.version + 1, made, Memory(devices=vectors))
+
+    def move(self, state: State, n: int, into: Model) -> DeviceVectors | None:
+        """Let the server's optimizer move the parameters along the sum / n; return its vectors.
+
+        ``into`` gets the parameters; it may be the sum.
+        """
+        x, total = state.model.parameters, self.total(state).parameters
+        vectors = state.memory.devices
+        if vectors is None and self.server.vectors:
+            vectors = self.vectors(x.size)
+        self.server.step(x, total, n, self.rate, vectors, into=into.parameters)
+        return vectors
 
     @staticmethod
     def total(state: State) -> Model:

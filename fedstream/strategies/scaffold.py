@@ -56,7 +56,7 @@ class ScaffoldSettings(Batch):
         super().add(update, factor, total, vectors)
         change = update.model.controls
         add(total.controls, change, 1.0, into=total.controls)
-        vectors = vectors or DeviceVectors(self.devices or 0, change.size)
+        vectors = vectors if vectors is not None else self.vectors(change.size)
         own = vectors.write(update.device)
         add(own, change, 1.0, into=own)
         return vectors
@@ -84,5 +84,5 @@ def without_batch(model: Model, vectors: DeviceVectors) -> Memory:
     owed.buffer[:] = 0
     for device in sorted(vectors.heard):
         add(owed.controls, vectors[device], 1.0, into=owed.controls)
-    add(owed.controls, model.controls, -float(len(vectors)), into=owed.controls)
+    add(owed.controls, model.controls, -float(vectors.devices), into=owed.controls)
     return Memory(owed, devices=vectors)

@@ -62,7 +62,8 @@ class Memory:
             total = into
         elif total is not None:
             total = total.copy()
-        return replace(self, model=total, devices=self.devices and self.devices.copy())
+        vectors = self.devices.copy() if self.devices is not None else None
+        return replace(self, model=total, devices=vectors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,15 @@ class Strategy(Chosen):
         """M, if it keeps a vector for each of M devices; None if it keeps none, or M is not known
         before :meth:`build`."""
         return None
+
+    @property
+    def vector_names(self) -> tuple[str, ...]:
+        """The vectors, each as long as the parameters, that its memory keeps by name."""
+        return ()
+
+    def vectors(self, floats: int) -> DeviceVectors:
+        """All vectors that it keeps, with ``floats`` elements each, as at the run's beginning."""
+        return DeviceVectors(self.remembered or 0, floats, names=self.vector_names)
 
     @property
     def by_steps(self) -> bool:

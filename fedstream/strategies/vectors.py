@@ -1,4 +1,4 @@
-"""A vector for each device: what AFA-CS and SCAFFOLD remember about it."""
+"""Vectors that a strategy keeps: one for each device (AFA-CS, SCAFFOLD), and some by name."""
 
 from __future__ import annotations
 
@@ -28,66 +28,79 @@ def on_disk(size: int) -> npt.NDArray[np.uint8]:
 
 
 class DeviceVectors:
-    """M vectors of ``floats`` float32 each, zero until they are written.
+    """M vectors of ``floats`` float32 each, and those with ``names``; zero until they are written.
+
+    A named vector belongs to no device. It has a number, too, after the last device's: journals
+    know vectors by number.
 
     Only vectors that were written are allocated, however large M is. Beyond a gigabyte, the rest
     is in unnamed temporary files that vanish with the process (in ``TMPDIR``; FedstreamError if
     there is no room): the journal has their content.
     """
 
-    def __init__(self, devices: int, floats: int, *, in_memory: int = IN_MEMORY) -> None:
+    def __init__(
+        self, devices: int, floats: int, *, names: tuple[str, ...] = (), in_memory: int = IN_MEMORY
+    ) -> None:
+        self.devices, self.names = devices, names
         self.heard: set[int] = set()  # devices whose vector was ever written
-        self.changed: set[int] = set()  # those written since the reader of this set emptied it
-        self._shape = (devices, floats)
+        self.changed: set[int] = set()  # numbers written since the reader of this set emptied it
+        self._floats = floats
         self._in_memory = in_memory
         self._vectors: dict[int, Floats] = {}
-        self._shared: set[int] = set()  # devices whose vector a copy reads too: not written into
+        self._shared: set[int] = set()  # numbers of vectors that a copy reads too: read-only
         self._free: list[Floats] = []  # allocated, the next one last
         self._bytes = 0  # allocated
         self._zero = np.zeros(floats, np.float32)
 
-    def __len__(self) -> int:
-        return self._shape[0]
+    def __contains__(self, key: int | str) -> bool:
+        """Whether the vector was ever written."""
+        return self._number(key) in self._vectors
 
-    def __getitem__(self, device: int) -> Floats:
-        """The device's vector, read-only."""
-        self._check(device)
-        vector = self._vectors.get(device, self._zero).view()
+    def __getitem__(self, key: int | str) -> Floats:
+        """The vector of a device, or with a name, read-only."""
+        vector = self._vectors.get(self._number(key), self._zero).view()
         vector.flags.writeable = False
         return vector
 
-    def write(self, device: int) -> Floats:
-        """The device's vector, to write into."""
-        self._check(device)
-        before = self._vectors.get(device)
-        if before is None or device in self._shared:
+    def write(self, key: int | str) -> Floats:
+        """The vector of a device, or with a name, to write into."""
+        number = self._number(key)
+        before = self._vectors.get(number)
+        if before is None or number in self._shared:
             if not self._free:
                 self._free = self._block()
-            self._vectors[device] = self._free.pop()
+            self._vectors[number] = self._free.pop()
             if before is not None:
-                self._vectors[device][:] = before
-                self._shared.discard(device)
-        self.heard.add(device)
-        self.changed.add(device)
-        return self._vectors[device]
+                self._vectors[number][:] = before
+                self._shared.discard(number)
+        if number < self.devices:
+            self.heard.add(number)
+        self.changed.add(number)
+        return self._vectors[number]
 
     def copy(self) -> DeviceVectors:
-        """A copy; either one may be written. A vector takes memory twice once it is."""
-        copied = DeviceVectors(*self._shape, in_memory=self._in_memory)
+        """A copy that may be written, as may this one. Copy-on-write: the first write to a vector
+        doubles its memory."""
+        copied = DeviceVectors(
+            self.devices, self._floats, names=self.names, in_memory=self._in_memory
+        )
         copied.heard, copied.changed = set(self.heard), set(self.changed)
         copied._vectors, copied._bytes = dict(self._vectors), self._bytes
         self._shared, copied._shared = set(self._vectors), set(self._vectors)
         copied._free, self._free = self._free, []  # the copy is usually what goes on
         return copied
 
-    def _check(self, device: int) -> None:
-        if not 0 <= device < len(self):
-            raise IndexError(f"device {device} of {len(self)}")
+    def _number(self, key: int | str) -> int:
+        if isinstance(key, str):
+            return self.devices + self.names.index(key)
+        if not 0 <= key < self.devices + len(self.names):
+            raise IndexError(f"device {key} of {self.devices}")
+        return key
 
     def _block(self) -> list[Floats]:
         """Allocate some more vectors, all zero."""
-        devices, floats = self._shape
-        lacking = devices - len(self._vectors) + len(self._shared)
+        floats = self._floats
+        lacking = self.devices + len(self.names) - len(self._vectors) + len(self._shared)
         rows = max(1, min(lacking, _ROWS, _BLOCK // (4 * floats or 1)))
         size = 4 * rows * floats
         self._bytes += size

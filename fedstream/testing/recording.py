@@ -56,7 +56,7 @@ class MemoryPrint:
     model: str | None
     arrivals: int
     weight: float
-    vectors: tuple[tuple[int, bytes], ...]
+    vectors: tuple[tuple[int | str, bytes], ...]
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,14 @@ class StatePrint:
 
 def memory_print(memory: Memory) -> MemoryPrint:
     vectors = memory.devices
-    heard = sorted(vectors.heard) if vectors is not None else []
+    kept: list[int | str] = []
+    if vectors is not None:
+        kept = [*sorted(vectors.heard), *vectors.names]
     return MemoryPrint(
         memory.model.digest() if memory.model is not None else None,
         memory.arrivals,
         memory.weight,
-        tuple((device, vectors[device].tobytes()) for device in heard) if vectors else (),
+        tuple((key, vectors[key].tobytes()) for key in kept) if vectors is not None else (),
     )
 
 
@@ -170,12 +172,12 @@ class Recording:
             self._progress, why, digest=self._digests[state.version], time=0.0
         )
         vectors = state.memory.devices
-        here = sorted(vectors.changed) if vectors else []
+        here = sorted(vectors.changed) if vectors is not None else []
         elsewhere = {d: name for d, name in self._stored.items() if d not in here}
         standing = standing.model_copy(
             update={"here": tuple(here), "elsewhere": tuple(elsewhere.items())}
         )
-        head = self._head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
+        head = self._head.model_copy(update={"needs": (VECTORS,) if vectors is not None else ()})
         writer = Writer(self._folder, head, standing, *models, vectors=vectors)
         self._stored = elsewhere | dict.fromkeys(here, writer.path.name)
         if vectors is not None:

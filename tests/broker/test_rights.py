@@ -66,7 +66,7 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
     """One trainer is stopped in the middle of a task and saves it, another one ends it."""
     sets = (
         "run.versions=100000",
-        "run.target_accuracy=0.9",
+        "run.stop.target=0.9",
         "evaluator.every=1",
         "run.dry_step=false",
     )

@@ -51,7 +51,7 @@ def make(
     keys: Keys,
     *,
     anarchic: bool = True,
-    lr_of: Callable[[int], float] | None = None,
+    lr_of: Callable[[int, int], float] | None = None,
     **settings: Any,
 ) -> Coordinator:
     return Coordinator(
@@ -408,7 +408,7 @@ async def test_rate_far_from_the_configured_one_is_refused_and_never_replaced(
     is_admitted: bool,
 ) -> None:
     """Such as one that a task's own training chose."""
-    service = make(redis, keys, lr_of=lambda device: device / 30, **settings)
+    service = make(redis, keys, lr_of=lambda device, _tau: device / 30, **settings)
     found = await queued_claims(run, service, {}, lr=claimed)
     assert (None if found is None else found.lr) == (claimed if is_admitted else None)
     refused = (await run.ledger.look()).reasons("refused")

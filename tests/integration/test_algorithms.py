@@ -149,7 +149,9 @@ def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(
     vectors, c = progress.state.memory.devices, progress.state.model.controls
     assert vectors is not None
     assert np.any(c)
-    assert c == pytest.approx(np.mean([vectors[n] for n in range(len(vectors))], axis=0), abs=1e-4)
+    assert c == pytest.approx(
+        np.mean([vectors[n] for n in range(vectors.devices)], axis=0), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -10,6 +10,7 @@ import pytest
 from fedstream.broker.client import RedisSettings
 from fedstream.core.errors import ConfigError, LayoutMismatch
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings, PerDevice
+from fedstream.trainer.goals import StopSettings
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, awaits_news, context, running, wait_until
 from tests.trainer.adding import Adds, Point
@@ -26,7 +27,7 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
         redis=redis,
         name="evaluator",
         load=lambda: task,
-        target=0.35,
+        stop=StopSettings(target=0.35),
     )
 
     async def measured() -> list[int | None]:
@@ -56,6 +57,42 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
     ]
 
 
+async def test_patience_outlives_the_evaluator(
+    hand: Hand, redis: RedisSettings, task: Adds
+) -> None:
+    """The first one measures versions 0 and 1; its successor finds the second without progress."""
+    hand.layout = layout_of(Point())
+    await hand.create()
+
+    def evaluator() -> Evaluator:
+        return Evaluator(
+            EvaluatorSettings(every=1),
+            keys=hand.keys,
+            redis=redis,
+            name="evaluator",
+            load=lambda: task,
+            stop=StopSettings(patience=2, min_delta=1.0),
+        )
+
+    async def seen(count: int) -> bool:
+        return len(await hand.events("evaluation")) == count
+
+    async with running(evaluator(), context()):
+        await wait_until(lambda: seen(1))
+        assert await hand.commit(1, await hand.admitted()) == "done"
+        await wait_until(lambda: seen(2))
+    assert (await hand.ledger.run()).state == "running"
+
+    async def finished() -> bool:
+        return (await hand.ledger.run()).state == "finished"
+
+    async with running(evaluator(), context()):
+        assert await hand.commit(2, await hand.admitted()) == "done"
+        await wait_until(finished)
+    why = (await hand.ledger.run()).why
+    assert why == "accuracy not better than 0.0000 in 2 measurements after version 0, at version 2"
+
+
 async def test_evaluator_of_another_task_exits_with_an_error(
     hand: Hand, redis: RedisSettings, task: Adds
 ) -> None:
@@ -70,7 +107,7 @@ async def test_evaluator_of_another_task_exits_with_an_error(
             redis=redis,
             name="evaluator",
             load=lambda: task,
-            target=None,
+            stop=None,
             run_devices=7,
         )
 
@@ -92,7 +129,7 @@ async def test_it_measures_a_run_as_soon_as_there_is_one(
         redis=redis,
         name="evaluator",
         load=lambda: task,
-        target=None,
+        stop=None,
     )
     async with running(evaluator, context()):
         await wait_until(lambda: awaits_news(hand.client, "evaluator"))
@@ -127,7 +164,7 @@ async def test_devices_are_measured_when_they_should_be(
         redis=redis,
         name="evaluator",
         load=lambda: task,
-        target=None,
+        stop=None,
     )
     spread = {
         "device_mean_accuracy": pytest.approx((devices - 1) / 200),
@@ -174,7 +211,7 @@ async def test_failing_metrics_are_reported_and_the_run_continues(
         redis=redis,
         name="evaluator",
         load=lambda: task,
-        target=None,
+        stop=None,
     )
 
     async def told() -> list[int | None]:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import math
 import random
+from math import inf, nan
+from typing import Any
 
 import pytest
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedstream.core.errors import ConfigError
-from fedstream.trainer.goals import MOST_RELAPSES, Goals, Swings, goal_of, main_metric, reaches
+from fedstream.trainer.goals import (
+    MOST_RELAPSES,
+    Goals,
+    Stopping,
+    StopSettings,
+    Swings,
+    goal_of,
+    main_metric,
+    reaches,
+)
 from fedstream.trainer.task import Task, declared_goals
 
 
@@ -171,3 +182,50 @@ def test_what_is_not_a_number_is_lost_once_there_was_one() -> None:
 def test_old_relapses_are_forgotten() -> None:
     assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 16) == 2
     assert relapses("accuracy", 0.9, 0.0, 0.9, 0.0, *[0.9] * 19) == 0
+
+
+# run.stop
+
+
+def stopped(values: list[float], **settings: Any) -> int | None:
+    """The place of the measurement that ends the run; None: none does."""
+    stopping = Stopping(StopSettings(**settings), {"bits": "min"})
+    metric = settings.get("metric", "accuracy")
+    for n, value in enumerate(values):
+        if stopping.add({metric: value, "other": 0.0}, 10 * n):
+            return n
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "ends"),
+    [
+        ([0.1, 0.5, 0.9], {"target": 0.5}, 1),
+        ([0.1, nan, 0.4], {"target": 0.5}, None),
+        ([3.0, 2.0, 1.0], {"metric": "loss", "target": 2.0}, 1),
+        ([3.0, 2.0, 1.0], {"metric": "bits", "target": 2.0}, 1),
+        ([0.1, 0.5, 0.5, 0.4, 0.9], {"patience": 2}, 3),
+        ([0.1, 0.5, 0.4, 0.6, 0.5, 0.5], {"patience": 2}, 5),
+        ([0.1, 0.5, 0.505, 0.509], {"patience": 2, "min_delta": 0.01}, 3),
+        ([1.0, 0.5, 0.495, 0.491], {"metric": "loss", "patience": 2, "min_delta": 0.01}, 3),
+        ([nan, 0.5, nan, inf], {"patience": 2}, 3),
+        ([0.5, 0.4, 0.4, 0.6], {"patience": 9, "target": 0.6}, 3),
+    ],
+)
+def test_a_run_stops_at_its_target_or_when_patience_ends(
+    values: list[float], settings: dict[str, Any], ends: int | None
+) -> None:
+    assert stopped(values, **settings) == ends
+
+
+def test_why_a_run_stops_is_known_before_the_measurement_counts() -> None:
+    stopping = Stopping(StopSettings(patience=1), {})
+    assert stopping.add({"accuracy": 0.5}, 10) == ""
+    why = "accuracy not better than 0.5000 in 1 measurements after version 10, at version 20"
+    assert [stopping.why({"accuracy": 0.4}, 20), stopping.add({"accuracy": 0.4}, 20)] == [why, why]
+    assert stopping.add({"loss": 0.4}, 30) == ""  # not measured: nothing to decide by
+
+
+def test_a_metric_without_a_goal_cannot_stop_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"run\.stop\.metric: whether a low or a high odd is"):
+        Stopping(StopSettings(metric="odd", target=1.0), {})

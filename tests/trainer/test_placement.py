@@ -63,7 +63,7 @@ def trainer(place: Place, redis: RedisSettings, keys: Keys) -> Trainer:
 
 def evaluator(place: Place, redis: RedisSettings, keys: Keys) -> Evaluator:
     return Evaluator(
-        EvaluatorSettings(device=place), keys=keys, redis=redis, name="e1", load=Lines, target=None
+        EvaluatorSettings(device=place), keys=keys, redis=redis, name="e1", load=Lines, stop=None
     )
 
 

@@ -337,9 +337,9 @@ def test_resumed_time_budget_counts_earlier_time(monkeypatch: pytest.MonkeyPatch
 
 def test_exactly_h_steps_in_shuffled_passes_with_a_smaller_last_batch() -> None:
     task = Quadratic()
-    result = solve(task, Point([0.0]), samples(7), work(Sgd(batch_size=3), steps=5))
-    assert task.batches == [3, 3, 1, 3, 3]
-    assert (result.steps, result.samples) == (5, 7)
+    result = solve(task, Point([0.0]), samples(8), work(Sgd(batch_size=3), steps=5))
+    assert task.batches == [3, 3, 2, 3, 3]
+    assert (result.steps, result.samples) == (5, 8)
 
 
 def test_epochs_are_passes_with_each_sample_once() -> None:
@@ -403,7 +403,7 @@ class AsItems(Dataset[Any]):
 def test_gathering_by_index_equals_collating() -> None:
     data = Noisy().device_data(1)
     rows = torch.tensor([4, 0, 29])
-    fast, slow = gather(data, rows), gather(AsItems(data), rows)
+    fast, slow = gather(data, rows, Noisy()), gather(AsItems(data), rows, Noisy())
     assert type(fast) is type(slow)
     assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True))
 

@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.core.errors import DataError
-from fedstream.trainer import task as tasks
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.solvers import Sgd, Work
 from fedstream.trainer.task import Task, measured
@@ -51,7 +50,7 @@ def tagged(rows: int, wrong: int = 0) -> TensorDataset:
 
 
 def test_positions_without_a_label_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_EVALUATION_BATCH", 3)
+    monkeypatch.setattr(Tagging, "evaluation_batch", 3)
     task, model, data = Tagging(), Perfect(1.0), tagged(10, wrong=3)
     found = measured(task, model, data)
     x, y = data.tensors

@@ -136,7 +136,7 @@ class JournalFollower:
     def _enter(self, segment: Segment) -> Segment:
         self._segment = segment
         rule, size = rule_of(segment), segment.layout.nbytes
-        if size * max(1, rule.remembered or 0) > _MOST_BYTES:
+        if size * max(1, (rule.remembered or 0) + len(rule.vector_names)) > _MOST_BYTES:
             raise _TooLarge("its models are too large to be made again beside other work")
         self._rebuild = Rebuild(segment)
         self._at, self._version = segment.beginning, segment.standing.version

@@ -46,6 +46,7 @@ PLACED = {
     "journal.dir",
     "sinks.kind",
     "solver.kind",
+    "solver.schedule.kind",
     "solvers.kind",
     "task.partition.kind",
     "scheduler.policy.kind",
@@ -54,6 +55,7 @@ PLACED = {
 # ... and other texts.
 TEXTS = {
     "run.name",
+    "run.stop.metric",
     "redis.url",
     "redis.username",
     "redis.sentinel.nodes",

@@ -216,4 +216,4 @@ def test_run_says_whether_updates_are_divided_by_their_steps(name: str, divides:
     coordinator, _ = _BUILDERS["coordinator"](settings, Keys("a"), "coordinator-0")
     assert isinstance(coordinator, Coordinator)
     lr_of = coordinator._lr_of
-    assert (lr_of and [lr_of(2), lr_of(3)]) == ([0.3, 0.7] if divides else None)
+    assert (lr_of and [lr_of(2, 0), lr_of(3, 0)]) == ([0.3, 0.7] if divides else None)

@@ -277,7 +277,7 @@ def test_the_best_value_is_on_the_side_of_the_metrics_goal() -> None:
 
 
 def test_simulation_ends_at_its_target() -> None:
-    found = run("run.versions=500", "run.target_accuracy=0.5", "simulation.evaluate_every=1")
+    found = run("run.versions=500", "run.stop.target=0.5", "simulation.evaluate_every=1")
     assert found.state == "finished"
     assert "accuracy" in found.why
     assert found.versions[-1].version < 500

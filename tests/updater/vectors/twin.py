@@ -14,13 +14,22 @@ from fedstream.core.messages import Upload
 from fedstream.journal import Taken, segments
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.rebuild import recovered
-from fedstream.strategies import AfaCsSettings, DeviceVectors, ScaffoldSettings, State, Strategy
+from fedstream.strategies import (
+    AfaCsSettings,
+    DeviceVectors,
+    FedBuffSettings,
+    ScaffoldSettings,
+    State,
+    Strategy,
+)
+from fedstream.strategies.optimizers import Adam
 from tests.journals import Scribe
 from tests.support import Hand, layout_of, model_of, wait_until
 
 M = 10
 AFA_CS = AfaCsSettings(buffer_size=2, server_lr=0.5)
 SCAFFOLD = ScaffoldSettings(buffer_size=2)
+ADAM = FedBuffSettings(buffer_size=2, server=Adam())
 BOTH = pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD], ids=lambda rule: rule.name)
 FIRST, SECOND = "00000001-000000.journal", "00000001-000001.journal"
 
@@ -85,8 +94,10 @@ def same(found: DeviceVectors | None, wanted: DeviceVectors | None) -> bool:
     """Whether both remember the same of every device, to the bit."""
     assert found is not None
     assert wanted is not None
+    assert (found.devices, found.names) == (wanted.devices, wanted.names)
+    keys = [*range(found.devices), *found.names]
     return found.heard == wanted.heard and all(
-        found[device].tobytes() == wanted[device].tobytes() for device in range(M)
+        found[key].tobytes() == wanted[key].tobytes() for key in keys
     )
 
 

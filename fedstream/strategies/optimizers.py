@@ -1,0 +1,184 @@
+"""Server optimizers: what a batch rule does with the mean of its batch.
+
+Adaptive Federated Optimization (Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan),
+algorithm 2, with D the batch's mean delta, eta ``strategy.server_lr``, and everything element by
+element. As in the paper, nothing corrects the bias of the first versions, and v starts at tau^2.
+``momentum`` is FedAvgM (Hsu, Qi, Brown), which accumulates D itself.
+
+All arithmetic is separate float32 operations that IEEE 754 rounds correctly, the square root and
+the division too: a replay gets the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedstream.core.layout import Floats
+from fedstream.runtime.config import Positive, Section
+from fedstream.strategies.mixing import BLOCK, add
+from fedstream.strategies.vectors import DeviceVectors
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+_FIRST, _SECOND = "first moment", "second moment"
+
+
+class Sgd(Section):
+    """x <- x + eta D."""
+
+    kind: Literal["sgd"] = "sgd"
+
+    vectors: ClassVar[tuple[str, ...]] = ()
+    """the names of the vectors that it keeps between versions"""
+
+    def step(
+        self,
+        x: Floats,
+        total: Floats,
+        n: int,
+        rate: float,
+        vectors: DeviceVectors | None,
+        into: Floats,
+    ) -> None:
+        """Write the next parameters into ``into``: D = total / n, eta = rate.
+
+        All have the same shape; ``into`` may be ``total``.
+        """
+        add(x, total, rate / n, into=into)
+
+
+class _Stateful(Section):
+    """An optimizer that keeps vectors: :meth:`direction` updates them block by block."""
+
+    vectors: ClassVar[tuple[str, ...]]
+
+    def step(
+        self,
+        x: Floats,
+        total: Floats,
+        n: int,
+        rate: float,
+        vectors: DeviceVectors | None,
+        into: Floats,
+    ) -> None:
+        """Write the next parameters into ``into``: D = total / n, eta = rate.
+
+        All have the same shape; ``into`` may be ``total``.
+        """
+        if vectors is None:
+            raise RuntimeError(f"optimizer {self.vectors} without its vectors")
+        is_new = self.vectors[-1] not in vectors
+        own = [vectors.write(name) for name in self.vectors]
+        if is_new:
+            own[-1][:] = np.float32(self.start)
+        share, eta = np.float32(1.0 / n), np.float32(rate)
+        with np.errstate(over="ignore"):  # the square of a delta beyond 1e19: no step there
+            for begin in range(0, x.size, BLOCK):
+                part = slice(begin, begin + BLOCK)
+                way = self.direction(total[part] * share, *(vector[part] for vector in own))
+                np.multiply(way, eta, out=way)
+                np.add(x[part], way, out=into[part])
+
+    @property
+    def start(self) -> float:
+        """What the last vector starts with; the others start with zero."""
+        return 0.0
+
+    @abstractmethod
+    def direction(self, mean: Floats, *own: Floats) -> Floats:
+        """The step, in an array of its own, before it is multiplied by eta. Updates ``own``."""
+
+
+class Momentum(_Stateful):
+    """m <- beta m + D; x <- x + eta m."""
+
+    kind: Literal["momentum"] = "momentum"
+    beta: Beta = 0.9
+
+    vectors: ClassVar[tuple[str, ...]] = (_FIRST,)
+
+    def direction(self, mean: Floats, *own: Floats) -> Floats:
+        """m."""
+        [m] = own
+        np.multiply(m, np.float32(self.beta), out=m)
+        np.add(m, mean, out=m)
+        return m.copy()
+
+
+class Nesterov(Momentum):
+    """m <- beta m + D; x <- x + eta (D + beta m)."""
+
+    kind: Literal["nesterov"] = "nesterov"  # type: ignore[assignment]
+
+    def direction(self, mean: Floats, *own: Floats) -> Floats:
+        """D + beta m."""
+        m = super().direction(mean, *own)
+        np.multiply(m, np.float32(self.beta), out=m)
+        return np.add(mean, m, out=m)
+
+
+class Adagrad(_Stateful):
+    """m <- beta1 m + (1 - beta1) D; v <- v + D^2; x <- x + eta m / (sqrt(v) + tau)."""
+
+    kind: Literal["adagrad"] = "adagrad"
+    beta1: Beta = 0.0
+    tau: Positive = 1e-3
+
+    vectors: ClassVar[tuple[str, ...]] = (_FIRST, _SECOND)
+
+    @property
+    def start(self) -> float:
+        """v begins with tau^2."""
+        return self.tau**2
+
+    def direction(self, mean: Floats, *own: Floats) -> Floats:
+        """m / (sqrt(v) + tau)."""
+        m, v = own
+        _decay(m, mean, self.beta1)
+        self.second(v, np.multiply(mean, mean))
+        root = np.sqrt(v)
+        np.add(root, np.float32(self.tau), out=root)
+        return np.divide(m, root, out=root)
+
+    def second(self, v: Floats, squares: Floats) -> None:
+        """Update v by D^2."""
+        np.add(v, squares, out=v)
+
+
+class Adam(Adagrad):
+    """As ``adagrad``, but v <- beta2 v + (1 - beta2) D^2."""
+
+    kind: Literal["adam"] = "adam"  # type: ignore[assignment]
+    beta1: Beta = 0.9
+    beta2: Beta = 0.99
+
+    def second(self, v: Floats, squares: Floats) -> None:
+        """Update v by D^2."""
+        _decay(v, squares, self.beta2)
+
+
+class Yogi(Adam):
+    """As ``adagrad``, but v <- v - (1 - beta2) D^2 sign(v - D^2)."""
+
+    kind: Literal["yogi"] = "yogi"  # type: ignore[assignment]
+
+    def second(self, v: Floats, squares: Floats) -> None:
+        """Update v by D^2."""
+        signs = np.sign(np.subtract(v, squares))
+        np.multiply(squares, np.float32(1.0 - self.beta2), out=squares)
+        np.subtract(v, np.multiply(squares, signs, out=squares), out=v)
+
+
+def _decay(mean: Floats, new: Floats, beta: float) -> None:
+    """mean <- beta mean + (1 - beta) new."""
+    np.multiply(mean, np.float32(beta), out=mean)
+    np.add(mean, new * np.float32(1.0 - beta), out=mean)
+
+
+Optimizer = Annotated[
+    Sgd | Momentum | Nesterov | Adagrad | Adam | Yogi, Field(discriminator="kind")
+]

@@ -1,0 +1,130 @@
+"""How the learning rate falls from one version of the global model to the next.
+
+A device that trains from version tau uses the rate ``solver.lr`` times s(tau). A schedule of one's
+own needs no class: its parameters after tau become keys of ``solver.schedule``.
+
+    def halving(tau: int, every: int = 10) -> float:
+        return 0.5 ** (tau // every)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fedstream.runtime.config import Chosen, table_of
+from fedstream.runtime.plugins import Door, OneOf
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Versions = Annotated[int, Field(ge=1)]
+
+
+class Schedule(Chosen):
+    """Base of all schedules: its fields are its parameters, and calling it gives s(tau) > 0."""
+
+    kind: str = ""
+    """Its name in the configuration; own ones have file.py:name."""
+
+    @abstractmethod
+    def __call__(self, tau: int) -> float:
+        """s(tau), by which ``solver.lr`` is multiplied."""
+
+
+class ConstantRate(Schedule):
+    """s(tau) = 1."""
+
+    kind: Literal["constant"] = "constant"
+
+    def __call__(self, tau: int) -> float:
+        return 1.0
+
+
+class StepRate(Schedule):
+    """s(tau) = factor^(tau // every)."""
+
+    kind: Literal["step"] = "step"
+    every: Versions
+    factor: Share = 0.5
+
+    def __call__(self, tau: int) -> float:
+        return float(self.factor ** (tau // self.every))
+
+
+class LinearRate(Schedule):
+    """From 1 to ``end`` in ``versions``, after a linear rise to 1 over the first ``warmup``."""
+
+    kind: Literal["linear"] = "linear"
+    versions: Versions
+    end: Share = 0.01
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+    def __call__(self, tau: int) -> float:
+        if tau < self.warmup:
+            return (tau + 1) / (self.warmup + 1)
+        passed = min(1.0, (tau - self.warmup) / max(1, self.versions - self.warmup))
+        return self.end + (1.0 - self.end) * self.left(passed)
+
+    def left(self, passed: float) -> float:
+        """The share of the way down that is left after a share of the versions."""
+        return 1.0 - passed
+
+
+class CosineRate(LinearRate):
+    """As ``linear``, along half a cosine (Loshchilov, Hutter: SGDR, equation 5, one restart)."""
+
+    kind: Literal["cosine"] = "cosine"  # type: ignore[assignment]
+
+    def left(self, passed: float) -> float:
+        """The share of the way down that is left after a share of the versions."""
+        return (1.0 + math.cos(math.pi * passed)) / 2.0
+
+
+class InverseSqrtRate(Schedule):
+    """s(tau) = sqrt(warmup / max(tau + 1, warmup)), after a linear rise over the first versions."""
+
+    kind: Literal["inverse_sqrt"] = "inverse_sqrt"
+    warmup: Versions = 1
+
+    def __call__(self, tau: int) -> float:
+        n = tau + 1
+        return n / self.warmup if n < self.warmup else math.sqrt(self.warmup / n)
+
+
+class _Plain(Schedule):
+    """A function that a program defines. Subclasses have its parameters as fields."""
+
+    function: ClassVar[Callable[..., float]]
+
+    def __call__(self, tau: int) -> float:
+        parameters = {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
+        return float(self.function(tau, **parameters))
+
+
+def _accept(value: object) -> type[Schedule] | None:
+    if isinstance(value, type):
+        return value if issubclass(value, Schedule) else None
+    if not callable(value):
+        return None
+    made = table_of(value, _Plain, ["tau"])
+    made.function = staticmethod(value)
+    return made
+
+
+SCHEDULES: Door[type[Schedule]] = Door(
+    "fedstream.schedules",
+    "schedule",
+    {
+        "constant": ConstantRate,
+        "step": StepRate,
+        "linear": LinearRate,
+        "cosine": CosineRate,
+        "inverse_sqrt": InverseSqrtRate,
+    },
+    accept=_accept,
+    expected="a function of tau, or a class derived from fedstream.trainer.schedules.Schedule",
+)
+RateSchedule = Annotated[Schedule, OneOf(SCHEDULES)]
