@@ -5,7 +5,7 @@ and strand entries that an ``XREADGROUP`` delivered. So this client drives redis
 directly: each command is sent once, a missing reply raises :class:`Unavailable`, and the caller
 decides whether a retry is safe. Replies have RESP2 shapes, always as bytes.
 
-With sentinels or a cluster (:mod:`fedstream.broker.places`), the client asks which node to use
+With sentinels or a cluster (:mod:`fedstream.broker.discovery`), the client asks which node to use
 before it connects, and again after a failure. It resends a command to another node only if the
 first node said that it did not execute it.
 """
@@ -28,9 +28,9 @@ from redis.crc import key_slot
 
 from fedstream.broker.clock import Clock, uptime
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
+from fedstream.broker.discovery import Address, Cluster, Discovery, Sentinels
 from fedstream.broker.failures import is_elsewhere, meaning, said_by_redis
 from fedstream.broker.link import READ, BulkPlace, Link
-from fedstream.broker.places import Address, Cluster, Guide, Sentinels
 from fedstream.broker.settings import (
     RedisSettings,
     SentinelSettings,
@@ -129,7 +129,7 @@ class Client:
         self._place: Address | None = place  # None: ask the guide
         self._path = options.get("path")
         self.database = int(options.get("db") or 0)
-        self._guide: Guide | None = None
+        self._guide: Discovery | None = None
         self._guide_options: dict[str, Any] = {}
         self._login = settings
         self._guide_login: RedisSettings | SentinelSettings = settings

@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.newest import read_model
+from fedstream.broker.published import read_model
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Layout, Model
 from fedstream.runtime.http import SLICE

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedstream.broker.keys import member
+from fedstream.broker.ledger.base import Pending
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.ledger.plumbing import Pending
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.sites import Site
 from fedstream.core import reasons

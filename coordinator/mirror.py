@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from fedstream.broker.ledger.reading import repeated
+from fedstream.broker.ledger.queries import repeated
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
 from fedstream.coordinator.rests import LONGEST_REST_S

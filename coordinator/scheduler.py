@@ -21,7 +21,7 @@ from pydantic import Field
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger.plumbing import Pending
+from fedstream.broker.ledger.base import Pending
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.streams import BLOCK_MS, Reader
 from fedstream.coordinator.gathering import Gathering

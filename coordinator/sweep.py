@@ -8,9 +8,7 @@ from math import inf
 
 from prometheus_client import Counter
 
-from fedstream.broker.client import Client
-from fedstream.broker.clock import uptime
-from fedstream.broker.custody import (
+from fedstream.broker.cleanup import (
     cap_workspaces,
     drop_copies,
     expire_forgotten,
@@ -21,6 +19,8 @@ from fedstream.broker.custody import (
     some_keys,
     trim_registers,
 )
+from fedstream.broker.client import Client
+from fedstream.broker.clock import uptime
 from fedstream.broker.keys import TRAINERS, Keys, site_of
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.broker import blobs
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.core import reasons
 from fedstream.core.errors import (
     BadMessage,

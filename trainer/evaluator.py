@@ -18,7 +18,7 @@ from pydantic import Field
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.broker.streams import Reader
 from fedstream.core.errors import BlobMissing, NoRun, innermost
 from fedstream.core.layout import Model

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedstream.broker import blobs
-from fedstream.broker.ledger.plumbing import word
+from fedstream.broker.ledger.base import word
 from fedstream.broker.ledger.trainer import TakenTask
 from fedstream.core.errors import FedstreamError, OutOfMemory
 from fedstream.core.messages import Dead, GiveUp, Upload

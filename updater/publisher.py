@@ -14,7 +14,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.core.digest import algorithm_of
 from fedstream.core.errors import BlobDamaged, BlobMissing
 from fedstream.core.formats import Format

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from fedstream.broker import blobs, custody, streams
+from fedstream.broker import blobs, cleanup, streams
 from fedstream.broker.keys import COORDINATORS, TRAINERS, member
+from fedstream.broker.ledger.base import Pending, packed, verdict, word
+from fedstream.broker.ledger.dead_letters import BURY, Letters
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.letters import BURY, Letters
-from fedstream.broker.ledger.plumbing import Pending, packed, verdict, word
-from fedstream.broker.ledger.reading import LOOK, MemoryUse, Models, Overview, Register
+from fedstream.broker.ledger.queries import LOOK, MemoryUse, Models, Overview, Register
 from fedstream.broker.scripts import Script, load_all
 from fedstream.broker.streams import Entry
 from fedstream.core import reasons
@@ -112,12 +112,12 @@ RIGHTS = Rights(
         LOOK,
         streams.CLAIM,
         streams.REAP,
-        *custody.SCRIPTS,
+        *cleanup.SCRIPTS,
     ),
     apart=(  # to expire what sites leave behind
         Rights(reads=_OF_SITES, commands=("pttl", "strlen")),
         Rights(writes=_OF_SITES, commands=("pexpire",)),
-        Rights(both=("gateway:*",), scripts=(custody.TRIM,)),
+        Rights(both=("gateway:*",), scripts=(cleanup.TRIM,)),
     ),
 )
 
@@ -211,9 +211,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     async def find_lost(
         self, seen: Mapping[str, str], cursor: bytes = b"0"
     ) -> tuple[int, dict[str, str], bytes]:
-        """Give up lost open tasks: see :func:`fedstream.broker.custody.find_lost`."""
+        """Give up lost open tasks: see :func:`fedstream.broker.cleanup.find_lost`."""
         event = packed(self._event())
-        return await custody.find_lost(self._client, self.keys, event, seen, cursor)
+        return await cleanup.find_lost(self._client, self.keys, event, seen, cursor)
 
     async def leases(self, lease_ms: int, owners: Iterable[str]) -> tuple[int, list[str]]:
         """Count the tasks under a live lease, and find the streams with an expired one.
@@ -221,7 +221,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         Looks at the pool's stream and those of ``owners``.
         """
         leased, lapsed = 0, list[str]()
-        for some in custody.in_parts([self.keys.tasks, *map(self.keys.tasks_of, sorted(owners))]):
+        for some in cleanup.in_parts([self.keys.tasks, *map(self.keys.tasks_of, sorted(owners))]):
             more, over = await self._run(_MEASURE, TRAINERS, lease_ms, rest=some)
             leased += more
             lapsed += [some[at] for at in over]
@@ -424,7 +424,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     async def unheard(self, owners: Iterable[str]) -> list[str]:
         """Find those of these owners that are not on the register."""
         unheard: list[str] = []
-        for some in custody.in_parts(sorted(owners)):
+        for some in cleanup.in_parts(sorted(owners)):
             scores = await self._client.call("ZMSCORE", self.keys.alive, *some)
             unheard += [owner for owner, at in zip(some, scores, strict=True) if at is None]
         return unheard

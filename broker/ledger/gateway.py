@@ -13,13 +13,13 @@ from typing import Literal, cast
 
 import msgpack
 
-from fedstream.broker import parts
+from fedstream.broker import partial_blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import trainer
+from fedstream.broker.ledger.base import word
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import word
-from fedstream.broker.ledger.reading import device_of
+from fedstream.broker.ledger.queries import device_of
 from fedstream.broker.ledger.trainer import TakesTasks
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import BLOCK_MS, Entry, Reader
@@ -46,8 +46,8 @@ RIGHTS = Rights(
         ),
         Rights(reads=("open",), commands=("hexists",)),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
-        Rights(both=("gateway:{site}:upload:*",), commands=parts.ON_NOTE),
-        Rights(writes=("update:{site}/*",), commands=parts.ON_BLOB),
+        Rights(both=("gateway:{site}:upload:*",), commands=partial_blobs.ON_NOTE),
+        Rights(writes=("update:{site}/*",), commands=partial_blobs.ON_BLOB),
         Rights(both=("gateway:{site}:upload:*", "update:{site}/*"), commands=("evalsha",)),
     ),
 )

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedstream.broker import lease
+from fedstream.broker.ledger.base import Pending
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import Pending
-from fedstream.broker.ledger.reading import (
+from fedstream.broker.ledger.queries import (
     LOOK,
     LOOKED_AT,
     MemoryUse,

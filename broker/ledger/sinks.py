@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import msgpack
 
 from fedstream.broker import blobs
+from fedstream.broker.ledger.base import Ledger
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import Ledger
 from fedstream.core.records import mapping
 
 RIGHTS = Rights(

@@ -17,9 +17,9 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import TRAINERS, Keys, member
+from fedstream.broker.ledger.base import word
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import word
-from fedstream.broker.ledger.reading import MemoryUse
+from fedstream.broker.ledger.queries import MemoryUse
 from fedstream.broker.scripts import Script, run
 from fedstream.broker.started import Started
 from fedstream.broker.streams import BLOCK_MS, Entry, Group, given, lost, reading

@@ -9,12 +9,12 @@ from typing import Any
 
 from fedstream.broker import blobs, lease
 from fedstream.broker.blobs import chunks_of
+from fedstream.broker.cleanup import ended_unlike
 from fedstream.broker.commands import Command
-from fedstream.broker.custody import ended_unlike
+from fedstream.broker.ledger.base import packed
+from fedstream.broker.ledger.dead_letters import BURY, Letters
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.letters import BURY, Letters
-from fedstream.broker.ledger.plumbing import packed
-from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, MemoryUse, Models, Overview
+from fedstream.broker.ledger.queries import LOOK, LOOKED_AT, MemoryUse, Models, Overview
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Look
 from fedstream.core.errors import BadMessage, Fenced, NoScript

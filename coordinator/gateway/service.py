@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from fedstream.broker.bounded import BoundedClient
+from fedstream.broker.bounded_client import BoundedClient
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox

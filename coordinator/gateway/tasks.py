@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.ledger.trainer import Outbox
-    from fedstream.broker.parts import PartialBlob
+    from fedstream.broker.partial_blobs import PartialBlob
     from fedstream.broker.streams import Entry
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk

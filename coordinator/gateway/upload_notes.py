@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.broker.parts import PartialBlob
+from fedstream.broker.partial_blobs import PartialBlob
 from fedstream.protocol.messages import UpdateReport
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from fedstream.core import reasons
 from fedstream.protocol.messages import Receipt
 
 if TYPE_CHECKING:
-    from fedstream.broker.parts import PartialBlob
+    from fedstream.broker.partial_blobs import PartialBlob
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk, Held
     from fedstream.coordinator.gateway.receipts import Receipts

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from fedstream.broker.blobs import CHUNK, chunks_of
-from fedstream.broker.parts import Written
+from fedstream.broker.partial_blobs import Written
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway import upload_answers, upload_requests
 from fedstream.coordinator.gateway.desk import NotHeld
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedstream.broker.commands import Command
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import Outbox
-    from fedstream.broker.parts import PartialBlob
+    from fedstream.broker.partial_blobs import PartialBlob
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk, Held
     from fedstream.coordinator.gateway.metrics import GatewayMetrics

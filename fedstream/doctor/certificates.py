@@ -14,7 +14,7 @@ from fedstream.core.errors import BrokerError, distrust
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
-    from fedstream.broker.places import Address
+    from fedstream.broker.discovery import Address
 
 _ABOUT = "redis certificate"
 DAY = 86_400.0

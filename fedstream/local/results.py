@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from fedstream.broker.client import Client
-from fedstream.broker.newest import as_given, read_newest
+from fedstream.broker.published import as_given, read_newest
 from fedstream.core.errors import DataError, FedstreamError, NoRun
 from fedstream.core.layout import Model
 from fedstream.core.records import Tally

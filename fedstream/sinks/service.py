@@ -22,7 +22,7 @@ from safetensors import numpy as safetensors
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
-from fedstream.broker.newest import as_given, read_newest
+from fedstream.broker.published import as_given, read_newest
 from fedstream.broker.streams import Entry, Reader
 from fedstream.core.errors import BadMessage, BlobMissing, ConfigError, FedstreamError, NoRun
 from fedstream.core.layout import Model

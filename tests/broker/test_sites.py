@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fedstream.broker import rights, scripts
+from fedstream.broker.cleanup import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.scripts import Script

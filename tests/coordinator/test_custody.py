@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from fedstream.broker import custody
+from fedstream.broker import cleanup
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
@@ -467,7 +467,7 @@ async def test_failed_pass_does_not_count_towards_the_next(
     looked: list[set[str]] = []
 
     async def fails(*arguments: Any) -> set[str]:
-        looked.append(await custody.cap_workspaces(*arguments))
+        looked.append(await cleanup.cap_workspaces(*arguments))
         if len(looked) == 1:
             raise Unavailable("between two commands")
         return looked[-1]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.desk import NotHeld
 from fedstream.coordinator.gateway.fleet import models, protobuf, works

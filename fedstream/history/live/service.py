@@ -17,7 +17,7 @@ from prometheus_client import Counter
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.broker.ledger.live_page import LivePageLedger
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.core.errors import FedstreamError, NoRun
@@ -80,7 +80,7 @@ class LiveService:
         keys = Keys(settings.run.name)
         self._sessions = Sessions(self._run, tokens, settings.page.operator_token)
         self._now = client.clock.now  # on which replicas agree
-        self._collector = Collector(Onlooker(client, keys, "page"), settings)
+        self._collector = Collector(LivePageLedger(client, keys, "page"), settings)
         self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
         self._past = Pasts(settings, self._asker, self._measured, self._pushed)

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.parts import PUT, PartialBlob
+from fedstream.broker.partial_blobs import PUT, PartialBlob
 from fedstream.core.messages import GiveUp
 from tests.coordinator.gateway.places import ends, serving
 from tests.coordinator.gateway.uploading import (

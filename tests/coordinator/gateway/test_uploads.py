@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client
-from fedstream.broker.parts import PartialBlob, Written
+from fedstream.broker.partial_blobs import PartialBlob, Written
 from fedstream.core.formats import format_of
 from tests.coordinator.gateway.places import SITE
 from tests.coordinator.gateway.uploading import (

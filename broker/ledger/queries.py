@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from fedstream.broker.commands import Command
-from fedstream.broker.ledger.plumbing import Ledger
+from fedstream.broker.ledger.base import Ledger
 from fedstream.broker.scripts import Script
 from fedstream.core.errors import BadMessage, NoScript
 from fedstream.core.records import Bookmark, Failing, Head, Run, Tally, View, mapping, trigger_of

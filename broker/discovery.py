@@ -17,7 +17,7 @@ Address = tuple[str, int]
 Ask = Callable[[Address, tuple[str, ...]], Awaitable[Any]]
 
 
-class Guide(ABC):
+class Discovery(ABC):
     """Nodes that know where to go, asked in turn, starting with the last one that knew."""
 
     def __init__(self, nodes: Sequence[Address]) -> None:
@@ -69,7 +69,7 @@ class Guide(ABC):
     def _read(self, asked: Address, reply: Any) -> Address | None: ...
 
 
-class Sentinels(Guide):
+class Sentinels(Discovery):
     """Sentinels, which name the master and, after a fail-over, its successor."""
 
     def __init__(self, settings: SentinelSettings) -> None:
@@ -88,7 +88,7 @@ class Sentinels(Guide):
         return (reply[0].decode(), int(reply[1])) if reply else None
 
 
-class Cluster(Guide):
+class Cluster(Discovery):
     """A cluster, any node of which knows the slots' nodes; nodes it names can be asked too."""
 
     def __init__(self, node: Address) -> None:

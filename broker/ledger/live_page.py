@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.ledger.reading import (
+from fedstream.broker.ledger.queries import (
     LOOK,
     MemoryUse,
     Overview,
@@ -76,7 +76,7 @@ class News:
     is_all: bool  # there is no more for now
 
 
-class Onlooker(Overview, MemoryUse):
+class LivePageLedger(Overview, MemoryUse):
     """The run as somebody sees it who looks on."""
 
     async def opened(self, place: Bookmark | None) -> tuple[Tally, OpenedTasks]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.ledger.plumbing import Ledger, packed
+from fedstream.broker.ledger.base import Ledger, packed
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
 from fedstream.core import reasons
