@@ -5,9 +5,9 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from fedstream.broker.ledger.queries import repeated
+from fedstream.coordinator.cooldowns import LONGEST_REST_S
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
-from fedstream.coordinator.rests import LONGEST_REST_S
 from fedstream.core.messages import Trigger, time_of
 from fedstream.core.records import NO_QUARANTINES, Bookmark, Changes, Failing, Tally
 from fedstream.runtime.tasks import Participation

@@ -24,11 +24,11 @@ from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.base import Pending
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.streams import BLOCK_MS, Reader
-from fedstream.coordinator.gathering import Gathering
+from fedstream.coordinator.cooldowns import Cooldowns
+from fedstream.coordinator.intake import Gathering
 from fedstream.coordinator.metrics import SchedulerMetrics
 from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
-from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, Steering, plan
 from fedstream.core import reasons
@@ -93,7 +93,7 @@ class Scheduler:
         self._policy = policy
         self._seed = seed
         self._is_eligible = is_eligible
-        self._rests = Rests(settings.rest_s)
+        self._rests = Cooldowns(settings.rest_s)
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = SchedulerLedger(self._client, keys, name)

@@ -35,7 +35,7 @@ from fedstream.updater.state import Change, RunState, Undecided
 
 @dataclass(frozen=True, kw_only=True)
 class Decider:
-    """Turns queue entries into changes, each on top of a state."""
+    """UploadLocks queue entries into changes, each on top of a state."""
 
     context: Context
     metrics: UpdaterMetrics

@@ -23,7 +23,7 @@ from fedstream.broker.ledger.queries import device_of
 from fedstream.broker.ledger.trainer import TakesTasks
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import BLOCK_MS, Entry, Reader
-from fedstream.core.messages import HandOver, Seating
+from fedstream.core.messages import ArrivedDevices, HandOver
 
 ENROL = Script("enrol")
 _MOVES_KEPT = 2000  # messages about devices that moved, each of at most 1,000
@@ -151,7 +151,7 @@ class GatewayLedger(TakesTasks):
 
     # devices that go from one replica to another
 
-    async def move(self, message: Seating | HandOver) -> str:
+    async def move(self, message: ArrivedDevices | HandOver) -> str:
         """Tell the site's replicas; returns where in the order of such messages that is."""
         id_ = await self._client.call(
             "XADD", self._moves, "MAXLEN", "~", _MOVES_KEPT, "*", "m", message.encode()

@@ -18,10 +18,8 @@ from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
-from fedstream.coordinator.gateway.bodies import body_of
-from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.quotas import Quotas
-from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
+from fedstream.coordinator.gateway.device_sessions import NotHeld
+from fedstream.coordinator.gateway.refusals import RETRY_S, Quotas, Refusal, body_of
 from fedstream.core import reasons
 from fedstream.core.errors import FedstreamError
 from fedstream.protocol import headers
@@ -40,11 +38,11 @@ from fedstream.runtime.limits import network_of
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler
     from fedstream.coordinator.gateway.check_ins import CheckIns
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
+    from fedstream.coordinator.gateway.handover import HandOvers
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
-    from fedstream.coordinator.gateway.moves import Moves
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.uploads import Uploads
@@ -70,7 +68,7 @@ class Opened:
     context: Context
     check_ins: CheckIns
     tasks: Tasks
-    moves: Moves
+    moves: HandOvers
     uploads: Uploads
     metrics: GatewayMetrics
 
@@ -81,14 +79,14 @@ class GatewayApp:
     def __init__(
         self,
         settings: GatewaySettings,
-        desk: Desk,
-        current: Current,
+        sessions: DeviceSessions,
+        run_cache: RunCache,
         models: ModelCopies,
         identity: Recognition,
     ) -> None:
         self._settings = settings
-        self._desk = desk
-        self._current = current
+        self._sessions = sessions
+        self._run_cache = run_cache
         self._models = models
         self._identity = identity
         self._quotas = Quotas(settings.device_rate, settings.address_rate)
@@ -164,13 +162,13 @@ class GatewayApp:
         try:
             held = await self._running().moves.find(task, device)
         except NotHeld:
-            if task in self._desk:
+            if task in self._sessions:
                 raise  # another device's
             why: Literal["run over", "given up"]
-            why = "run over" if self._current.is_over else "given up"
+            why = "run over" if self._run_cache.is_over else "given up"
             return _json(Advice(go_on=False, why=why))
         why_not = await self._running().tasks.overdue(held)
-        run, head = self._current.run, self._current.head
+        run, head = self._run_cache.run, self._run_cache.head
         advice = offers.advice(held, said.attempt, run, head, self._running().tasks.now())
         if advice.why == "too stale":  # and it would be, however often it were offered again
             why_not = why_not or reasons.BECAME_STALE
@@ -186,7 +184,7 @@ class GatewayApp:
         try:
             held = await self._running().moves.find(task, device)
         except NotHeld:
-            if task in self._desk:
+            if task in self._sessions:
                 raise  # another device's
         else:
             if said.attempt == held.attempt:
@@ -203,7 +201,7 @@ class GatewayApp:
     # the rest
 
     def _heard(self, device: int) -> None:
-        self._desk.heard(device, time.monotonic())
+        self._sessions.heard(device, time.monotonic())
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)

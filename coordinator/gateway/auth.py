@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import secrets
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Final
 
 import jwt
 from aiohttp import hdrs, web
+from yarl import URL
 
 from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
-from fedstream.coordinator.gateway.bodies import body_of
-from fedstream.coordinator.gateway.invites import device_in
-from fedstream.coordinator.gateway.names import OwnNames
-from fedstream.coordinator.gateway.quotas import Quota
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import Quota, Refusal, body_of
 from fedstream.coordinator.gateway.registry import Registry
-from fedstream.coordinator.gateway.verified import ALGORITHM, VerifiedTokens, untrusted
+from fedstream.coordinator.gateway.tokens import ALGORITHM, VerifiedTokens, untrusted
 from fedstream.core.digest import digest_of
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
@@ -46,6 +45,56 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.refusals import RefusalReason
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.protocol.messages import Attestation
+
+_FORM = re.compile(r"(0|[1-9][0-9]{0,9})-[A-Za-z0-9_-]{22,53}")
+
+
+def new_invite(device: int) -> str:
+    """An invite that nobody else can guess."""
+    return f"{device}-{secrets.token_urlsafe(24)}"
+
+
+def device_in(invite: str) -> int | None:
+    """The number of the device that an invite is for; None if it can't be one of ours."""
+    found = _FORM.fullmatch(invite)
+    return int(found[1]) if found else None
+
+
+class AcceptedNames:
+    """A gateway's names: its settings', or else those of the certificate it serves, with any port.
+
+    With neither, it has whatever name it is asked by: then the proxy in front decides.
+    """
+
+    def __init__(self, settings: GatewaySettings, served: ServedCertificate | None) -> None:
+        """``served``: None for plain HTTP."""
+        self._names = settings.names
+        self._served = served
+
+    def of(self, host: str) -> Sequence[str]:
+        """What a request may be signed for. ``host``: its header. Raises Refusal."""
+        if self._names:
+            return self._names
+        said = host.lower().removesuffix(":443")
+        if self._served is not None and not _is_for(self._served.certificate.names, said):
+            raise Refusal(
+                401,
+                "signature",
+                f"the request is for {said[:80]!r}, which is none of this gateway's names: its "
+                "operator can add it to gateway.names",
+            )
+        return (said,)
+
+
+def _is_for(names: Sequence[str], said: str) -> bool:
+    """Whether a certificate of these names is for a host, which may be said with a port."""
+    try:
+        # As certificates have it: international names in ASCII, the one way to write an address.
+        host = URL(f"https://{said}").raw_host or ""
+    except ValueError:
+        return False
+    return host in names or f"*.{host.partition('.')[2]}" in names
+
 
 DEVICES: Final = "/v1/devices"
 TOKEN: Final = "/v1/token"  # noqa: S105  (a path)
@@ -94,7 +143,7 @@ class Auth:
         self._run = ledger.keys.name
         self._audience = f"{self._run}/{settings.site}"
         self._verified = VerifiedTokens(self._audience)
-        self._names = OwnNames(settings, served)
+        self._names = AcceptedNames(settings, served)
         self._body_s = settings.body_s
         self._verifier = settings.attestation
         self._clock = clock or ledger.now

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
+from fedstream.coordinator.gateway.byte_cache import ByteCache, CachedBytes, NoRoom
 from fedstream.core import changes, compressed
 from fedstream.core.digest import algorithm_of, digest_of
 from fedstream.core.errors import FedstreamError, Undecodable
@@ -34,7 +34,7 @@ class ModelChanges:
     def __init__(self, budget: int) -> None:
         """``budget``: 0 if there are to be none."""
         self._is_on = budget > 0
-        self._shelf = Shelf(budget)
+        self._cache = ByteCache(budget)
         self._offered: dict[str, None] = {}  # pairs, the newest last
         self._useless: dict[str, None] = {}  # likewise
         self._turn = asyncio.Lock()
@@ -42,7 +42,7 @@ class ModelChanges:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return self._shelf.nbytes
+        return self._cache.nbytes
 
     def may_help(self, old: str, new: str) -> bool:
         """Whether it makes sense to ask for what changed between these two digests."""
@@ -56,11 +56,11 @@ class ModelChanges:
         """Whether this was among the last offers."""
         return _pair(old, new) in self._offered
 
-    def there(self, old: str, new: str) -> Volume | None:
+    def there(self, old: str, new: str) -> CachedBytes | None:
         """What changed between these two digests, if it was made and is still in memory."""
-        return self._shelf.there(_pair(old, new))
+        return self._cache.there(_pair(old, new))
 
-    async def get(self, old: Volume, new: Volume, layout: Layout) -> Volume:
+    async def get(self, old: CachedBytes, new: CachedBytes, layout: Layout) -> CachedBytes:
         """What turns the one model into the other, both of one format.
 
         Raises NotWorthIt, also if a model can't be decoded: devices say so.
@@ -68,14 +68,16 @@ class ModelChanges:
         most = int(_WORTH_IT * new.data.nbytes)
         pair = _pair(old.digest, new.digest)
         try:
-            return await self._shelf.get(pair, most, partial(self._make, old, new, layout, most))
+            return await self._cache.get(pair, most, partial(self._make, old, new, layout, most))
         except NoRoom as error:
             raise NotWorthIt(str(error)) from error
         except (NotWorthIt, Undecodable) as error:
             _note(self._useless, pair)
             raise NotWorthIt(str(error)) from error
 
-    async def _make(self, old: Volume, new: Volume, layout: Layout, most: int) -> Volume:
+    async def _make(
+        self, old: CachedBytes, new: CachedBytes, layout: Layout, most: int
+    ) -> CachedBytes:
         async with self._turn:  # each takes some three times the model's bytes meanwhile
             found = await asyncio.to_thread(_between, old, new, layout)
         if found.data.nbytes > most:
@@ -84,17 +86,17 @@ class ModelChanges:
 
     def tidy(self) -> None:
         """Keep to the budget what nobody reads."""
-        self._shelf.tidy()
+        self._cache.tidy()
 
 
-def _between(old: Volume, new: Volume, layout: Layout) -> Volume:
+def _between(old: CachedBytes, new: CachedBytes, layout: Layout) -> CachedBytes:
     how = replace(format_of(new.format), zstd=False)
     before, after = _inside(old, layout), _inside(new, layout)
     frame = changes.encode(before, after, changes.width_of(how.kind)).data.toreadonly()
-    return Volume(frame, digest_of(frame, algorithm_of(new.digest)), f"{how.name}+changes")
+    return CachedBytes(frame, digest_of(frame, algorithm_of(new.digest)), f"{how.name}+changes")
 
 
-def _inside(one: Volume, layout: Layout) -> npt.NDArray[np.uint8]:
+def _inside(one: CachedBytes, layout: Layout) -> npt.NDArray[np.uint8]:
     """The bytes that a model's digest is of."""
     how, data = format_of(one.format), np.frombuffer(one.data, np.uint8)
     return compressed.decode(data, how.sizes(layout)[1]) if how.zstd else data

@@ -14,10 +14,10 @@ from fedstream.runtime.limits import Flood
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk, Woken
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Woken
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.core.formats import Format
@@ -36,8 +36,8 @@ class CheckIns:
     def __init__(
         self,
         settings: GatewaySettings,
-        desk: Desk,
-        current: Current,
+        sessions: DeviceSessions,
+        run_cache: RunCache,
         models: ModelCopies,
         tasks: Tasks,
         metrics: GatewayMetrics,
@@ -52,8 +52,8 @@ class CheckIns:
         self._log = log
         self._other_tasks = Flood(burst=1, per_s=1 / 3600)  # lines of a device
         self._settings = settings
-        self._desk = desk
-        self._current = current
+        self._sessions = sessions
+        self._run_cache = run_cache
         self._models = models
         self._tasks = tasks
         self._metrics = metrics
@@ -65,11 +65,11 @@ class CheckIns:
 
         Raises Refusal.
         """
-        was_answered, offer = self._desk.answered(device, said.nonce)
+        was_answered, offer = self._sessions.answered(device, said.nonce)
         if was_answered:
-            self._desk.heard(device, time.monotonic())
+            self._sessions.heard(device, time.monotonic())
             return offer
-        run, head = self._current.run, self._current.head
+        run, head = self._run_cache.run, self._run_cache.head
         self.check_run()
         if device >= run.devices:
             raise Refusal(
@@ -80,15 +80,15 @@ class CheckIns:
                 self._log.warning("a device's task is not the run's", device=device, reason=differs)
             raise Refusal(409, "another task", differs)
         if not said.eligible or device in head.quarantines.by_device:
-            self._desk.leave(device)
+            self._sessions.leave(device)
             return None
         if offers.model_format(head) not in said.formats:
             raise Refusal(
                 406, "format", f"the run's models are published in {offers.model_format(head)}"
             )
-        self._desk.arrive(device, time.monotonic())
-        if self._desk.first(device) is not None:
-            await self._current.look()  # the task may have come a while ago
+        self._sessions.arrive(device, time.monotonic())
+        if self._sessions.first(device) is not None:
+            await self._run_cache.look()  # the task may have come a while ago
         return await self._wait(device, said, is_there)
 
     async def _wait(self, device: int, said: CheckIn, is_there: IsThere) -> bytes | None:
@@ -103,16 +103,16 @@ class CheckIns:
             if end <= loop.time() or self._stop.is_set():
                 break
             poll: asyncio.Future[Woken] = loop.create_future()
-            self._desk.park(device, poll, time.monotonic())
+            self._sessions.park(device, poll, time.monotonic())
             timer = loop.call_at(end, _end, poll)
             try:
                 woken = await poll
             finally:
                 timer.cancel()
-                self._desk.unpark(device, poll)
+                self._sessions.unpark(device, poll)
             if woken == "replaced" or not self._waited(device, is_there):
                 return None
-        self._desk.answer(device, said.nonce, offer)
+        self._sessions.answer(device, said.nonce, offer)
         return offer
 
     def _waited(self, device: int, is_there: IsThere) -> bool:
@@ -123,7 +123,7 @@ class CheckIns:
         """
         if not is_there():
             return False
-        self._desk.heard(device, time.monotonic())
+        self._sessions.heard(device, time.monotonic())
         self.check_run()
         return True
 
@@ -132,7 +132,7 @@ class CheckIns:
         held = await self._tasks.due(device)
         if held is None:
             return None
-        run, head = self._current.run, self._current.head
+        run, head = self._run_cache.run, self._run_cache.head
         update = offers.format_for(said.formats, self._update)
         held.tau = head.version
         self._metrics.offered.inc()
@@ -150,7 +150,7 @@ class CheckIns:
 
     def check_run(self) -> None:
         """Raise Refusal if there are no more tasks."""
-        if self._current.is_over:
+        if self._run_cache.is_over:
             raise Refusal(410, "run over", "the run is finished: there are no more tasks")
 
 

@@ -20,7 +20,7 @@ from fedstream.runtime.http import SLICE
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from fedstream.coordinator.gateway.shelf import Volume
+    from fedstream.coordinator.gateway.byte_cache import CachedBytes
 
 
 class RedisReaders:
@@ -56,19 +56,19 @@ class InRedis:
 class ModelSource:
     """The bytes for one download, as a context manager inside which they stay."""
 
-    def __init__(self, volume: Volume | None, stored: InRedis | None = None) -> None:
-        """``volume``: the copy in memory; None: it is read from Redis, where there is room for one
+    def __init__(self, cached: CachedBytes | None, stored: InRedis | None = None) -> None:
+        """``cached``: the copy in memory; None: it is read from Redis, where there is room for one
         more reader. ``stored``: None if it can't be read there. One of the two is there.
         """
-        self._volume = volume
+        self._cached = cached
         self._stored = stored
         self._until = ExitStack()
         self._data = memoryview(b"")
         self._begin = 0  # of that chunk
 
     def __enter__(self) -> ModelSource:
-        if self._volume is not None:
-            self._data = self._until.enter_context(self._volume.read())
+        if self._cached is not None:
+            self._data = self._until.enter_context(self._cached.read())
         else:
             self._read_from_redis()
         return self
@@ -79,13 +79,13 @@ class ModelSource:
 
     async def piece(self, begin: int, end: int) -> memoryview:
         """Some bytes from ``begin`` on, and before ``end``. Raises BlobMissing, BlobDamaged."""
-        volume, stored = self._volume, self._stored
-        if volume is not None and volume.is_wanted_back and stored and stored.readers.has_room:
-            self._volume, self._data = None, memoryview(b"")
+        cached, stored = self._cached, self._stored
+        if cached is not None and cached.is_wanted_back and stored and stored.readers.has_room:
+            self._cached, self._data = None, memoryview(b"")
             self._until.close()
             self._read_from_redis()
         end = min(end, begin + SLICE)
-        if self._volume is None:
+        if self._cached is None:
             assert stored is not None  # noqa: S101  (one of the two is there)
             if not self._begin <= begin < self._begin + len(self._data):
                 self._begin, self._data = begin - begin % CHUNK, memoryview(b"")  # one at a time

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from fedstream.broker import blobs
+from fedstream.coordinator.gateway.byte_cache import ByteCache, CachedBytes, NoRoom
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
 from fedstream.coordinator.gateway.model_source import (
     InRedis,
@@ -21,7 +22,6 @@ from fedstream.coordinator.gateway.model_source import (
 )
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
-from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.core.digest import DIGEST_PATTERN
 from fedstream.core.errors import BlobDamaged, BlobMissing
 from fedstream.core.formats import format_of
@@ -31,7 +31,7 @@ from fedstream.protocol import headers
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.coordinator.gateway.current import Current
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.core.records import Head
 
@@ -45,15 +45,15 @@ class ModelCopies:
     """The newest models that were asked for, and what changed between them, within two budgets."""
 
     def __init__(
-        self, client: Client, keys: Keys, current: Current, settings: GatewaySettings
+        self, client: Client, keys: Keys, run_cache: RunCache, settings: GatewaySettings
     ) -> None:
         self._client = client
         self._keys = keys
-        self._current = current
+        self._run_cache = run_cache
         self._most = settings.downloads
         self._redis_readers = RedisReaders(settings.redis_downloads)
         self._within_s = settings.chunk_s
-        self._copies = Shelf(settings.model_bytes)
+        self._copies = ByteCache(settings.model_bytes)
         self._changes = ModelChanges(settings.changes_bytes)
         self.downloads = 0  # now
         self._downloading: Counter[int] = Counter()  # downloads of each device, now
@@ -73,7 +73,7 @@ class ModelCopies:
         self._changes.offer(has, head.given)
         return f"/v1/models/{head.given}/changes/{has}"
 
-    def _base(self, head: Head, has: str) -> Volume | None:
+    def _base(self, head: Head, has: str) -> CachedBytes | None:
         """The copy of a device's model, if changes from it to a version may help."""
         old = self._copies.there(has) if has != head.given else None
         if old is None or old.format != model_format(head):
@@ -104,15 +104,15 @@ class ModelCopies:
         """
         head = await self._asked(request)
         with self._place(device):
-            volume = await self._changed(head, request.match_info["has"])
-            size = volume.data.nbytes
-            about = _About(request, volume.digest, size, volume.format)
-            with ModelSource(volume) as source:
+            cached = await self._changed(head, request.match_info["has"])
+            size = cached.data.nbytes
+            about = _About(request, cached.digest, size, cached.format)
+            with ModelSource(cached) as source:
                 response = await about.send(source, self._within_s)
         is_all = about.is_whole and request.method == "GET"
         return response, self._size(head) - size if is_all else 0
 
-    async def _changed(self, head: Head, has: str) -> Volume:
+    async def _changed(self, head: Head, has: str) -> CachedBytes:
         """What changed since the model ``has``. Raises Refusal.
 
         It is made only up to the newest version, or one that was the newest when somebody was
@@ -120,7 +120,7 @@ class ModelCopies:
         """
         if (made := self._changes.there(has, head.given)) is not None:
             return made
-        is_newest = head.given == self._current.head.given
+        is_newest = head.given == self._run_cache.head.given
         if not is_newest and not self._changes.is_offered(has, head.given):
             raise _no_changes()
         if self._base(head, has) is None:
@@ -134,14 +134,14 @@ class ModelCopies:
             raise _no_changes()
         try:
             with old.read(), new.read():
-                return await self._changes.get(old, new, self._current.run.layout)
+                return await self._changes.get(old, new, self._run_cache.run.layout)
         except NotWorthIt as error:
             raise _no_changes() from error
 
     async def _asked(self, request: web.Request) -> Head:
         """The version whose model is asked for. Raises Refusal."""
         digest = request.match_info["digest"]
-        head = await self._current.version_of(digest) if _DIGEST.fullmatch(digest) else None
+        head = await self._run_cache.version_of(digest) if _DIGEST.fullmatch(digest) else None
         if head is None:
             raise _superseded(digest)
         return head
@@ -171,7 +171,7 @@ class ModelCopies:
         try:
             yield
         except BlobMissing as error:
-            self._current.forget(head.given)
+            self._run_cache.forget(head.given)
             raise _superseded(head.given) from error
         except BlobDamaged as error:
             raise Refusal(
@@ -197,7 +197,7 @@ class ModelCopies:
                 raise _busy("others are read, and there is no room for one more model") from error
             return ModelSource(None, stored)
 
-    async def _copy(self, head: Head) -> Volume:
+    async def _copy(self, head: Head) -> CachedBytes:
         """The copy of a version's model; read from Redis by whoever asks first.
 
         Raises NoRoom, BlobMissing, BlobDamaged.
@@ -209,7 +209,7 @@ class ModelCopies:
         key = self._keys.model(head.blob)
         return await blobs.read_chunk(self._client, key, number, size, encoded=head.encoded)
 
-    async def _read(self, head: Head, size: int) -> Volume:
+    async def _read(self, head: Head, size: int) -> CachedBytes:
         """Read a published blob as it is, and check it as far as its digest is that of its bytes.
 
         The digest of a compressed model is that of what is inside: devices check it.
@@ -224,10 +224,10 @@ class ModelCopies:
             chunks=head.chunks,
             encoded=head.encoded,
         )
-        return Volume(payload.buffer.data.toreadonly(), head.given, model_format(head))
+        return CachedBytes(payload.buffer.data.toreadonly(), head.given, model_format(head))
 
     def _size(self, head: Head) -> int:
-        return head.encoded.size if head.encoded else self._current.run.layout.nbytes
+        return head.encoded.size if head.encoded else self._run_cache.run.layout.nbytes
 
 
 class _About:

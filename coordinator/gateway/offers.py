@@ -10,7 +10,7 @@ from fedstream.core.formats import F32
 from fedstream.protocol.messages import Advice, ExpectedUpdate, Offer, OfferedModel, OfferedTask
 
 if TYPE_CHECKING:
-    from fedstream.coordinator.gateway.desk import Held
+    from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.core.formats import Format
     from fedstream.core.messages import Assignment
     from fedstream.core.records import Head, Run

@@ -11,7 +11,7 @@ from fedstream.protocol.messages import Receipt
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.gateway import Fate
-    from fedstream.coordinator.gateway.turns import Turn
+    from fedstream.coordinator.gateway.upload_locks import UploadLock
 
 WAIT_S: Final = 2.0  # for a coordinator's decision; then the device asks again
 _LOOK_S = 0.02  # between two looks
@@ -56,7 +56,7 @@ class Receipts:
         [fate] = await self._fates([task])
         return receipt_of(fate, attempt)
 
-    async def of(self, task: str, attempt: str, turn: Turn) -> Receipt | None:
+    async def of(self, task: str, attempt: str, lock: UploadLock) -> Receipt | None:
         """Wait for what is decided; "received" if it takes longer than two seconds.
 
         None if nobody will decide: Redis has forgotten the task, when it was emptied or fell back,
@@ -67,7 +67,7 @@ class Receipts:
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
         try:
-            return await turn.within(loop.time() + WAIT_S, lambda: found)
+            return await lock.within(loop.time() + WAIT_S, lambda: found)
         except TimeoutError:
             if await self._is_open(task):
                 return RECEIVED

@@ -24,12 +24,12 @@ from fedstream.coordinator.gateway.attestation import NoVerifier
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.certificate import ServedCertificate
 from fedstream.coordinator.gateway.check_ins import CheckIns
-from fedstream.coordinator.gateway.current import Current
-from fedstream.coordinator.gateway.desk import Desk
+from fedstream.coordinator.gateway.device_sessions import DeviceSessions
+from fedstream.coordinator.gateway.handover import HandOvers
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
-from fedstream.coordinator.gateway.moves import Moves
 from fedstream.coordinator.gateway.receipts import Receipts
+from fedstream.coordinator.gateway.run_cache import RunCache
 from fedstream.coordinator.gateway.settings import OTHER_FILES
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.coordinator.gateway.uploads import Uploads
@@ -85,13 +85,15 @@ class Gateway:
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name))
         self._group = Group(self._client, stream, TRAINERS, name)
-        self._desk = Desk(away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices)
-        self._current = Current(self._ledger, update, supernodes=settings.flower_app is not None)
-        self._models = ModelCopies(self._client, keys, self._current, settings)
+        self._sessions = DeviceSessions(
+            away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices
+        )
+        self._run_cache = RunCache(self._ledger, update, supernodes=settings.flower_app is not None)
+        self._models = ModelCopies(self._client, keys, self._run_cache, settings)
         self._served = ServedCertificate(settings) if settings.tls_cert is not None else None
         self._auth = Auth(self._ledger, settings, self._served)
         self._app = GatewayApp(
-            settings, self._desk, self._current, self._models, identity or self._auth
+            settings, self._sessions, self._run_cache, self._models, identity or self._auth
         )
         self._fleet = self._flower() if settings.flower_app else None
         self._announced: tuple[int, ...] = ()
@@ -111,8 +113,8 @@ class Gateway:
             ) from error
         return FleetRoutes(
             self._settings,
-            self._desk,
-            self._current,
+            self._sessions,
+            self._run_cache,
             self._client,
             self._keys,
             self._ledger,
@@ -133,12 +135,12 @@ class Gateway:
         context.watch(self._client)
         drained = asyncio.Event()
         lasting = context.until(drained)
-        metrics = GatewayMetrics(context.registry, self._desk, self._models, self._settings)
+        metrics = GatewayMetrics(context.registry, self._sessions, self._models, self._settings)
         if self._served is not None:
             context.certificates.append(self._served.ends)
         tasks = Tasks(
-            self._desk,
-            self._current,
+            self._sessions,
+            self._run_cache,
             self._client,
             self._group,
             self._ledger,
@@ -148,10 +150,10 @@ class Gateway:
             context,
             name=self._name,
         )
-        moves = Moves(
-            self._desk,
+        moves = HandOvers(
+            self._sessions,
             tasks,
-            self._current,
+            self._run_cache,
             self._ledger,
             lasting,
             name=self._name,
@@ -185,8 +187,8 @@ class Gateway:
                 self._client,
                 self._keys,
                 self._outbox,
-                self._current,
-                self._desk,
+                self._run_cache,
+                self._sessions,
                 tasks,
                 moves,
                 Receipts(self._ledger.fates, self._ledger.is_open),
@@ -198,8 +200,8 @@ class Gateway:
             )
             check_ins = CheckIns(
                 self._settings,
-                self._desk,
-                self._current,
+                self._sessions,
+                self._run_cache,
                 self._models,
                 tasks,
                 metrics,
@@ -233,8 +235,8 @@ class Gateway:
         Raises ConfigError if devices can't join the run.
         """
         self._look_at_certificate(context)
-        await self._current.look()
-        if self._current.has_begun:
+        await self._run_cache.look()
+        if self._run_cache.has_begun:
             await tasks.take()
             return True
         await pause(context.stop, 0.2)
@@ -254,9 +256,9 @@ class Gateway:
         if self._served is not None and context.tls is not None:
             self._served.look(context.tls, context.log)
 
-    async def _announce(self, context: Context, tasks: Tasks, moves: Moves) -> None:
+    async def _announce(self, context: Context, tasks: Tasks, moves: HandOvers) -> None:
         """Announce who is present: soon after a change of a short list, else every two seconds."""
-        present, now = self._desk.present(), time.monotonic()
+        present, now = self._sessions.present(), time.monotonic()
         if len(present) > OWNED:  # devices with tasks from before a restart, and new ones
             present = present[:OWNED]
         if not present and self._announced and not await self._group.is_empty():
@@ -288,7 +290,7 @@ class Gateway:
 
     async def _drain(self, context: Context, uploads: Uploads, drained: asyncio.Event) -> None:
         await context.stop.wait()
-        self._desk.release_all()
+        self._sessions.release_all()
         await uploads.end()  # those in progress; devices go on with the others later
         drained.set()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway import offers
-from fedstream.coordinator.gateway.desk import Held
+from fedstream.coordinator.gateway.device_sessions import Held
 from fedstream.coordinator.gateway.receipts import receipt_of
 from fedstream.coordinator.gateway.upload_notes import upload_blob
 from fedstream.core import reasons
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.partial_blobs import PartialBlob
     from fedstream.broker.streams import Entry
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.runtime.service import Context
     from fedstream.runtime.tasks import LeaseSettings
 
@@ -38,8 +38,8 @@ class Tasks:
 
     def __init__(
         self,
-        desk: Desk,
-        current: Current,
+        sessions: DeviceSessions,
+        run_cache: RunCache,
         client: Client,
         group: Group,
         ledger: GatewayLedger,
@@ -50,8 +50,8 @@ class Tasks:
         *,
         name: str,
     ) -> None:
-        self._desk = desk
-        self._current = current
+        self._sessions = sessions
+        self._run_cache = run_cache
         self._client = client
         self._group = group
         self._ledger = ledger
@@ -76,16 +76,16 @@ class Tasks:
             entries, _ = await self._group.claim(
                 idle_ms=0, most=self._lease.attempts, own=True, quiet=True, count=OWNED
             )
-            await self._current.look()
+            await self._run_cache.look()
         elif entries := await self._lapsed():
-            await self._current.look()
+            await self._run_cache.look()
         else:
             are_new = True
             entries, head = await self._ledger.take_some(self._group, count=_AT_ONCE)
             if head is not None and entries:
-                self._current.saw(head)
+                self._run_cache.saw(head)
         now = time.monotonic()
-        known = {held.entry.id for held in self._desk} if unsure else set()
+        known = {held.entry.id for held in self._sessions} if unsure else set()
         for entry in entries:
             if entry.id not in known:
                 await self._hold(entry, self._group, now, is_new=are_new)
@@ -100,7 +100,9 @@ class Tasks:
         """Take tasks in hand that another replica of the site leaves to this one."""
         group = self._group_of(stream)
         taken = await group.take_over(entries)
-        await self._current.look()  # a task is trained from no older version than it was sent with
+        await (
+            self._run_cache.look()
+        )  # a task is trained from no older version than it was sent with
         for entry in taken:
             await self._hold(entry, group, time.monotonic())
 
@@ -129,20 +131,22 @@ class Tasks:
             await self._bury(entry, group.stream, str(error))
             return
         self._context.trace("taken", task=task.task, device=task.device)
-        self._desk.hold(Held(task, entry, group.stream, is_new=is_new, is_untouched=is_new), now)
+        self._sessions.hold(
+            Held(task, entry, group.stream, is_new=is_new, is_untouched=is_new), now
+        )
 
     async def renew(self) -> None:
         """Renew all leases together; tasks whose lease is lost are over for their devices."""
         by_stream: dict[str, list[Held]] = {}
-        for held in self._desk:
+        for held in self._sessions:
             by_stream.setdefault(held.stream, []).append(held)
         for stream, some in by_stream.items():
             ours = await self._group_of(stream).renew_all([held.entry.id for held in some])
-            lost = [one for one in some if one.entry.id not in ours and self._desk.has(one)]
+            lost = [one for one in some if one.entry.id not in ours and self._sessions.has(one)]
             for held in lost:
                 task = held.task
                 self._context.log.info("lease lost", task=task.task, device=task.device)
-                self._desk.ended(task.task)
+                self._sessions.ended(task.task)
             await self._discard_ended(lost)
 
     async def sweep(self) -> None:
@@ -153,21 +157,21 @@ class Tasks:
         Silence counts only while devices could be heard: while Redis is away they are told to come
         again, and a process that stands still hears nobody.
         """
-        await self._current.look()
+        await self._run_cache.look()
         now = time.monotonic()
         if now - self._listened > _DEAF_S:
             self._hears_since = now
-        for held in self._desk.gone(now, self._hears_since):
+        for held in self._sessions.gone(now, self._hears_since):
             await self.give_up(held, reasons.DROPPED_OUT)
-        if self._current.is_over:
-            self._desk.release_all()
-            for held in self._desk:
+        if self._run_cache.is_over:
+            self._sessions.release_all()
+            for held in self._sessions:
                 await self.give_up(held, reasons.RUN_FINISHED)
         self._listened = time.monotonic()
 
     async def turn_away(self, devices: Set[int]) -> None:
         """Let revoked devices go, and give up their tasks."""
-        for held in self._desk.expel(devices):
+        for held in self._sessions.expel(devices):
             await self.give_up(held, reasons.REVOKED_DEVICE)
 
     async def give_up(self, held: Held, reason: str) -> None:
@@ -181,7 +185,7 @@ class Tasks:
             reason=reason,
         )
         said = await self._outbox.answer(held.stream, held.entry, answer)
-        self._desk.ended(task.task)
+        self._sessions.ended(task.task)
         if said == "said":
             self.answers += 1
             self._context.trace("gave up", task=task.task, device=task.device, reason=reason)
@@ -206,7 +210,7 @@ class Tasks:
 
     async def due(self, device: int) -> Held | None:
         """The oldest task that a device is to do, giving up those that came to nothing."""
-        while (held := self._desk.first(device)) is not None:
+        while (held := self._sessions.first(device)) is not None:
             why = await self.overdue(held)
             if why is None:
                 held.is_new = False
@@ -217,9 +221,9 @@ class Tasks:
     async def overdue(self, held: Held) -> str | None:
         """As :func:`offers.overdue`, by a version that was read after the task came."""
         version = held.task.version
-        if version is not None and version > self._current.head.version:
-            await self._current.look()  # another replica read it sooner, or Redis has fallen back
-        return offers.overdue(held.task, self._current.head, self.now())
+        if version is not None and version > self._run_cache.head.version:
+            await self._run_cache.look()  # another replica read it sooner, or Redis has fallen back
+        return offers.overdue(held.task, self._run_cache.head, self.now())
 
     def now(self) -> float:
         """Seconds since 1970, by the clock of the tasks' deadlines: Redis's."""
@@ -227,7 +231,7 @@ class Tasks:
 
     def answered(self, upload: Upload, *, said: bool) -> None:
         """Let go of a task whose update was handed over; ``said``: now, and not before."""
-        self._desk.ended(upload.task)
+        self._sessions.ended(upload.task)
         if said:
             self.answers += 1
             self._context.trace(

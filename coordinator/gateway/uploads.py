@@ -22,14 +22,20 @@ from fedstream.broker.blobs import CHUNK, chunks_of
 from fedstream.broker.partial_blobs import Written
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway import upload_answers, upload_requests
-from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.moves import HeldElsewhere
-from fedstream.coordinator.gateway.parts import Chunks, TooLong, UploadPart
+from fedstream.coordinator.gateway.device_sessions import NotHeld
+from fedstream.coordinator.gateway.handover import HeldElsewhere
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.turns import TakenOver, Turns
 from fedstream.coordinator.gateway.upload_answers import OffsetRefused, UploadEnd
-from fedstream.coordinator.gateway.upload_notes import EXPIRE_S, Source, UploadNote, upload_blob
-from fedstream.coordinator.gateway.upload_stops import StoppedUpload, UploadStops
+from fedstream.coordinator.gateway.upload_locks import TakenOver, UploadLocks
+from fedstream.coordinator.gateway.upload_notes import (
+    EXPIRE_S,
+    Source,
+    StoppedUpload,
+    UploadNote,
+    UploadStops,
+    upload_blob,
+)
+from fedstream.coordinator.gateway.upload_requests import Chunks, TooLong, UploadPart
 from fedstream.core.errors import BlobMissing
 from fedstream.core.formats import F32
 from fedstream.core.messages import Upload
@@ -42,15 +48,15 @@ if TYPE_CHECKING:
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.partial_blobs import PartialBlob
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk, Held
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held
+    from fedstream.coordinator.gateway.handover import HandOvers
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
-    from fedstream.coordinator.gateway.moves import Moves
     from fedstream.coordinator.gateway.receipts import Receipts
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
-    from fedstream.coordinator.gateway.turns import Turn
-    from fedstream.coordinator.gateway.upload_stops import Revoked
+    from fedstream.coordinator.gateway.upload_locks import UploadLock
+    from fedstream.coordinator.gateway.upload_notes import Revoked
     from fedstream.core.formats import Format
     from fedstream.protocol.messages import UpdateReport
 
@@ -67,7 +73,7 @@ class _Mine:
     task: str
     attempt: str
     source: Source
-    turn: Turn
+    lock: UploadLock
     blob: PartialBlob
     in_hand: bool  # the task was, when the request came; else only its upload's note is known
     is_first: bool = False  # of all requests to it, at whichever replica: nothing can be there yet
@@ -81,10 +87,10 @@ class Uploads:
         client: Client,
         keys: Keys,
         outbox: Outbox,
-        current: Current,
-        desk: Desk,
+        run_cache: RunCache,
+        sessions: DeviceSessions,
         tasks: Tasks,
-        moves: Moves,
+        moves: HandOvers,
         receipts: Receipts,
         metrics: GatewayMetrics,
         settings: GatewaySettings,
@@ -97,17 +103,17 @@ class Uploads:
         self._client = client
         self._keys = keys
         self._outbox = outbox
-        self._current = current
-        self._desk = desk
+        self._run_cache = run_cache
+        self._sessions = sessions
         self._tasks = tasks
         self._moves = moves
         self._receipts = receipts
         self._metrics = metrics
         self._settings = settings
-        self._stops = UploadStops(desk, current, tasks, receipts, revoked)
+        self._stops = UploadStops(sessions, run_cache, tasks, receipts, revoked)
         self._name = name
         self._formats = {one.name: one for one in (F32, wire)}
-        self._turns = Turns()
+        self._locks = UploadLocks()
         self._methods = {
             hdrs.METH_POST: self._create,
             hdrs.METH_PATCH: self._append,
@@ -118,7 +124,7 @@ class Uploads:
 
     async def end(self) -> None:
         """Wait until no request to an upload is being answered."""
-        await self._turns.end()
+        await self._locks.end()
 
     async def answer(self, request: web.Request, device: int) -> web.Response:
         """Answer a device's request to its upload; ``device`` is that of its token.
@@ -133,13 +139,13 @@ class Uploads:
         source = await self._source(task, attempt, device, blob)
         if isinstance(source, UploadEnd):
             return source.answer(request.method)
-        in_hand = task in self._desk
-        is_first = in_hand and self._desk.held(task, device).is_untouched
+        in_hand = task in self._sessions
+        is_first = in_hand and self._sessions.held(task, device).is_untouched
         if is_first:
-            self._desk.held(task, device).is_untouched = False
+            self._sessions.held(task, device).is_untouched = False
         try:
-            async with self._turns.taken(f"{task}.{attempt}") as turn:
-                mine = _Mine(task, attempt, source, turn, blob, in_hand, is_first)
+            async with self._locks.taken(f"{task}.{attempt}") as lock:
+                mine = _Mine(task, attempt, source, lock, blob, in_hand, is_first)
                 return await self._methods[request.method](request, mine)
         except TakenOver:
             raise upload_answers.taken_over() from None
@@ -156,7 +162,7 @@ class Uploads:
     ) -> Source | UploadEnd:
         """The task that this device is to answer, or what became of its answer. Raises Refusal."""
         try:
-            held = self._desk.held(task, device)
+            held = self._sessions.held(task, device)
         except NotHeld:
             note = UploadNote.parsed((await blob.written()).note)
             if note is not None and note.source.device != device:
@@ -231,7 +237,7 @@ class Uploads:
     async def _begin(self, mine: _Mine, note: UploadNote) -> None:
         """Begin the blob, unless the task is given up at the same time. Raises NotHeld."""
         await mine.blob.begin(note.length, note.encode())
-        if mine.in_hand and mine.task not in self._desk:
+        if mine.in_hand and mine.task not in self._sessions:
             await mine.blob.discard()
             raise NotHeld(mine.task)
 
@@ -333,9 +339,9 @@ class Uploads:
         await upload_requests.go_ahead(request)
         until = loop.time() + self._settings.chunk_s
         try:
-            while data := await mine.turn.within(until, request.content.readany):
+            while data := await mine.lock.within(until, request.content.readany):
                 self._metrics.upload_bytes.inc(len(data))
-                self._desk.heard(mine.source.device, time.monotonic())
+                self._sessions.heard(mine.source.device, time.monotonic())
                 for number, chunk in chunks.take(data):
                     await self._stops.admit(mine.source.device, mine.blob)
                     await use(number, chunk)
@@ -369,8 +375,8 @@ class Uploads:
         ahead: Sequence[Command] = ()
         self._metrics.upload_bytes.inc(data.nbytes)
         try:
-            async with self._turns.taken(f"{task}.{attempt}") as turn:
-                mine = _Mine(task, attempt, source, turn, blob, in_hand=True)
+            async with self._locks.taken(f"{task}.{attempt}") as lock:
+                mine = _Mine(task, attempt, source, lock, blob, in_hand=True)
                 if not last:
                     ahead = blob.whole(data, done.encode(), note_expire_s=_NOTE_S)
                 else:
@@ -411,7 +417,7 @@ class Uploads:
 
     async def _told(self, mine: _Mine, note: UploadNote) -> web.Response:
         """Wait for what becomes of the update. Raises BlobMissing if nobody knows any more."""
-        receipt = await self._receipts.of(mine.task, mine.attempt, mine.turn)
+        receipt = await self._receipts.of(mine.task, mine.attempt, mine.lock)
         if receipt is not None and receipt.state == "received":
             if (await mine.blob.written()).chunks is not None:
                 await mine.blob.mark(note.encode())  # to be asked again, perhaps much later
@@ -442,7 +448,7 @@ class Uploads:
             loss=report.loss,
             seconds=report.seconds,
             seed=mine.source.seed,
-            sends=self._current.run.sends,
+            sends=self._run_cache.run.sends,
             site=self._outbox.site,
             chunks=chunks_of(note.length),
             format=report.format,
@@ -452,7 +458,7 @@ class Uploads:
 
     def _fits(self, length: int, report: UpdateReport) -> None:
         """Raise Refusal if no update of this run can be like this."""
-        layout = self._current.run.layout
+        layout = self._run_cache.run.layout
         wire = self._formats.get(report.format)
         if wire is None:
             raise Refusal(

@@ -249,7 +249,7 @@ class Heartbeat(Message):
     failing: Count = 0
 
 
-class Seating(Message):
+class ArrivedDevices(Message):
     """Devices have come to a replica of a gateway, whichever they were at before.
 
     None have come: the replica only says that it is there.

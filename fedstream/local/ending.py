@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedstream.coordinator.rests import no_device_works
+from fedstream.coordinator.cooldowns import no_device_works
 from fedstream.core.messages import POOL, Event
 from fedstream.core.records import Tally
 from fedstream.history.display import failing

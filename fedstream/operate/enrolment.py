@@ -17,7 +17,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.gateway import Registration
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.coordinator.gateway.invites import new_invite
+from fedstream.coordinator.gateway.auth import new_invite
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import ConfigError, FedstreamError, NoRun
 from fedstream.terminal import clock, console, line

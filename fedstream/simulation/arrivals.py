@@ -16,6 +16,7 @@ from collections.abc import Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from fedstream.coordinator.cooldowns import Cooldowns
 from fedstream.coordinator.policies import (
     InFlight,
     Policy,
@@ -24,7 +25,6 @@ from fedstream.coordinator.policies import (
     place_of_next,
     tasks_wanted,
 )
-from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import draw
 from fedstream.core.errors import ConfigError
@@ -132,7 +132,7 @@ def _drawn(
     size, limit = settings.strategy.batch, settings.rule.max_staleness
     parts = Participation(settings.scheduler.steps, settings.participation)
     seed, n, version = settings.run.seed, 0, 0
-    in_rounds, rests = isinstance(settings.policy, Rounds), Rests(0.0)
+    in_rounds, rests = isinstance(settings.policy, Rounds), Cooldowns(0.0)
     most_answers = devices if in_rounds else math.inf
     while True:
         idle: list[int] = []
@@ -206,7 +206,7 @@ class _Clock:
         self._seed = settings.run.seed
         in_rounds = isinstance(settings.policy, Rounds)  # tasks end with their round
         self._timeout_s = math.inf if in_rounds else settings.scheduler.task_timeout_s
-        self._rests = Rests(settings.scheduler.rest_s)
+        self._rests = Cooldowns(settings.scheduler.rest_s)
         self._now = 0.0
         self._issued = 0
         self._version = 0

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fedstream.coordinator.rests import no_device_works
+from fedstream.coordinator.cooldowns import no_device_works
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.core.layout import Layout, Model

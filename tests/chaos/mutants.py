@@ -295,7 +295,7 @@ MUTANTS = (
     ),
     Mutant(
         "a device gets another device's task",
-        "coordinator/gateway/desk.py",
+        "coordinator/gateway/device_sessions.py",
         "return seat.tasks[0] if seat is not None and seat.tasks else None",
         "return next(iter(self._held.values()), None)",
         (Kind.HANG_UP,),

@@ -66,8 +66,8 @@ class Adds(Task):
         return Trained(steps=1, samples=1, loss=0.5)
 
 
-class Rests(Backoff):
-    """Rests of the test's choice, which note what they are told."""
+class Cooldowns(Backoff):
+    """Cooldowns of the test's choice, which note what they are told."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(rng=random.Random())

@@ -34,7 +34,7 @@ async def wait(stack: ExitStack, place: Place, devices: range) -> None:
         one.setblocking(False)
         await loop.sock_connect(one, (host, int(port)))
         await loop.sock_sendall(one, check_in(device))
-    await wait_until(lambda: place.gateway._desk.polls == devices.stop)
+    await wait_until(lambda: place.gateway._sessions.polls == devices.stop)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory")
@@ -48,7 +48,7 @@ async def test_device_that_waits_costs_little(redis: RedisSettings, hand: Hand) 
         return sum(not handle.cancelled() for handle in scheduled)
 
     async with serving(hand, redis, address_rate=1e6) as place:
-        desk = place.gateway._desk
+        sessions = place.gateway._sessions
         with ExitStack() as stack:
             await wait(stack, place, range(DEVICES))  # what is grown once is there from now on
             gc.collect()
@@ -61,7 +61,7 @@ async def test_device_that_waits_costs_little(redis: RedisSettings, hand: Hand) 
             assert timers() - timers_before <= 2 * DEVICES + 5
             # Nothing was said to anybody yet, and a stop tells all of them.
             place.context.stop.set()
-            await wait_until(lambda: desk.polls == 0)
+            await wait_until(lambda: sessions.polls == 0)
 
 
 async def test_crowd_gets_its_tasks(redis: RedisSettings, hand: Hand) -> None:
@@ -75,7 +75,7 @@ async def test_crowd_gets_its_tasks(redis: RedisSettings, hand: Hand) -> None:
         checks = [asyncio.create_task(place.check_in(n, wait_s=50)) for n in range(crowd)]
         for device in (0, crowd - 1):
             await owned_by(hand, device, "gw-0")
-        await wait_until(lambda: place.gateway._desk.polls == crowd)
+        await wait_until(lambda: place.gateway._sessions.polls == crowd)
 
         async def all_owned() -> bool:
             return len(await hand.ledger.owners()) == crowd

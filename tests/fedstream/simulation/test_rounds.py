@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstream.coordinator.rests import Rests
+from fedstream.coordinator.cooldowns import Cooldowns
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.core.errors import ConfigError
@@ -181,7 +181,7 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
     ends: list[tuple[float, int, Trigger]] = []
     held: list[int] = []
     told: History = []
-    rests = Rests(0.0)
+    rests = Cooldowns(0.0)
     while len(told) < count:
         resting = rests.after_failures(now)
         what = plan(

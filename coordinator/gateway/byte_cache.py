@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from fedstream.core.errors import FedstreamError
 
-Make: TypeAlias = Callable[[], Coroutine[Any, Any, "Volume"]]
+Make: TypeAlias = Callable[[], Coroutine[Any, Any, "CachedBytes"]]
 
 
 class NoRoom(FedstreamError):
@@ -21,7 +21,7 @@ class NoRoom(FedstreamError):
 
 
 @dataclass(slots=True, eq=False)
-class Volume:
+class CachedBytes:
     """Bytes on the shelf, and what they are."""
 
     data: memoryview
@@ -40,25 +40,25 @@ class Volume:
             self.readers -= 1
 
 
-class Shelf:
+class ByteCache:
     """The bytes that were last asked for, by name, up to a budget."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._volumes: dict[str, Volume] = {}  # least recently asked for first
-        self._making: dict[str, asyncio.Task[Volume]] = {}
+        self._entries: dict[str, CachedBytes] = {}  # least recently asked for first
+        self._making: dict[str, asyncio.Task[CachedBytes]] = {}
         self._reserved = 0  # bytes of those that are being made
         self.nbytes = 0  # on the shelf
 
-    def there(self, name: str) -> Volume | None:
+    def there(self, name: str) -> CachedBytes | None:
         """The bytes of this name, if they are on the shelf."""
-        if (found := self._volumes.pop(name, None)) is not None:
-            self._volumes[name] = found
+        if (found := self._entries.pop(name, None)) is not None:
+            self._entries[name] = found
             if not found.readers:
                 found.is_wanted_back = False
         return found
 
-    async def get(self, name: str, size: int, make: Make) -> Volume:
+    async def get(self, name: str, size: int, make: Make) -> CachedBytes:
         """The bytes of this name, made by whoever asks first.
 
         ``size``: the most that they take. What is larger than the budget stays while somebody reads
@@ -68,7 +68,7 @@ class Shelf:
             return found
         making = self._making.get(name)
         if making is None:
-            if not self.tidy(size) and (self._making or self._volumes):
+            if not self.tidy(size) and (self._making or self._entries):
                 self._want_back(size)
                 raise NoRoom(f"no room for {size} bytes more")
             making = self._begin(name, size, make)
@@ -79,45 +79,45 @@ class Shelf:
 
         Not if there is no room; nobody hears of errors: who asks will.
         """
-        if name in self._volumes or name in self._making:
+        if name in self._entries or name in self._making:
             return
         if self.tidy(size):
             self._begin(name, size, make)
         else:
             self._want_back(size)
 
-    def _begin(self, name: str, size: int, make: Make) -> asyncio.Task[Volume]:
+    def _begin(self, name: str, size: int, make: Make) -> asyncio.Task[CachedBytes]:
         self._reserved += size
         making = self._making[name] = asyncio.create_task(make(), name=f"make {name}")
         making.add_done_callback(partial(self._is_made, name, size))
         return making
 
-    def _is_made(self, name: str, size: int, making: asyncio.Task[Volume]) -> None:
+    def _is_made(self, name: str, size: int, making: asyncio.Task[CachedBytes]) -> None:
         """Keep what was made; retrieve an exception, which asyncio would log if all had gone."""
         del self._making[name]
         self._reserved -= size
         if not making.cancelled() and making.exception() is None:
-            made = self._volumes[name] = making.result()
+            made = self._entries[name] = making.result()
             self.nbytes += made.data.nbytes
 
     def _want_back(self, size: int) -> None:
         """Have the readers of the oldest do without, as far as ``size`` more bytes need it."""
         left, room = self.nbytes, self._budget - self._reserved - size
-        for volume in self._volumes.values():
+        for cached in self._entries.values():
             if left <= room:
                 return
-            volume.is_wanted_back = True
-            left -= volume.data.nbytes
+            cached.is_wanted_back = True
+            left -= cached.data.nbytes
 
     def tidy(self, size: int = 0) -> bool:
         """Drop the oldest that nobody reads, until ``size`` more bytes fit: whether they do."""
         room = self._budget - self._reserved - size
         if self.nbytes <= room:
             return True
-        for name, volume in tuple(self._volumes.items()):
-            if not volume.readers:
-                del self._volumes[name]
-                self.nbytes -= volume.data.nbytes
+        for name, cached in tuple(self._entries.items()):
+            if not cached.readers:
+                del self._entries[name]
+                self.nbytes -= cached.data.nbytes
                 if self.nbytes <= room:
                     return True
         return False

@@ -22,7 +22,7 @@ class TakenOver(Exception):
     """A newer request for the same upload has come."""
 
 
-class Turn:
+class UploadLock:
     """A request's turn."""
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Turn:
 class _Line:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.newest: Turn | None = None
+        self.newest: UploadLock | None = None
         self.requests = 0
 
 
-class Turns:
+class UploadLocks:
     """The turns of all uploads, by name."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Turns:
         await self._empty.wait()
 
     @asynccontextmanager
-    async def taken(self, name: str) -> AsyncIterator[Turn]:
+    async def taken(self, name: str) -> AsyncIterator[UploadLock]:
         """Take over as soon as the request before has ended.
 
         Raises TakenOver if a newer one has come by then.
@@ -88,13 +88,13 @@ class Turns:
         self._empty.clear()
         if line.newest is not None:
             line.newest.end()
-        line.newest = turn = Turn()
+        line.newest = lock = UploadLock()
         line.requests += 1
         try:
             async with line.lock:
-                if line.newest is not turn:
+                if line.newest is not lock:
                     raise TakenOver
-                yield turn
+                yield lock
         finally:
             line.requests -= 1
             if not line.requests:

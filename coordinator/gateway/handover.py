@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from fedstream.coordinator.gateway.desk import NotHeld
+from fedstream.coordinator.gateway.device_sessions import NotHeld
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.replicas import GREET_S, OtherReplicas
 from fedstream.core.errors import BadMessage
-from fedstream.core.messages import HandOver, Seating, decode
+from fedstream.core.messages import ArrivedDevices, HandOver, decode
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
@@ -24,10 +23,45 @@ if TYPE_CHECKING:
 
     from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.streams import Entry
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk, Held
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.runtime.service import Context
+
+GREET_S: Final = 10.0  # between two signs of life of a replica
+_SILENT_S = 3 * GREET_S + 5.0  # without one, it is gone
+_DEAF_S = 3.0  # without listening: somebody may have gone unheard
+
+
+class OtherReplicas:
+    """The other replicas. ``now`` is in monotonic seconds everywhere."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, float] = {}
+        self._listened = self._hears_since = -math.inf  # the last time; without a break
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self._heard)
+
+    def heard(self, name: str, now: float) -> None:
+        """Note that a replica has told something."""
+        self._heard[name] = now
+
+    def listened(self, now: float) -> None:
+        """Note that all is known that was told until now, and forget who is silent.
+
+        Silence counts only while replicas could be heard: not while Redis is away.
+        """
+        if now - self._listened > _DEAF_S:
+            self._hears_since = now
+        self._listened = now
+        self._heard = {
+            name: heard
+            for name, heard in self._heard.items()
+            if now - max(heard, self._hears_since) < _SILENT_S
+        }
+
 
 _SETTLE_S = 2.0  # in which a device that came has its tasks here, if another replica had them
 _TOGETHER = 1000  # devices in one message
@@ -46,14 +80,14 @@ class HeldElsewhere(Refusal):
         )
 
 
-class Moves:
+class HandOvers:
     """What one replica tells of its devices, and what it makes of what others tell."""
 
     def __init__(
         self,
-        desk: Desk,
+        sessions: DeviceSessions,
         tasks: Tasks,
-        current: Current,
+        run_cache: RunCache,
         ledger: GatewayLedger,
         context: Context,
         *,
@@ -61,9 +95,9 @@ class Moves:
         lease_s: float,
     ) -> None:
         """``lease_s``: for how long a task may be at a replica that its device has left."""
-        self._desk = desk
+        self._sessions = sessions
         self._tasks = tasks
-        self._current = current
+        self._run_cache = run_cache
         self._ledger = ledger
         self._context = context
         self._name = name
@@ -79,9 +113,9 @@ class Moves:
 
     async def tell(self) -> None:
         """Tell the other replicas who has come."""
-        while some := list(self._desk.newcomers)[:_TOGETHER]:
-            told = await self._ledger.move(Seating(gateway=self._name, devices=tuple(some)))
-            self._desk.newcomers.difference_update(some)
+        while some := list(self._sessions.newcomers)[:_TOGETHER]:
+            told = await self._ledger.move(ArrivedDevices(gateway=self._name, devices=tuple(some)))
+            self._sessions.newcomers.difference_update(some)
             now, place = time.monotonic(), _place(told)
             for device in some:
                 self._left.pop(device, None)
@@ -94,7 +128,7 @@ class Moves:
         """Tell the other replicas now and then that this one is there."""
         now = time.monotonic()
         if now - self._greeted >= GREET_S:
-            await self._ledger.move(Seating(gateway=self._name, devices=()))
+            await self._ledger.move(ArrivedDevices(gateway=self._name, devices=()))
             self._greeted = now
 
     async def follow(self) -> None:
@@ -107,7 +141,7 @@ class Moves:
             return
         for entry in await self._ledger.moves_after(self._after):
             match self._message(entry):
-                case Seating(gateway=other, devices=devices) if other != self._name:
+                case ArrivedDevices(gateway=other, devices=devices) if other != self._name:
                     self.others.heard(other, time.monotonic())
                     await self._leave(other, self._lost(devices, other, _place(entry.id)))
                 case HandOver(gateway=self._name, stream=stream, entries=entries):
@@ -115,7 +149,9 @@ class Moves:
                     self._settle()
             self._after = entry.id
         # Tasks that were on their way here when their device left.
-        late = {held.task.device for held in self._desk} & self._left.keys() - self._desk.newcomers
+        late = {
+            held.task.device for held in self._sessions
+        } & self._left.keys() - self._sessions.newcomers
         for device in late:
             await self._leave(self._left[device], (device,))
         self.others.listened(time.monotonic())
@@ -127,19 +163,19 @@ class Moves:
         entries = await self._ledger.moves()
         for entry in entries:
             message = self._message(entry)
-            if isinstance(message, Seating):
+            if isinstance(message, ArrivedDevices):
                 last.update(dict.fromkeys(message.devices, message.gateway))
                 if message.gateway != self._name:  # perhaps long ago: nobody knows yet
                     self.others.heard(message.gateway, time.monotonic())
-        for device in {*self._desk.present()} - self._desk.newcomers:
+        for device in {*self._sessions.present()} - self._sessions.newcomers:
             if (other := last.get(device, self._name)) != self._name:
                 await self._leave(other, (device,))
         self._after = entries[-1].id if entries else "0"
 
-    def _message(self, entry: Entry) -> Seating | HandOver | None:
+    def _message(self, entry: Entry) -> ArrivedDevices | HandOver | None:
         """What a replica told; None if this release can't read it."""
         try:
-            return decode(entry.data, Seating, HandOver)
+            return decode(entry.data, ArrivedDevices, HandOver)
         except BadMessage as error:
             self._context.log.warning("what another replica told is unreadable", reason=str(error))
             return None
@@ -148,7 +184,7 @@ class Moves:
         """The devices that are not here any more, by what was told at a place of the order."""
         for device in devices:
             told = self._told.get(device)
-            if device in self._desk.newcomers:
+            if device in self._sessions.newcomers:
                 self._meanwhile[device] = (place, other)
             elif told is None or told[0] < place:
                 yield device
@@ -158,9 +194,9 @@ class Moves:
         tasks: dict[str, list[str]] = {}
         for device in devices:
             was_here = self._told.pop(device, None) is not None
-            if was_here or self._desk.is_present(device):
+            if was_here or self._sessions.is_present(device):
                 self._left[device] = other
-            for held in self._desk.let_go(device):
+            for held in self._sessions.let_go(device):
                 tasks.setdefault(held.stream, []).append(held.entry.id)
         for stream, entries in tasks.items():
             self._context.log.info("tasks left to another replica", to=other, tasks=len(entries))
@@ -168,8 +204,8 @@ class Moves:
 
     def _forget(self) -> None:
         """Forget who was here long ago, as far as it is more than those who are here now."""
-        if len(self._told) > 2 * len(self._desk.present()) + _REMEMBERED:
-            here = {*self._desk.present()}
+        if len(self._told) > 2 * len(self._sessions.present()) + _REMEMBERED:
+            here = {*self._sessions.present()}
             self._told = {device: told for device, told in self._told.items() if device in here}
         while len(self._left) > _REMEMBERED:
             del self._left[next(iter(self._left))]
@@ -181,19 +217,19 @@ class Moves:
         ``lease_s`` after the device came; and Refusal if too many devices are present.
         """
         try:
-            return self._desk.held(task, device)
+            return self._sessions.held(task, device)
         except NotHeld:
-            if task in self._desk or not self._may_come(device):
+            if task in self._sessions or not self._may_come(device):
                 raise
             if not self._came(device, self._lease_s):
                 raise
         if self._came(device, _SETTLE_S):
             await self._settled(device)
         try:
-            return self._desk.held(task, device)
+            return self._sessions.held(task, device)
         except NotHeld:
             # Whoever had it may be stopping, restarting or cut off: only its end is an end.
-            if task in self._desk or not await self._may_be_elsewhere(task):
+            if task in self._sessions or not await self._may_be_elsewhere(task):
                 raise
             raise HeldElsewhere(task) from None
 
@@ -205,14 +241,14 @@ class Moves:
     def _may_come(self, device: int) -> bool:
         """Whether a device may be present, by what is known without a check-in."""
         return (
-            device < self._current.run.devices
-            and device not in self._current.head.quarantines.by_device
-            and not self._desk.has_declined(device)
+            device < self._run_cache.run.devices
+            and device not in self._run_cache.head.quarantines.by_device
+            and not self._sessions.has_declined(device)
         )
 
     async def _settled(self, device: int) -> None:
         """Have a device come here, and wait a moment for its task."""
-        self._desk.arrive(device, time.monotonic())
+        self._sessions.arrive(device, time.monotonic())
         settled = self._settling.setdefault(device, asyncio.Event())
         try:
             await self.tell()
@@ -226,7 +262,7 @@ class Moves:
 
     def _came(self, device: int, within_s: float) -> bool:
         """Whether a device is new here, or came not longer ago than that."""
-        if not self._desk.is_present(device) or device in self._desk.newcomers:
+        if not self._sessions.is_present(device) or device in self._sessions.newcomers:
             return True
         told = self._told.get(device)
         return told is not None and time.monotonic() - told[1] < within_s
@@ -234,7 +270,7 @@ class Moves:
     def _settle(self) -> None:
         """Let those look again whose tasks have come."""
         for device in tuple(self._settling):
-            if self._desk.first(device) is not None:
+            if self._sessions.first(device) is not None:
                 self._settling.pop(device).set()
 
 

@@ -57,7 +57,7 @@ class NotHeld(Refusal):
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Session:
     """A device that is present."""
 
     heard: float  # when its last request ended, monotonic seconds
@@ -69,7 +69,7 @@ class _Seat:
     answer: bytes | None = None  # to it; None: no task
 
 
-class Desk:
+class DeviceSessions:
     """The devices that are present and the tasks in hand.
 
     ``now`` is in monotonic seconds everywhere.
@@ -80,7 +80,7 @@ class Desk:
         self._away_s = away_s
         self._lease_s = lease_s
         self._most = most
-        self._seats: dict[int, _Seat] = {}  # least recently heard first
+        self._by_device: dict[int, _Session] = {}  # least recently heard first
         self._held: dict[str, Held] = {}  # by task
         self._declined: set[int] = set()  # whose last check-in here said that they are not eligible
         self._listed: tuple[int, ...] | None = ()
@@ -94,7 +94,7 @@ class Desk:
 
         Raises Refusal if too many are.
         """
-        if device not in self._seats and len(self._seats) >= self._most:
+        if device not in self._by_device and len(self._by_device) >= self._most:
             raise Refusal(
                 503,
                 "busy",
@@ -106,12 +106,12 @@ class Desk:
 
     def heard(self, device: int, now: float) -> None:
         """Note a request of a device, if it is present."""
-        if device in self._seats:
+        if device in self._by_device:
             self._come(device, now)
 
     def is_present(self, device: int) -> bool:
         """Whether a device is present."""
-        return device in self._seats
+        return device in self._by_device
 
     def has_declined(self, device: int) -> bool:
         """Whether a device is not eligible, as it said here last."""
@@ -120,11 +120,11 @@ class Desk:
     def let_go(self, device: int) -> list[Held]:
         """Let a device go at once, with its tasks: it has come to another replica."""
         self._declined.discard(device)
-        seat = self._seats.get(device)
-        if seat is None:
+        session = self._by_device.get(device)
+        if session is None:
             return []
-        self._release(seat, "replaced")
-        for held in (tasks := list(seat.tasks)):
+        self._release(session, "replaced")
+        for held in (tasks := list(session.tasks)):
             del self._held[held.task.task]
         self._remove(device)
         return tasks
@@ -135,41 +135,43 @@ class Desk:
         These are to be given up, and stay in hand until they are.
         """
         given_up: list[Held] = []
-        for device in devices & self._seats.keys():
-            seat = self._seats[device]
-            self._release(seat, "replaced")
-            self._unlist(seat)
-            given_up += seat.tasks
-            if not seat.tasks:
+        for device in devices & self._by_device.keys():
+            session = self._by_device[device]
+            self._release(session, "replaced")
+            self._unlist(session)
+            given_up += session.tasks
+            if not session.tasks:
                 self._remove(device)
         return given_up
 
     def leave(self, device: int) -> None:
         """Note that a device is not eligible. It stays while it has a task, unheard."""
         self._declined.add(device)
-        seat = self._seats.get(device)
-        if seat is not None:
-            self._release(seat, "replaced")
-            if not seat.tasks:
+        session = self._by_device.get(device)
+        if session is not None:
+            self._release(session, "replaced")
+            if not session.tasks:
                 self._remove(device)
 
     def present(self) -> tuple[int, ...]:
         """The devices that are present; the same object while they are the same."""
         if self._listed is None:
-            self._listed = tuple(device for device, seat in self._seats.items() if seat.is_listed)
+            self._listed = tuple(
+                device for device, session in self._by_device.items() if session.is_listed
+            )
         return self._listed
 
     def answered(self, device: int, nonce: str) -> tuple[bool, bytes | None]:
         """Whether this check-in was answered before, and with which offer (None: no task)."""
-        seat = self._seats.get(device)
-        if seat is None or not nonce or seat.nonce != nonce:
+        session = self._by_device.get(device)
+        if session is None or not nonce or session.nonce != nonce:
             return False, None
-        return True, seat.answer
+        return True, session.answer
 
     def answer(self, device: int, nonce: str, offer: bytes | None) -> None:
         """Note the answer to a device's check-in, to be repeated."""
-        if (seat := self._seats.get(device)) is not None:
-            seat.nonce, seat.answer = nonce, offer
+        if (session := self._by_device.get(device)) is not None:
+            session.nonce, session.answer = nonce, offer
 
     # check-ins that wait
 
@@ -179,28 +181,28 @@ class Desk:
         Raises Refusal as :meth:`arrive` does.
         """
         self.arrive(device, now)
-        seat = self._seats[device]
-        self._release(seat, "replaced")
-        seat.poll = poll
+        session = self._by_device[device]
+        self._release(session, "replaced")
+        session.poll = poll
         self.polls += 1
 
     def unpark(self, device: int, poll: asyncio.Future[Woken]) -> None:
         """End the wait of a check-in, if it still waits."""
-        seat = self._seats.get(device)
-        if seat is not None and seat.poll is poll:
-            self._release(seat)
+        session = self._by_device.get(device)
+        if session is not None and session.poll is poll:
+            self._release(session)
 
     def release_all(self) -> None:
         """Send all check-ins away that wait."""
-        for seat in self._seats.values():
-            self._release(seat)
+        for session in self._by_device.values():
+            self._release(session)
 
-    def _release(self, seat: _Seat, why: Woken = "nothing") -> None:
-        if seat.poll is None:
+    def _release(self, session: _Session, why: Woken = "nothing") -> None:
+        if session.poll is None:
             return
-        if not seat.poll.done():
-            seat.poll.set_result(why)
-        seat.poll = None
+        if not session.poll.done():
+            session.poll.set_result(why)
+        session.poll = None
         self.polls -= 1
 
     # tasks
@@ -225,18 +227,18 @@ class Desk:
         """Take a task in hand, until its device comes for it. A check-in that waits may look."""
         device = held.task.device
         self.ended(held.task.task)  # if it was sent again, in another entry
-        seat = self._seats.get(device)
-        if seat is None:
-            seat = self._sit(device, now)
-            seat.is_listed = not held.is_new  # it left before the task came
+        session = self._by_device.get(device)
+        if session is None:
+            session = self._sit(device, now)
+            session.is_listed = not held.is_new  # it left before the task came
         self._held[held.task.task] = held
-        seat.tasks.append(held)
-        self._release(seat, "look")
+        session.tasks.append(held)
+        self._release(session, "look")
 
     def first(self, device: int) -> Held | None:
         """The task that a device is to do now: the oldest of those in hand for it."""
-        seat = self._seats.get(device)
-        return seat.tasks[0] if seat is not None and seat.tasks else None
+        session = self._by_device.get(device)
+        return session.tasks[0] if session is not None and session.tasks else None
 
     def held(self, task: str, device: int) -> Held:
         """A task in hand for this device. Raises NotHeld."""
@@ -249,7 +251,7 @@ class Desk:
         """Let go of a task: its answer was sent, or somebody else ended or took it."""
         held = self._held.pop(task, None)
         if held is not None:
-            self._seats[held.task.device].tasks.remove(held)
+            self._by_device[held.task.device].tasks.remove(held)
 
     # time
 
@@ -262,51 +264,51 @@ class Desk:
         """
         given_up: list[Held] = []
         least_s = min(self._away_s, self._lease_s)
-        for device, seat in tuple(self._idle(now - least_s)):
-            if seat.poll is not None:
+        for device, session in tuple(self._idle(now - least_s)):
+            if session.poll is not None:
                 continue
-            silent_s = now - max(seat.heard, since)
-            if not seat.tasks and silent_s >= self._away_s:
+            silent_s = now - max(session.heard, since)
+            if not session.tasks and silent_s >= self._away_s:
                 self._remove(device)
                 continue
             late = [
                 held
-                for held in seat.tasks
+                for held in session.tasks
                 if silent_s >= (self._away_s if held.is_new else self._lease_s)
             ]
-            if late and len(late) == len(seat.tasks):
-                self._unlist(seat)
+            if late and len(late) == len(session.tasks):
+                self._unlist(session)
             given_up += late
         return given_up
 
-    def _idle(self, since: float) -> Iterable[tuple[int, _Seat]]:
-        for device, seat in self._seats.items():
-            if seat.heard > since:
+    def _idle(self, since: float) -> Iterable[tuple[int, _Session]]:
+        for device, session in self._by_device.items():
+            if session.heard > since:
                 return
-            yield device, seat
+            yield device, session
 
     def _come(self, device: int, now: float) -> None:
-        seat = self._sit(device, now)
-        if not seat.is_listed:
-            seat.is_listed, self._listed = True, None
-        if not seat.is_here:
-            seat.is_here = True
+        session = self._sit(device, now)
+        if not session.is_listed:
+            session.is_listed, self._listed = True, None
+        if not session.is_here:
+            session.is_here = True
             self.newcomers.add(device)
 
-    def _sit(self, device: int, now: float) -> _Seat:
-        seat = self._seats.pop(device, None)
-        if seat is None:
-            seat = _Seat(now)
+    def _sit(self, device: int, now: float) -> _Session:
+        session = self._by_device.pop(device, None)
+        if session is None:
+            session = _Session(now)
             self._listed = None
-        seat.heard = now
-        self._seats[device] = seat
-        return seat
+        session.heard = now
+        self._by_device[device] = session
+        return session
 
-    def _unlist(self, seat: _Seat) -> None:
-        if seat.is_listed:
-            seat.is_listed, self._listed = False, None
+    def _unlist(self, session: _Session) -> None:
+        if session.is_listed:
+            session.is_listed, self._listed = False, None
 
     def _remove(self, device: int) -> None:
-        del self._seats[device]
+        del self._by_device[device]
         self.newcomers.discard(device)
         self._listed = None

@@ -2,7 +2,7 @@
 
 In a live run, `note_failure` in broker/lua/prelude.lua decides about failures, in the step that
 ends a task: it sees each end once, whoever ends it, and a scheduler that takes over, coordinators
-and observers know the same. :class:`Rests` does so for simulations.
+and observers know the same. :class:`Cooldowns` does so for simulations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def no_device_works(failed: int, tried: int, devices: int) -> str:
     return f"no device works: {failed} tasks in a row failed, on {tried} of {devices} devices"
 
 
-class Rests:
+class Cooldowns:
     """When each device may have another task; ``now`` is in seconds, of any clock."""
 
     def __init__(self, seconds: float) -> None:

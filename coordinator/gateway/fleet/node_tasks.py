@@ -72,7 +72,7 @@ class Incoming:
 
 
 @dataclass
-class NodeWork:
+class NodeTask:
     """A device's task: what it was given for it, and its reply if there is one."""
 
     task: str
@@ -87,13 +87,13 @@ class NodeWork:
         self.expected = len(self.objects)
 
 
-class NodeWorks:
+class NodeTasks:
     """The work of all devices, within a budget of memory."""
 
     def __init__(self, budget: int) -> None:
         """``budget``: bytes; one model and one reply always fit."""
         self._budget = budget
-        self._by_device: dict[int, NodeWork] = {}
+        self._by_device: dict[int, NodeTask] = {}
         self._given: WeakValueDictionary[str, GivenVersion] = WeakValueDictionary()
 
     def given(self, digest: str) -> GivenVersion | None:
@@ -109,18 +109,18 @@ class NodeWorks:
         if self._given and self._used(self._replies()) + size > self._budget:
             raise _no_room()
 
-    def expect(self, work: NodeWork, reply: Incoming) -> None:
+    def expect(self, node_task: NodeTask, reply: Incoming) -> None:
         """Take a reply to a device's work, in place of an earlier one.
 
         It has its room from now on, however little of it has come. Raises Refusal (503) unless it
         fits in, as one alone does.
         """
-        others = [one for one in self._replies() if one is not work.reply]
-        reply.most = most(work.given.model)
+        others = [one for one in self._replies() if one is not node_task.reply]
+        reply.most = most(node_task.given.model)
         if others and self._used(others) + reply.most > self._budget:
             raise _no_room()
-        work.reply = reply
-        work.expected = len(reply.wanted)
+        node_task.reply = reply
+        node_task.expected = len(reply.wanted)
 
     def _replies(self) -> list[Incoming]:
         """The replies that are coming in."""
@@ -130,13 +130,13 @@ class NodeWorks:
     def _used(self, replies: Iterable[Incoming]) -> int:
         return sum(one.nbytes for one in self._given.values()) + sum(one.most for one in replies)
 
-    def get(self, device: int) -> NodeWork | None:
+    def get(self, device: int) -> NodeTask | None:
         """What a device works on."""
         return self._by_device.get(device)
 
-    def begin(self, device: int, work: NodeWork) -> None:
+    def begin(self, device: int, node_task: NodeTask) -> None:
         """Have a device work on something new."""
-        self._by_device[device] = work
+        self._by_device[device] = node_task
 
     def end(self, device: int) -> None:
         """Forget what a device works on."""

@@ -17,7 +17,7 @@ _REMEMBERED = 1000  # newest versions whose models may still be asked for, if Re
 _WAIT_S = 2.0  # for a run that is being made
 
 
-class Current:
+class RunCache:
     """The run and its newest version. Nothing is known before the run was read once."""
 
     def __init__(self, ledger: GatewayLedger, update: Format, *, supernodes: bool = False) -> None:
