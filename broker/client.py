@@ -30,7 +30,7 @@ from fedstream.broker.clock import Clock, uptime
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
 from fedstream.broker.discovery import Address, Cluster, Discovery, Sentinels
 from fedstream.broker.failures import is_elsewhere, meaning, said_by_redis
-from fedstream.broker.link import READ, BulkPlace, Link
+from fedstream.broker.link import READ, BulkPlace, Link, Started
 from fedstream.broker.settings import (
     RedisSettings,
     SentinelSettings,
@@ -38,7 +38,6 @@ from fedstream.broker.settings import (
     check_password_file,
     passwords,
 )
-from fedstream.broker.started import Started
 from fedstream.core.errors import (
     BrokerError,
     ConfigError,

@@ -34,7 +34,7 @@ from fedstream.broker.ledger import (
     trainer,
     updater,
 )
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Rights
 from fedstream.broker.scripts import Script
 from fedstream.broker.settings import in_lines
 from fedstream.core.messages import POOL

@@ -12,8 +12,8 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
+from fedstream.broker.link import Started
 from fedstream.broker.scripts import Script
-from fedstream.broker.started import Started
 from fedstream.core.errors import BrokerError
 
 BLOCK_MS = 1000

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from itertools import compress
 from typing import Self, overload
 
-from fedstream.runtime.tasks import Rated
+from fedstream.runtime.task_settings import Rated
 
 
 class DeviceSet(Rated):

@@ -10,7 +10,7 @@ from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
 from fedstream.core.messages import Trigger, time_of
 from fedstream.core.records import NO_QUARANTINES, Bookmark, Changes, Failing, Tally
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.task_settings import Participation
 
 
 class Mirror:

@@ -24,9 +24,9 @@ from pydantic import Field
 
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.errors import ConfigError, FedstreamError
-from fedstream.runtime.config import Chosen, Positive
-from fedstream.runtime.plugins import Door, OneOf, words
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.config import NamedSettings, Positive
+from fedstream.runtime.plugins import OneOf, Registry, words
+from fedstream.runtime.task_settings import Participation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Traffic:
     present at it; 0 in a simulation"""
 
 
-class Policy(Chosen):
+class Policy(NamedSettings):
     """Base class of policies. Its fields are the keys of ``scheduler.policy``.
 
     Only :meth:`in_flight` must be written; a task then begins as soon as there is room, on a
@@ -174,7 +174,7 @@ def _accept(value: object) -> type[Policy] | None:
     return value
 
 
-POLICIES: Door[type[Policy | Rounds]] = Door(
+POLICIES: Registry[type[Policy | Rounds]] = Registry(
     "fedstream.policies",
     "scheduling policy",
     {"in_flight": InFlight, "poisson": Poisson, "rounds": Rounds, "none": Anarchic},

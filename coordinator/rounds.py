@@ -10,10 +10,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fedstream.runtime.config import Chosen
+from fedstream.runtime.config import NamedSettings
 
 
-class Rounds(Chosen):
+class Rounds(NamedSettings):
     """Rounds of k devices that all train from the same version.
 
     A round ends when the strategy has enough answers for a version; at the time-out, if there are

@@ -40,7 +40,7 @@ from fedstream.core.records import Run, Tally
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.service import Context, lead, repeat
-from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup, Steps
+from fedstream.runtime.task_settings import FixedSteps, Participation, ParticipationGroup, Steps
 
 BUDGET_SHARE = 0.8  # of Redis's own limit, if no budget is given
 _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the request seems lost

@@ -18,7 +18,7 @@ from fedstream.coordinator.policies import Policy, Traffic, next_due, place_of_n
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.core.messages import Trigger, task_id
 from fedstream.core.reasons import Overdue
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.task_settings import Participation
 
 _CATCH_UP_S = 1.0  # a policy that catches up makes up for at most this much missed time
 _SEEN_AFTER = 20  # updates in which the mean staleness forgets nearly all that it was before

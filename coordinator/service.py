@@ -22,12 +22,11 @@ from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import App
 from fedstream.coordinator.entries import LARGEST, Entries
 from fedstream.coordinator.intake import EntryIntake
-from fedstream.coordinator.page import MakePage
-from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.coordinator.settings import CoordinatorSettings, MakePage
 from fedstream.coordinator.sites import served
 from fedstream.coordinator.sweep import Sweep
 from fedstream.runtime.service import Context, repeat
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 
 _SWEPT_WITHIN_S = 120.0  # a dozen round trips: a slow Redis must not get us restarted
 

@@ -31,7 +31,7 @@ from fedstream.core.errors import Foreign, NoRun
 from fedstream.core.messages import POOL
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 
 _SWEEP_S = 1.0
 _SEARCH_S = 5.0  # between two searches through all open tasks for those without an entry

@@ -30,7 +30,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 
 Advance: TypeAlias = Callable[[int], None]
 
@@ -42,7 +42,7 @@ _MOST_DIGITS = 15  # longest integer to show in full
 def line(text: object = "", *, err: bool = False) -> None:
     """Print a text, which may have several lines."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(visible(text, lines=True) + "\n")
+    stream.write(escaped(text, lines=True) + "\n")
     stream.flush()
 
 
@@ -54,7 +54,7 @@ def verbatim(text: str) -> None:
 
 def confirm(question: str) -> None:
     """Ask a yes-or-no question. Raises typer.Abort for no."""
-    typer.confirm(visible(question), abort=True)
+    typer.confirm(escaped(question), abort=True)
 
 
 class _Piped(Console):
@@ -160,12 +160,12 @@ def doing() -> Iterator[Callable[[str], None]]:
 
 def cell(value: object, *, style: str = "", lines: bool = False) -> Text:
     """Value made safe for a table cell or a line of text; ``lines`` keeps line breaks."""
-    return Text(visible(value, lines=lines), style=style)
+    return Text(escaped(value, lines=lines), style=style)
 
 
 def cut(value: object, *, style: str = "", lines: bool = False) -> Text:
     """The same as :func:`cell`, cut with an ellipsis where it doesn't fit."""
-    shown = visible(value, lines=lines)
+    shown = escaped(value, lines=lines)
     return Text(shown, style=style, overflow="ellipsis", no_wrap=True)
 
 
@@ -201,7 +201,7 @@ def number(value: object, digits: int = 4) -> str:
             return f"{value:.{digits}g}"
         case int() if abs(value) >= 10**_MOST_DIGITS:
             return f"{'-' if value < 0 else ''}1e{_MOST_DIGITS} or more"
-    return visible(value)
+    return escaped(value)
 
 
 def two_columns(rows: Iterable[tuple[str, object]]) -> Table:

@@ -1,7 +1,7 @@
 """One attempt at a task: where training starts, training itself, and the answer.
 
 What belongs to an attempt lives in :class:`Attempt` and dies with it; what attempts share is in
-:class:`Workshop`.
+:class:`AttemptContext`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ from fedstream.runtime.backoff import pause
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.failures import Guard
 from fedstream.trainer.saved_work import SavedWork
-from fedstream.trainer.solvers import Cancelled, Solvers, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Solvers, Work, solver_for_device
 from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import TakenTask, TrainerLedger
     from fedstream.core.formats import Format
-    from fedstream.core.layout import Floats, Layout, Model, Payload
+    from fedstream.core.layout import Payload
     from fedstream.core.records import Head, Run
     from fedstream.runtime.service import Context, Worker
     from fedstream.trainer.failures import Failures
@@ -116,7 +114,7 @@ class Newest:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class AttemptContext:
     """What the attempts of one trainer share."""
 
     name: str  # the trainer's
@@ -142,11 +140,11 @@ class Attempt:
     """One attempt at a task."""
 
     def __init__(
-        self, task: Assignment, taken: TakenTask, lost: asyncio.Event, shop: Workshop
+        self, task: Assignment, taken: TakenTask, lost: asyncio.Event, shared: AttemptContext
     ) -> None:
         """``lost``: set when the lease is lost."""
         self.id = secrets.token_hex(6)
-        self.saved = shop.saved_work(task.task)
+        self.saved = shared.saved_work(task.task)
         self._again = taken.again
         self._newest = taken.newest  # version; None: not known any more
         self.update: Payload | None = None  # to be uploaded with the answer
@@ -154,8 +152,8 @@ class Attempt:
         self.dropped = False  # whether what the one before left unsent is not in the update
         self._task = task
         self._lost = lost
-        self._shop = shop
-        self._stop = shop.context.stop
+        self._shared = shared
+        self._stop = shared.context.stop
         self._began = time.monotonic()
 
     @property
@@ -179,17 +177,17 @@ class Attempt:
             return self._give_up(reasons.DEADLINE_PASSED)
 
     async def _answer_from(self, start: Start) -> Upload | GiveUp:
-        task, shop = self._task, self._shop
+        task, shared = self._task, self._shared
         if task.version is not None and task.version != start.version:
             return self._give_up(reasons.ROUND_OVER)
-        simulated = behaviour(shop.devices, task.device, task.seed)
+        simulated = behaviour(shared.devices, task.device, task.seed)
         if simulated.drops_out:
             await self._device_time(simulated.latency_s * 0.5, self._is_cancelled)
             return self._give_up(reasons.DROPPED_OUT)
-        unsent = await shop.feedback.of(task.device) if shop.wire.of_changes else None
+        unsent = await shared.feedback.of(task.device) if shared.wire.of_changes else None
         try:
             work = self._work(start)
-            with shop.metrics.timed("training"):
+            with shared.metrics.timed("training"):
                 learned = await self._learned(start, work, unsent)
         except Cancelled:
             raise
@@ -198,9 +196,9 @@ class Attempt:
                 await self.saved.reject(error)
                 self._again, self._newest = False, None
                 return await self.answer()
-            await shop.failures.raised(error, task, start.version)
+            await shared.failures.raised(error, task, start.version)
             return self._give_up(reasons.raised(error))
-        shop.failures.trained()
+        shared.failures.trained()
         # If told to stop now, it answers at once rather than lose the trained model.
         left_s = simulated.latency_s - self.seconds
         await self._device_time(left_s, lambda: self._lost.is_set() or self._is_late())
@@ -209,14 +207,14 @@ class Attempt:
     async def _start(self) -> Start:
         """The task's workspace, left by any replica; without one, the newest version."""
         if self._again:
-            layout = self._shop.run.layout.without_controls()
+            layout = self._shared.run.layout.without_controls()
             saved = await self.saved.read(layout)
             if saved is not None:
                 return Start.resumed(saved, layout)
-        return await self._shop.newest.start(self._task.device, self._newest)
+        return await self._shared.newest.start(self._task.device, self._newest)
 
     def _work(self, start: Start) -> Work:
-        task, shop = self._task, self._shop
+        task, shared = self._task, self._shared
         return Work(
             device=task.device,
             task=task.task,
@@ -225,10 +223,10 @@ class Attempt:
             steps=task.steps,
             epochs=task.epochs,
             seconds=task.seconds,
-            solver=chosen(shop.learner.task, task.device, shop.solvers),
-            cancelled=lambda: self._is_cancelled() or not shop.is_eligible(task.device),
+            solver=solver_for_device(shared.learner.task, task.device, shared.solvers),
+            cancelled=lambda: self._is_cancelled() or not shared.is_eligible(task.device),
             base=start.digest,
-            control=start.model.controls if shop.run.layout.controls else None,
+            control=start.model.controls if shared.run.layout.controls else None,
             device_control=start.device_control,
             resume=start.saved,
         )
@@ -238,17 +236,17 @@ class Attempt:
 
         Asynchronous Federated Optimization, 'flexibility'.
         """
-        shop = self._shop
+        shared = self._shared
         while True:
             try:
-                with Guard(self._is_cancelled, self._hangs, patience_s=shop.settings.drain_s):
-                    return await shop.thread.run(
-                        shop.learner.train,
+                with Guard(self._is_cancelled, self._hangs, patience_s=shared.settings.drain_s):
+                    return await shared.thread.run(
+                        shared.learner.train,
                         start,
                         work,
-                        shop.out,
-                        shop.run.sends,
-                        shop.wire,
+                        shared.out,
+                        shared.run.sends,
+                        shared.wire,
                         unsent,
                     )
             except Cancelled as stopped:
@@ -260,9 +258,9 @@ class Attempt:
 
     def _hangs(self) -> None:
         # The drain waits as long again; then the process ends, hung thread or not.
-        self._shop.context.log.error(
+        self._shared.context.log.error(
             "training hangs: this trainer exits and must be restarted",
-            told_to_stop_s=self._shop.settings.drain_s,
+            told_to_stop_s=self._shared.settings.drain_s,
         )
         self._stop.set()
 
@@ -276,10 +274,10 @@ class Attempt:
             task=task.task,
             attempt=self.id,
             device=task.device,
-            trainer=self._shop.name,
+            trainer=self._shared.name,
             tau=start.version,
             base=start.digest,
-            layout=self._shop.run.layout.signature,
+            layout=self._shared.run.layout.signature,
             digest=learned.digest,
             size=size,
             samples=trained.samples,
@@ -288,10 +286,10 @@ class Attempt:
             loss=trained.loss,
             seconds=self.seconds,
             seed=task.seed,
-            sends=self._shop.run.sends,
-            site=self._shop.settings.site,
+            sends=self._shared.run.sends,
+            site=self._shared.settings.site,
             chunks=blobs.chunks_of(size),
-            format=self._shop.wire.name,
+            format=self._shared.wire.name,
         )
 
     def _give_up(self, reason: str) -> GiveUp:
@@ -299,7 +297,7 @@ class Attempt:
             task=self._task.task,
             attempt=self.id,
             device=self._task.device,
-            trainer=self._shop.name,
+            trainer=self._shared.name,
             reason=reason,
         )
 
@@ -312,14 +310,14 @@ class Attempt:
     def _is_late(self) -> bool:
         """Whether the task's deadline has passed."""
         deadline = self._task.deadline
-        return deadline is not None and self._shop.now() > deadline
+        return deadline is not None and self._shared.now() > deadline
 
     def _is_cancelled(self) -> bool:
         return self._is_over() or self._is_late()
 
     async def _until_eligible(self) -> None:
         """Wait until the device may train. Raises Cancelled."""
-        while not self._shop.is_eligible(self._task.device):
+        while not self._shared.is_eligible(self._task.device):
             self._newest = None  # another one, by then
             await pause(self._stop, _LOOK_S)
             if self._is_cancelled():

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from fedstream.trainer.task import Task
 
 PerDevice: TypeAlias = Literal["never", "last", "always"]
 """When devices are measured: never, with a run's last version, with every measurement."""

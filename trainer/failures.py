@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedstream.runtime.service import Context
 
 
-class Patience:
+class OutageLimit:
     """Gives up ``most_s`` seconds after Redis last served a request; None: never.
 
     A Redis that answers but can't serve (loading, failing over, read-only) counts as unavailable.
@@ -32,7 +32,7 @@ class Patience:
         self.heard = time.monotonic()  # when Redis last served
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def requesting(self) -> Iterator[None]:
         """Wrap a regular request to Redis. Raises FedstreamError if Redis is away for too long."""
         try:
             yield

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedstream.core.formats import Format
     from fedstream.core.layout import Floats, Model
     from fedstream.core.messages import Sends
-    from fedstream.trainer.solvers import Trained, Work
+    from fedstream.trainer.solvers import Work
     from fedstream.trainer.task import Task
     from fedstream.trainer.workspace import Start
 

@@ -21,7 +21,7 @@ from fedstream.core.messages import Dead, GiveUp, Upload
 from fedstream.runtime.backoff import Backoff, pause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Coroutine
 
     from fedstream.broker.client import Client
     from fedstream.broker.commands import Command
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fedstream.broker.streams import Entry, Group
     from fedstream.core.layout import Payload
     from fedstream.runtime.service import Context
-    from fedstream.runtime.tasks import LeaseSettings
+    from fedstream.runtime.task_settings import LeaseSettings
     from fedstream.trainer.metrics import TrainerMetrics
 
 

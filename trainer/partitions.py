@@ -21,8 +21,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from fedstream.core.errors import DataError, FedstreamError
-from fedstream.runtime.config import Chosen, table_of
-from fedstream.runtime.plugins import Door, OneOf, words
+from fedstream.runtime.config import NamedSettings, table_of
+from fedstream.runtime.plugins import OneOf, Registry, words
 
 Rows = npt.NDArray[np.int64]
 
@@ -144,7 +144,7 @@ def _holders(classes: int, devices: int, p: int, draw: np.random.Generator) -> l
     return held
 
 
-class Partition(Chosen):
+class Partition(NamedSettings):
     """Base class of partitions. Its fields are the keys of ``task.partition``."""
 
     kind: str = ""
@@ -226,7 +226,7 @@ def _accept(value: object) -> type[Partition] | None:
     return made
 
 
-PARTITIONS: Door[type[Partition]] = Door(
+PARTITIONS: Registry[type[Partition]] = Registry(
     "fedstream.partitions",
     "partition",
     {"iid": Iid, "classes": Classes, "dirichlet": Dirichlet, "natural": Natural},

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import TrainerLedger
-    from fedstream.core.layout import Floats, Layout
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
 

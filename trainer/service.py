@@ -31,10 +31,10 @@ from fedstream.core.messages import Assignment, GiveUp, Trigger, Upload, task_id
 from fedstream.core.records import Run
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.service import Context, Worker, repeat
-from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup
-from fedstream.trainer.attempt import Attempt, Newest, Workshop
+from fedstream.runtime.task_settings import LeaseSettings, Participation, ParticipationGroup
+from fedstream.trainer.attempt import Attempt, AttemptContext, Newest
 from fedstream.trainer.devices import DeviceSettings, eligible
-from fedstream.trainer.failures import Failures, Patience
+from fedstream.trainer.failures import Failures, OutageLimit
 from fedstream.trainer.leases import Delivery, Leases
 from fedstream.trainer.metrics import TrainerMetrics
 from fedstream.trainer.saved_work import Feedback, SavedWork
@@ -43,11 +43,9 @@ from fedstream.trainer.solvers import Cancelled, SolverGroup, Solvers, SolverSet
 from fedstream.trainer.task import check_run
 
 if TYPE_CHECKING:
-    from fedstream.broker.ledger.trainer import Outbox, TakenTask, TrainerLedger
+    from fedstream.broker.ledger.trainer import TakenTask
     from fedstream.core.formats import Format
-    from fedstream.runtime.service import Context
     from fedstream.trainer.learner import Learner
-    from fedstream.trainer.settings import InitiativeSettings
     from fedstream.trainer.task import Task
 
 
@@ -162,7 +160,7 @@ class Trainer:
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name)) if settings.owns else keys.tasks
         self._group = Group(self._client, stream, TRAINERS, name)
-        self._patience = Patience(settings.redis_away_s)
+        self._outage_limit = OutageLimit(settings.redis_away_s)
         self._run: Run | None = None
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -179,7 +177,7 @@ class Trainer:
             learner = await thread.run(self._loaded)
             loaded = True
             gc.freeze()  # torch and the task stay
-            self._patience.heard = time.monotonic()
+            self._outage_limit.heard = time.monotonic()
             await self._take_part(context, metrics, learner, thread)
 
     async def _take_part(
@@ -190,8 +188,8 @@ class Trainer:
             await repeat(context, "run", partial(self._join, context, learner))
             if self._run is None or context.stop.is_set():
                 return
-            shop = self._workshop(context, metrics, learner, thread, self._run)
-            await self._work(context, shop)
+            shared = self._workshop(context, metrics, learner, thread, self._run)
+            await self._work(context, shared)
         finally:
             self._client.hurry(_GOODBYE_S)
             try:
@@ -200,9 +198,9 @@ class Trainer:
                 context.log.warning("could not announce that it is leaving", reason=str(error))
             await self._client.close()
 
-    async def _work(self, context: Context, shop: Workshop) -> None:
+    async def _work(self, context: Context, shared: AttemptContext) -> None:
         """Do the run's tasks until told to stop."""
-        shift = self._shift(shop)
+        shift = self._shift(shared)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
@@ -211,7 +209,7 @@ class Trainer:
                 within_s = max(30.0, self._lease.seconds)
                 group.create_task(repeat(context, "tasks", shift.step, within_s=within_s))
                 if self._settings.anarchic is not None:
-                    initiative = self._initiative(self._settings.anarchic, shop, shift)
+                    initiative = self._initiative(self._settings.anarchic, shared, shift)
                     within_s = initiative.patience_s
                     group.create_task(
                         repeat(context, "initiative", initiative.decide, within_s=within_s)
@@ -233,7 +231,7 @@ class Trainer:
         devices, or if solver and strategy don't fit together.
         """
         try:
-            with self._patience.asking():
+            with self._outage_limit.requesting():
                 run = await self._ledger.run()
         except NoRun:
             await pause(context.stop, _ASKS_S)
@@ -264,7 +262,7 @@ class Trainer:
         learner: Learner,
         thread: Worker,
         run: Run,
-    ) -> Workshop:
+    ) -> AttemptContext:
         site = self._settings.site
 
         def is_eligible(device: int) -> bool:
@@ -275,7 +273,7 @@ class Trainer:
             key = self._keys.workspace(site, task)
             return SavedWork(key, self._client, self._ledger, self._settings, context.log)
 
-        return Workshop(
+        return AttemptContext(
             name=self._name,
             settings=self._settings,
             context=context,
@@ -303,8 +301,8 @@ class Trainer:
             ),
         )
 
-    def _shift(self, shop: Workshop) -> _Shift:
-        leases = Leases(self._group, self._ledger, self._lease, shop.context)
+    def _shift(self, shared: AttemptContext) -> _Shift:
+        leases = Leases(self._group, self._ledger, self._lease, shared.context)
         delivery = Delivery(
             self._client,
             self._keys,
@@ -312,15 +310,15 @@ class Trainer:
             leases,
             self._group.stream,
             self._settings.blob_expiry_s,
-            shop.context,
-            shop.metrics,
+            shared.context,
+            shared.metrics,
         )
-        return _Shift(shop, leases, delivery, self._client)
+        return _Shift(shared, leases, delivery, self._client)
 
     def _initiative(
-        self, settings: InitiativeSettings, shop: Workshop, shift: _Shift
+        self, settings: InitiativeSettings, shared: AttemptContext, shift: _Shift
     ) -> Initiative:
-        devices = self._settings.owns or range(shop.run.devices)
+        devices = self._settings.owns or range(shared.run.devices)
         return Initiative(
             settings,
             self._participation,
@@ -328,15 +326,15 @@ class Trainer:
             name=self._name,
             outbox=self._outbox,
             ledger=self._ledger,
-            context=shop.context,
+            context=shared.context,
             is_idle=shift.is_idle,
-            is_eligible=shop.is_eligible,
+            is_eligible=shared.is_eligible,
         )
 
     async def _announce(self, context: Context, shift: _Shift) -> None:
         """Say that this trainer is alive; end with the run if told to."""
         device = shift.task.device if shift.task else None
-        with self._patience.asking():
+        with self._outage_limit.requesting():
             await self._outbox.announce(
                 self._name,
                 self._settings.owns,
@@ -355,9 +353,11 @@ class Trainer:
 class _Shift:
     """The tasks that a trainer does in its run, one at a time."""
 
-    def __init__(self, shop: Workshop, leases: Leases, delivery: Delivery, client: Client) -> None:
-        self._shop = shop
-        self._context = shop.context
+    def __init__(
+        self, shared: AttemptContext, leases: Leases, delivery: Delivery, client: Client
+    ) -> None:
+        self._shared = shared
+        self._context = shared.context
         self.leases = leases
         self._delivery = delivery
         self._client = client
@@ -370,20 +370,20 @@ class _Shift:
 
         0 while a device may be the cause.
         """
-        return self._shop.failures.in_a_row
+        return self._shared.failures.in_a_row
 
     def is_idle(self) -> bool:
         """Whether the trainer could take a task now."""
-        return self.task is None and not self._shop.failures.rests
+        return self.task is None and not self._shared.failures.rests
 
     def _goes_on(self) -> bool:
         """Whether a new task is wanted as soon as the one in hand is answered."""
-        rests = self._shop.failures.rests
+        rests = self._shared.failures.rests
         return not (self._context.stop.is_set() or rests or self.leases.is_due)
 
     async def step(self) -> None:
         """Perform one task, if there is one."""
-        await self._shop.failures.rest()
+        await self._shared.failures.rest()
         if self._context.stop.is_set():
             return
         taken = await self.leases.next()
@@ -404,9 +404,9 @@ class _Shift:
 
     async def _perform(self, taken: TakenTask, task: Assignment) -> None:
         """Carry out a task, from fetching the model to sending the answer."""
-        log, metrics, entry = self._context.log, self._shop.metrics, taken.entry
+        log, metrics, entry = self._context.log, self._shared.metrics, taken.entry
         async with self.leases.held(entry) as lost:
-            attempt = Attempt(task, taken, lost, self._shop)
+            attempt = Attempt(task, taken, lost, self._shared)
             self._context.trace("taken", attempt=attempt.id)
             try:
                 answer = await attempt.answer()
@@ -421,11 +421,11 @@ class _Shift:
                 metrics.ended(end)
                 return
             if isinstance(answer, GiveUp):
-                failures = self._shop.failures
+                failures = self._shared.failures
                 failures.gave_up(task.device, answer.reason)
                 answer = answer.model_copy(update={"failing": failures.in_a_row})
             answered_at = time.time()
-            feedback, unsent = self._shop.feedback, attempt.unsent
+            feedback, unsent = self._shared.feedback, attempt.unsent
             said = await self._delivery.send(
                 entry,
                 answer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -10,11 +10,8 @@ from fedstream.broker.keys import check_name
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import OWNED, POOL
 from fedstream.runtime.config import Section
-from fedstream.runtime.tasks import Epochs, Steps
+from fedstream.runtime.task_settings import Epochs, Steps
 from fedstream.trainer.data import Processor, Threads
-
-if TYPE_CHECKING:
-    pass
 
 
 class InitiativeSettings(Section):

@@ -28,8 +28,8 @@ from pydantic_core import CoreSchema
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
-from fedstream.runtime.config import Chosen, Section, check
-from fedstream.runtime.plugins import Door, OneOf
+from fedstream.runtime.config import NamedSettings, Section, check
+from fedstream.runtime.plugins import OneOf, Registry
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Iterate:
         return self.memory[name]
 
 
-class Solver(Chosen):
+class Solver(NamedSettings):
     """Base class of solvers: minibatch descent. Its fields are the keys of ``solver``.
 
     A step is x <- x - rate(n) g, where g comes from the loss's gradient: clipped, then with weight
@@ -222,7 +222,7 @@ def _accept(value: object) -> type[Solver] | None:
     return value if isinstance(value, type) and issubclass(value, Solver) else None
 
 
-SOLVERS: Door[type[Solver]] = Door(
+SOLVERS: Registry[type[Solver]] = Registry(
     "fedstream.solvers",
     "solver",
     {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected},
@@ -367,7 +367,7 @@ class Solvers:
         return self.others.get(device, self.usual)
 
 
-def chosen(task: Task, device: int, solvers: Solvers) -> SolverSettings:
+def solver_for_device(task: Task, device: int, solvers: Solvers) -> SolverSettings:
     """The solver that a device trains with. Raises TypeError if the task returns anything else."""
     solver = task.solver_of(device, solvers[device])
     if not isinstance(solver, Solver):

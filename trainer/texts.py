@@ -85,7 +85,7 @@ def shakespeare(settings: TaskSettings) -> InMemory:
             "role; leave out the partition, or choose natural"
         )
     folder = data_root("shakespeare", settings) / "shakespeare" / "plays"
-    roles = chosen(roles_in(folder), settings.devices or _DEVICES)
+    roles = pick_roles(roles_in(folder), settings.devices or _DEVICES)
     shares, tests = [], []
     for role in roles:
         text = _symbols(role.text)
@@ -118,7 +118,7 @@ def roles_in(folder: Path) -> list[Role]:
     ]
 
 
-def chosen(roles: Sequence[Role], devices: int) -> list[Role]:
+def pick_roles(roles: Sequence[Role], devices: int) -> list[Role]:
     """The roles chosen as devices by the module's rule, in the order given.
 
     Raises DataError if there are fewer sufficiently long roles than devices.

@@ -8,7 +8,7 @@ A snapshot is encoded as a checksum and a msgpack map, in which vectors are raw 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import msgpack
 import numpy as np
@@ -19,9 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from fedstream.core.errors import BadMessage, LayoutMismatch
 from fedstream.core.layout import Floats, Layout, Model
 from fedstream.core.messages import Count, first_wrong
-
-if TYPE_CHECKING:
-    from fedstream.core.layout import Floats, Layout
 
 SCHEMA = 1
 

@@ -12,14 +12,14 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import Keys
-from fedstream.broker.started import Started
+from fedstream.broker.link import Started
 from fedstream.broker.streams import Entry, Look, Reader
 from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, BrokerError
 from fedstream.core.formats import F32
 from fedstream.core.layout import Layout, Payload
 from fedstream.core.messages import RoundEnd, SetQuarantine, Upload, decode
+from fedstream.updater.buffers import BufferPool
 from fedstream.updater.refusals import by_format
-from fedstream.updater.spares import Spares
 from fedstream.updater.state import Ends
 
 BATCH = 16  # entries that are read together; small ones share a journal write
@@ -60,7 +60,7 @@ class Intake:
         self.looking: Started | None = None  # a look at the queue that was begun
         self.fetches: dict[str, asyncio.Task[Payload]] = {}  # of large updates, by entry
         self.arrived: dict[str, Fetched] = {}  # small updates, by entry
-        self.spares = Spares()
+        self.spares = BufferPool()
 
     # entries
 

@@ -35,7 +35,7 @@ from fedstream.journal import (
     name_of,
     segments,
 )
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
@@ -71,7 +71,7 @@ class Recovery:
 
     context: Context
     metrics: UpdaterMetrics
-    index: Ended
+    index: EndedTasks
     recorder: Recorder
     publisher: Publisher
     rule: StrategySettings

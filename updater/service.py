@@ -27,7 +27,7 @@ from fedstream.core.formats import F32, Format
 from fedstream.core.layout import Model
 from fedstream.core.records import Run
 from fedstream.journal import JournalSettings
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import allowing
@@ -36,11 +36,10 @@ from fedstream.strategies import StrategySettings
 from fedstream.updater.commit import Commits
 from fedstream.updater.decider import Decider
 from fedstream.updater.intake import Intake
-from fedstream.updater.loop import Loop
+from fedstream.updater.loop import Loop, Upkeep
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.recovery import Recovery
-from fedstream.updater.upkeep import Upkeep
 
 
 class UpdaterSettings(Section):
@@ -125,7 +124,7 @@ class Updater:
         metrics.journal.set_function(lambda: recorder.appended)
         metrics.unsynced.set_function(lambda: recorder.appended - recorder.safe)
         context.watch(self._client)
-        index = Ended(recorder.folder)
+        index = EndedTasks(recorder.folder)
         recovery = Recovery(
             context=context,
             metrics=metrics,

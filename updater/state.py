@@ -22,7 +22,7 @@ from fedstream.core.records import (
     without,
 )
 from fedstream.journal import EntryRecord, QuarantineSet, Taken
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import quarantines_after
 from fedstream.strategies import Strategy
@@ -84,7 +84,7 @@ class Ends:
     """
 
     def __init__(
-        self, index: Ended, done: Iterable[End] = (), controls: Iterable[str] = ()
+        self, index: EndedTasks, done: Iterable[End] = (), controls: Iterable[str] = ()
     ) -> None:
         """``index`` knows the ends of tasks that no longer fit in memory."""
         self.index = index

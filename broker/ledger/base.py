@@ -1,4 +1,4 @@
-"""What every role's ledger is made of: scripts, pending changes, events."""
+"""The base of every role's ledger: rights, scripts, pending changes, events."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ from fedstream.broker.scripts import Script
 from fedstream.core.errors import NoRun
 from fedstream.core.messages import SCHEMA, Event
 from fedstream.core.records import Head, Run, mapping
+
+
+@dataclass(frozen=True)
+class Rights:
+    """The rights of one role, with key names as in :class:`Keys` and ``*`` as a wildcard."""
+
+    both: tuple[str, ...] = ()  # read and written
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()  # sent by the service itself
+    scripts: tuple[Script, ...] = ()  # run by the service; their commands are allowed too
+    apart: tuple[Rights, ...] = ()  # selectors: other commands for other keys
+
 
 T = TypeVar("T")
 
@@ -113,3 +126,16 @@ class Ledger:
             **fields,
         }
         return {name: value for name, value in event.items() if value is not None}
+
+
+FINISH_RUN = Script("finish_run")
+
+
+class Finishing(Ledger):
+    """What ends a run: the evaluator at its target, and operators."""
+
+    async def finish(self, why: str) -> bool:
+        """End the run: whether it was running."""
+        event = self._event(what="run", text=f"finished: {why}")
+        now = self.now()
+        return bool(await self._run(FINISH_RUN, why, repr(now), packed(event)))

@@ -7,9 +7,8 @@ from contextlib import suppress
 
 from fedstream.broker import blobs, cleanup, streams
 from fedstream.broker.keys import COORDINATORS, TRAINERS, member
-from fedstream.broker.ledger.base import Pending, packed, verdict, word
+from fedstream.broker.ledger.base import Pending, Rights, packed, verdict, word
 from fedstream.broker.ledger.dead_letters import BURY, Letters
-from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.queries import LOOK, MemoryUse, Models, Overview, Register
 from fedstream.broker.scripts import Script, load_all
 from fedstream.broker.streams import Entry

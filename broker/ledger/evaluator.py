@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fedstream.broker import blobs
-from fedstream.broker.ledger.finishing import FINISH_RUN, Finishing
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights
 from fedstream.broker.scripts import Script
 from fedstream.core.messages import Event
 

@@ -17,8 +17,7 @@ from fedstream.broker import partial_blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import trainer
-from fedstream.broker.ledger.base import word
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Rights, word
 from fedstream.broker.ledger.queries import device_of
 from fedstream.broker.ledger.trainer import TakesTasks
 from fedstream.broker.scripts import Script

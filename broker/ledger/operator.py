@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from fedstream.broker import blobs, lease, streams
 from fedstream.broker.commands import Command
 from fedstream.broker.ledger import scheduler, trainer
-from fedstream.broker.ledger.base import packed, verdict
-from fedstream.broker.ledger.finishing import FINISH_RUN, Finishing
+from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights, packed, verdict
 from fedstream.broker.ledger.gateway import Registration
-from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.queries import LOOK, Models, Register, Watch, device_of
 from fedstream.broker.scripts import Script
 from fedstream.core.messages import QUARANTINED, SetQuarantine, Trigger

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedstream.broker import lease
-from fedstream.broker.ledger.base import Pending
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Pending, Rights
 from fedstream.broker.ledger.queries import (
     LOOK,
     LOOKED_AT,

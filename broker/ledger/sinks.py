@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import msgpack
 
 from fedstream.broker import blobs
-from fedstream.broker.ledger.base import Ledger
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Ledger, Rights
 from fedstream.core.records import mapping
 
 RIGHTS = Rights(

@@ -17,11 +17,10 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import TRAINERS, Keys, member
-from fedstream.broker.ledger.base import word
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Rights, word
 from fedstream.broker.ledger.queries import MemoryUse
+from fedstream.broker.link import Started
 from fedstream.broker.scripts import Script, run
-from fedstream.broker.started import Started
 from fedstream.broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import BrokerError

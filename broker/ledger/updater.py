@@ -11,9 +11,8 @@ from fedstream.broker import blobs, lease
 from fedstream.broker.blobs import chunks_of
 from fedstream.broker.cleanup import ended_unlike
 from fedstream.broker.commands import Command
-from fedstream.broker.ledger.base import packed
+from fedstream.broker.ledger.base import Rights, packed
 from fedstream.broker.ledger.dead_letters import BURY, Letters
-from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.queries import LOOK, LOOKED_AT, MemoryUse, Models, Overview
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Look

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 from fedstream.core.errors import FedstreamError
-from fedstream.runtime.config import Chosen
-from fedstream.runtime.plugins import Door, OneOf
+from fedstream.runtime.config import NamedSettings
+from fedstream.runtime.plugins import OneOf, Registry
 
 if TYPE_CHECKING:
     from fedstream.protocol.messages import Attestation
@@ -50,7 +50,7 @@ class Newcomer:
     public_key: str  # PEM; a key has one text
 
 
-class AttestationVerifier(Chosen):
+class AttestationVerifier(NamedSettings):
     """Base of all verifiers: its fields are keys of ``gateway.attestation``."""
 
     kind: str = ""
@@ -77,7 +77,7 @@ def _accept(value: object) -> type[AttestationVerifier] | None:
     return value if isinstance(value, type) and issubclass(value, AttestationVerifier) else None
 
 
-VERIFIERS: Door[type[AttestationVerifier]] = Door(
+VERIFIERS: Registry[type[AttestationVerifier]] = Registry(
     "fedstream.attestation",
     "verifier of attestations",
     {"none": NoVerifier},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.runtime.limits import Flood
+from fedstream.runtime.limits import LogLimiter
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -50,7 +50,7 @@ class CheckIns:
         nobody is to wait any more.
         """
         self._log = log
-        self._other_tasks = Flood(burst=1, per_s=1 / 3600)  # lines of a device
+        self._other_tasks = LogLimiter(burst=1, per_s=1 / 3600)  # lines of a device
         self._settings = settings
         self._sessions = sessions
         self._run_cache = run_cache

@@ -12,7 +12,7 @@ from aiohttp import web
 from fedstream.core.errors import FedstreamError
 from fedstream.protocol.headers import CONTENT_TYPE
 from fedstream.protocol.messages import BODY, Problem
-from fedstream.runtime.limits import Buckets
+from fedstream.runtime.limits import TokenBuckets
 
 RefusalReason: TypeAlias = Literal[
     # who asks
@@ -121,7 +121,7 @@ class Quota:
     ) -> None:
         """``clock``: monotonic seconds."""
         self._what = what
-        self._buckets = Buckets(per_s, at_once=max(2.0, 2 * per_s), remembered=_REMEMBERED)
+        self._buckets = TokenBuckets(per_s, at_once=max(2.0, 2 * per_s), remembered=_REMEMBERED)
         self._clock = clock
 
     def take(self, who: Hashable) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.core.formats import Format
-    from fedstream.runtime.tasks import LeaseSettings
+    from fedstream.runtime.task_settings import LeaseSettings
 
 _LOOK_S = 1.0  # between two looks at the run and at who is away
 _ANNOUNCE_S = 2.0  # between two announcements of the same devices

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.device_sessions import DeviceSessions
     from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.runtime.service import Context
-    from fedstream.runtime.tasks import LeaseSettings
+    from fedstream.runtime.task_settings import LeaseSettings
 
 _AT_ONCE = 256  # tasks taken with one read
 _DEAF_S = 3.0  # without a sweep: devices may have gone unheard

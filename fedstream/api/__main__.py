@@ -41,25 +41,25 @@ def main() -> NoReturn:
 
 def _run(channel: IO[bytes]) -> int:
     with process.importing():
-        from fedstream.api.messages import Teller
+        from fedstream.api.messages import MessageWriter
         from fedstream.api.parameters import request_of
         from fedstream.core.errors import FedstreamError
-        from fedstream.local.lives import new_launcher
+        from fedstream.local.launcher import new_launcher
         from fedstream.local.run import run
-        from fedstream.runtime.parent import end_with_parent
+        from fedstream.runtime.process import end_with_parent
 
-    teller = Teller(channel)
+    writer = MessageWriter(channel)
     try:
         # Before the request is read, which may import a rule of the user's; the caller has checked.
         with new_launcher() as launcher:
             end_with_parent()  # by a thread, and only a process with one thread can be forked
-            code, _ = run(request_of(sys.stdin.read()), teller, launcher)
+            code, _ = run(request_of(sys.stdin.read()), writer, launcher)
     except FedstreamError as error:
-        teller.error(error)
+        writer.error(error)
         return 1
     except OSError as error:  # a full disk, or a file or folder without permission
         where = "" if error.filename is None else f"{error.filename}: "
-        teller.error(FedstreamError(f"{where}{error.strerror or error}"))
+        writer.error(FedstreamError(f"{where}{error.strerror or error}"))
         return 1
     return code
 

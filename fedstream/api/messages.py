@@ -26,7 +26,7 @@ _ERRORS: dict[str, type[FedstreamError]] = {
 }
 
 
-class Teller:
+class MessageWriter:
     """The run's :class:`fedstream.history.display.Display`: writes a line for each call."""
 
     def __init__(self, channel: IO[bytes]) -> None:

@@ -20,10 +20,10 @@ from pydantic_core import PydanticSerializationError, to_json
 from fedstream.api.references import importable
 from fedstream.core.errors import ConfigError
 from fedstream.local.request import RunRequest
-from fedstream.runtime.config import Chosen, Option
+from fedstream.runtime.config import NamedSettings, Option
 from fedstream.runtime.text import did_you_mean
 from fedstream.settings.config import Settings, read
-from fedstream.settings.parts import DOORS
+from fedstream.settings.plugin_sources import REGISTRIES
 from fedstream.strategies import Strategy
 from fedstream.trainer.solvers import Solver
 
@@ -37,9 +37,9 @@ def _is_named(value: object) -> TypeGuard[Part]:
     return isinstance(value, type) or isfunction(value)
 
 
-def _is_part(value: object) -> TypeGuard[Chosen]:
+def _is_part(value: object) -> TypeGuard[NamedSettings]:
     """Whether a value stands in a configuration by its keys: an object of such a class."""
-    return isinstance(value, Chosen)
+    return isinstance(value, NamedSettings)
 
 
 def _tagged(key: str, part: Part) -> str:
@@ -49,7 +49,7 @@ def _tagged(key: str, part: Part) -> str:
 
 def _name_of(key: str, part: Part) -> str:
     """The name by which every process finds a class or function. Raises ConfigError."""
-    if isinstance(part, type) and issubclass(part, Chosen):
+    if isinstance(part, type) and issubclass(part, NamedSettings):
         built_in = part.model_fields[part.naming_key].default
         if isinstance(built_in, str) and built_in:
             return built_in
@@ -70,12 +70,12 @@ def _name_of(key: str, part: Part) -> str:
             "package, or start in the folder that contains it"
         )
     found = f"{source}:{own}"
-    for door in DOORS.values():
-        door.renew(found, part)
+    for registry in REGISTRIES.values():
+        registry.renew(found, part)
     return found
 
 
-def _table_of(key: str, part: Chosen) -> dict[str, object]:
+def _table_of(key: str, part: NamedSettings) -> dict[str, object]:
     """The table of an object, such as ``Mine(beta=0.9)``. Raises ConfigError."""
     inner = {field: _table_of(f"{key}.{field}", value) for field, value in part if _is_part(value)}
     return {
@@ -86,7 +86,7 @@ def _table_of(key: str, part: Chosen) -> dict[str, object]:
 
 
 def _tag(part: Part) -> str:
-    cls = part if isinstance(part, type) and issubclass(part, Chosen) else Chosen
+    cls = part if isinstance(part, type) and issubclass(part, NamedSettings) else NamedSettings
     return cls.naming_key
 
 

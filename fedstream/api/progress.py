@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.terminal import console, line
 
 
@@ -42,7 +42,7 @@ _LINE_EVERY_S = 3.0
 _REFRESH_S = 0.1
 
 
-class Shown(Protocol):
+class ProgressDisplay(Protocol):
     """Where progress is shown."""
 
     def update(self, done: int, text: str) -> None:
@@ -56,24 +56,24 @@ class Shown(Protocol):
 
 
 @contextmanager
-def showing(what: str, total: int, *, wanted: bool) -> Iterator[Shown]:
+def progress_display(what: str, total: int, *, wanted: bool) -> Iterator[ProgressDisplay]:
     """The progress that suits where this runs; not ``wanted``: only what is said.
 
     ``what`` is in progress, until ``total`` versions.
     """
-    shown: Shown
+    display: ProgressDisplay
     if not wanted:
-        shown = _Silent()
+        display = _Silent()
     elif in_notebook():
-        shown = _Notebook(what, total)
+        display = _Notebook(what, total)
     elif console(err=True).is_terminal:
-        shown = _Terminal(what, total)
+        display = _Terminal(what, total)
     else:
-        shown = _Lines(what, total)
+        display = _Lines(what, total)
     try:
-        yield shown
+        yield display
     finally:
-        shown.close("")
+        display.close("")
 
 
 def in_notebook() -> bool:
@@ -117,7 +117,7 @@ class _Terminal(_Silent):
 
     def __init__(self, what: str, total: int) -> None:
         self._bar = Progress(
-            TextColumn(visible(what)),
+            TextColumn(escaped(what)),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
@@ -129,7 +129,7 @@ class _Terminal(_Silent):
         self._bar.start()
 
     def update(self, done: int, text: str) -> None:
-        self._bar.update(self._task, completed=done, text=visible(text))
+        self._bar.update(self._task, completed=done, text=escaped(text))
 
     def close(self, text: str) -> None:
         self._bar.stop()

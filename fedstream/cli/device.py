@@ -17,7 +17,7 @@ from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.terminal import doing, line
 
 if TYPE_CHECKING:
-    from fedstream.device.life import DeviceOptions
+    from fedstream.device.process import DeviceOptions
 
 
 def device(
@@ -92,9 +92,8 @@ def device(
         )
     with process.importing():
         from fedstream.device.address import GatewayAddress
-        from fedstream.device.attested import attestation_in
-        from fedstream.device.life import DeviceOptions
-        from fedstream.runtime.parent import end_with_parent
+        from fedstream.device.process import DeviceOptions, attestation_in
+        from fedstream.runtime.process import end_with_parent
         from fedstream.settings.services import loaded
         from fedstream.trainer.solvers import Solvers
 
@@ -122,7 +121,7 @@ def device(
 
 async def _lived(options: DeviceOptions, stop: Stop) -> None:
     """Be a device until a signal comes, which ends it in order."""
-    from fedstream.device.life import live
+    from fedstream.device.process import live
 
     loop = asyncio.get_running_loop()
     with doing() as show:

@@ -205,7 +205,7 @@ def settings_of(
         check_task(settings, path, sets or (), given.get("task"))
     if not track:
         return settings
-    from fedstream.sinks.choice import added
+    from fedstream.sinks.settings import added
 
     more = options(**given, track=added(settings.sinks, track))
     return read(path, sets or (), more, trusted=trusted)

@@ -50,7 +50,7 @@ def _named(typed: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _show(key: str, name: str, table: type[BaseModel], *, besides: str) -> None:
-    from fedstream.runtime.keys import keys_of
+    from fedstream.runtime.settings_keys import keys_of
 
     about = (inspect.getdoc(table) or "").partition("\n")[0]
     line(f"\n{name}: {about}" if about else f"\n{name}")

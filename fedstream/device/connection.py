@@ -25,11 +25,33 @@ import aiohttp
 
 from fedstream.core.errors import ConfigError, FedstreamError, distrust
 from fedstream.device.address import GatewayAddress
-from fedstream.device.errors import NotNow, TurnedAway
 from fedstream.protocol import headers as wire_headers
 from fedstream.protocol.messages import BODY, BadBody, Body, Problem
 from fedstream.runtime.backoff import Backoff
 from fedstream.runtime.tls import stamp
+
+
+class NotNow(FedstreamError):
+    """No answer, or one that asks for another try: the same request may work later."""
+
+    retriable = True
+
+    def __init__(self, why: str, after_s: float | None = None) -> None:
+        """``after_s``: how long the gateway asks to wait; None: it doesn't say."""
+        super().__init__(why)
+        self.after_s = after_s
+
+
+class TurnedAway(FedstreamError):
+    """The gateway refused a request for good."""
+
+    def __init__(self, what: str, status: int, reason: str, text: str) -> None:
+        """``reason``: of the protocol's closed set, or '' if the answer has none."""
+        said = f"{text} ({reason})" if reason else text
+        super().__init__(f"the gateway refused {what}: {said}")
+        self.status = status
+        self.reason = reason
+
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)

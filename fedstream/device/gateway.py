@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedstream.core.errors import ConfigError, FedstreamError
-from fedstream.device.connection import Connection, Reply, date_of, retry_after
-from fedstream.device.errors import NotNow
+from fedstream.device.connection import Connection, NotNow, Reply, date_of, retry_after
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import (
     Access,

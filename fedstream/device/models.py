@@ -20,8 +20,7 @@ from fedstream.core.formats import format_of
 from fedstream.core.given import decode, inside, room_for
 from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Encoded
-from fedstream.device.connection import Reply, replied
-from fedstream.device.errors import NotNow
+from fedstream.device.connection import NotNow, Reply, replied
 from fedstream.device.gateway import TOKEN
 from fedstream.protocol.headers import as_bearer
 

@@ -18,7 +18,7 @@ from fedstream.broker.clock import uptime
 from fedstream.core.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.core.formats import format_of
 from fedstream.core.layout import Model
-from fedstream.trainer.solvers import Cancelled, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Work, solver_for_device
 from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class LocalTraining:
             steps=task.steps,
             epochs=task.epochs,
             seconds=task.seconds,
-            solver=chosen(self._learner.task, task.device, self._solvers),
+            solver=solver_for_device(self._learner.task, task.device, self._solvers),
             cancelled=lambda: bool(halt),
             base=start.digest,
             resume=start.saved,

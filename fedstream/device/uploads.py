@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedstream.core.errors import FedstreamError
-from fedstream.device.connection import retry_after
-from fedstream.device.errors import NotNow
+from fedstream.device.connection import NotNow, retry_after
 from fedstream.protocol import headers as names
 from fedstream.protocol.headers import BadHeader, as_boolean, integer
 from fedstream.protocol.messages import BadBody, Receipt, WrongOffset

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from fedstream.core import reasons
 from fedstream.core.errors import BlobDamaged, FedstreamError, LayoutMismatch
 from fedstream.core.formats import ENCODINGS, format_of
-from fedstream.device.errors import TurnedAway
+from fedstream.device.connection import TurnedAway
 from fedstream.device.folder import DeviceFolder, FinishedUpdate
 from fedstream.device.models import ModelStore, Superseded
 from fedstream.device.training import Halt, LocalTraining

@@ -13,7 +13,7 @@ import msgpack
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Rights
 from fedstream.broker.ledger.operator import MAY
 from fedstream.broker.rights import ROLES, commands
 from fedstream.broker.rights import rights_of as parts

@@ -24,11 +24,8 @@ from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from flwr.app import ArrayRecord, Context, RecordDict
     from flwr.clientapp import ClientApp
-    from torch import nn
 
 GIVE = "name the app's model with --model package.module:Name (task.args.model)"
 

@@ -61,6 +61,7 @@ from fedstream.journal.errors import (
     RuleChanged,
 )
 from fedstream.journal.frames import Place
+from fedstream.journal.recorder import JournalSettings
 from fedstream.journal.records import (
     QUARANTINES,
     SUFFIX,
@@ -75,7 +76,6 @@ from fedstream.journal.records import (
     name_of,
 )
 from fedstream.journal.segment import Cut, Record, Segment, SegmentEnd, Tear
-from fedstream.journal.settings import JournalSettings
 from fedstream.journal.writer import Writer
 
 __all__ = [

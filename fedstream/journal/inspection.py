@@ -203,7 +203,7 @@ class RecordedVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """Where two runs diverge: the first version that differs, and why."""
 
     why: Literal["same", "prefix", "start", "adopted", "update", "order", "weight", "rule"]
@@ -232,7 +232,7 @@ def recorded_versions(chain: Sequence[Segment]) -> Iterator[RecordedVersion]:
                 updates.clear()
 
 
-def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
+def divergence(a: Sequence[Segment], b: Sequence[Segment]) -> Divergence:
     """Compare two journals from the first version that both have.
 
     Raises JournalError, also if their digests are made by different algorithms.
@@ -257,16 +257,16 @@ def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
         x, y = (following, y) if behind is ours else (x, following)
     first = x.version
     if x.digest != y.digest:
-        return Parting("start", _at_the_start(a[0], b[0], first), first, first, x, y)
+        return Divergence("start", _at_the_start(a[0], b[0], first), first, first, x, y)
     while True:
         last = x.version
         one, other = next(ours, None), next(theirs, None)
         if one is None and other is None:
-            return Parting("same", f"identical, versions {first} to {last}", None, first)
+            return Divergence("same", f"identical, versions {first} to {last}", None, first)
         if one is None or other is None:
             shorter = "A" if one is None else "B"
             text = f"identical up to version {last}, where {shorter} ends"
-            return Parting("prefix", text, last + 1, first, one, other)
+            return Divergence("prefix", text, last + 1, first, one, other)
         if (one.version, one.digest) != (other.version, other.digest):
             return _explained(
                 one, other, list(islice(ours, _LATER)), list(islice(theirs, _LATER)), first
@@ -291,12 +291,12 @@ def _explained(
     after_x: Sequence[RecordedVersion],
     after_y: Sequence[RecordedVersion],
     first: int,
-) -> Parting:
+) -> Divergence:
     """Why two versions differ although their predecessors are the same."""
     version = min(x.version, y.version)
     if x.adopted or y.adopted:
         who = "both" if x.adopted and y.adopted else "A" if x.adopted else "B"
-        return Parting("adopted", f"{who} continued from a model in Redis", version, first, x, y)
+        return Divergence("adopted", f"{who} continued from a model in Redis", version, first, x, y)
     mine, others = [_content(one) for one in x.updates], [_content(one) for one in y.updates]
     if mine == others:
         rules = _different(x.strategy, y.strategy)
@@ -307,16 +307,16 @@ def _explained(
                     f"(staleness {one.staleness}) and {other.weight:.6g} in B (staleness "
                     f"{other.staleness}){rules}"
                 )
-                return Parting("weight", text, version, first, x, y)
+                return Divergence("weight", text, version, first, x, y)
         text = f"the same updates with the same weights gave a different model{rules}"
-        return Parting("rule", text, version, first, x, y)
+        return Divergence("rule", text, version, first, x, y)
     soon_mine = {_content(one) for later in (x, *after_x) for one in later.updates}
     soon_others = {_content(one) for later in (y, *after_y) for one in later.updates}
     if set(mine) <= soon_others and set(others) <= soon_mine:
         text = f"the same updates in a different order: {_named(x)} in A, {_named(y)} in B"
-        return Parting("order", text, version, first, x, y)
+        return Divergence("order", text, version, first, x, y)
     text = f"different updates: {_named(x)} in A, {_named(y)} in B"
-    return Parting("update", text, version, first, x, y)
+    return Divergence("update", text, version, first, x, y)
 
 
 def _content(update: Taken) -> tuple[int, str]:

@@ -14,13 +14,13 @@ from fedstream.core.digest import algorithm_of
 from fedstream.core.errors import ConfigError, Undecodable
 from fedstream.core.formats import Format, format_of
 from fedstream.core.given import given
-from fedstream.core.layout import Model
+from fedstream.core.layout import Model, vector_of
 from fedstream.core.messages import Contribution, Upload, first_wrong
 from fedstream.core.records import End, Quarantines, counted
-from fedstream.journal.device_vectors import device_vectors
 from fedstream.journal.errors import (
     Diverged,
     JournalDamaged,
+    JournalError,
     NotRecorded,
     RuleChanged,
     UpdateAltered,
@@ -39,7 +39,57 @@ from fedstream.journal.records import (
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
 from fedstream.journal.updates import update_of
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
-from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
+from fedstream.strategies import (
+    DeviceVectors,
+    Memory,
+    State,
+    Strategy,
+    names_in,
+    sources_of,
+    strategy_of,
+)
+
+
+def device_vectors(segment: Segment, devices: int) -> DeviceVectors | None:
+    """What the strategy remembers of each device, from the segment that it was last written to.
+
+    None if it remembers nothing. Raises JournalError.
+    """
+    here, elsewhere = segment.standing.here, segment.elsewhere
+    if not (here or elsewhere):
+        return None
+    vectors = DeviceVectors(devices, segment.layout.parameters)
+    wanted: dict[str, set[int]] = {}
+    for device, name in elsewhere.items():
+        wanted.setdefault(name, set()).add(device)
+    _load(segment, set(here), vectors)
+    for name, missing in wanted.items():
+        path = segment.path.with_name(name)
+        if not path.exists():
+            raise JournalError(
+                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
+                f"{len(missing)} devices, such as device {min(missing)}: restore it"
+            )
+        with Segment(path) as other:
+            _load(other, missing, vectors)
+    vectors.changed.clear()
+    return vectors
+
+
+def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
+    for record, message in segment.vectors():
+        if message.device not in devices:
+            continue
+        vector = vector_of(vectors.write(message.device))
+        segment.load(record, vector)
+        if not vector.is_of(message.digest):
+            raise JournalDamaged(
+                f"{record.place.where}: the device's vector does not match its digest"
+            )
+        devices.discard(message.device)
+    if devices:
+        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
+
 
 _SHORT = 1e-30  # the smallest gamma H that counts as training
 # How far a weight may differ between two machines' C libraries: in its last bits, or by too little

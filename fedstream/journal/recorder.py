@@ -1,4 +1,4 @@
-"""Writing the updater's journal, synced as the settings say.
+"""The table ``[journal]``, and the writer of the updater's journal, which syncs as the table says.
 
 Large models are written past the system's cache, in a thread. Small ones that need not be on disk
 at once go through the cache. That takes less time than to wait for a thread, so it is done at once,
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
 
 from fedstream.core.layout import Model, Payload
 from fedstream.journal.claims import Claim, newest_epoch
@@ -30,10 +32,29 @@ from fedstream.journal.records import (
     name_of,
 )
 from fedstream.journal.segment import Segment, SegmentEnd
-from fedstream.journal.settings import JournalSettings
 from fedstream.journal.writer import Writer
 from fedstream.runtime.backoff import pause
+from fedstream.runtime.config import Section
 from fedstream.strategies import DeviceVectors
+
+
+class JournalSettings(Section):
+    """Where the journal is, how soon it is on disk, and how much of it is kept."""
+
+    dir: str = "journal"
+    sync: Literal["always", "interval", "never"] = "interval"
+    sync_s: Annotated[float, Field(gt=0)] = 1.0  # interval: at most this long after a write
+    sync_bytes: Annotated[int, Field(gt=0)] = 64 << 20  # interval: or after this many bytes
+    weights: bool = True  # false: everything but the updates' bytes is recorded
+    segment_versions: Annotated[int, Field(ge=1)] = 4000  # a checkpoint after this many versions,
+    segment_s: Annotated[float, Field(gt=0)] = 600.0  # this long
+    segment_bytes: Annotated[int, Field(gt=0)] = 1 << 30  # or this many bytes
+    keep_bytes: Annotated[int, Field(gt=0)] = 10 << 30  # the newest segment is kept at any size
+    keep_segments: Annotated[int, Field(ge=1)] | None = None
+    keep_s: Annotated[float, Field(gt=0)] | None = None
+    adopt: bool = False  # if the journal or its end is missing: go on from Redis's model
+    changed_rules: bool = False  # resume although the source of a rule isn't the recorded one
+
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Sends, Upload
-from fedstream.journal.bases import Bases
+from fedstream.journal.base_models import BaseModels
 from fedstream.journal.chain import check_joint, cuts, segments
 from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
@@ -266,7 +266,7 @@ class Replayer:
         self.checkpoints, self.adopted = 0, []
         first, bases = self._nearest(), None
         if self._bases or self.converts_to is not None:
-            bases = Bases(self._uploads(first))
+            bases = BaseModels(self._uploads(first))
             oldest = self.begin if bases.oldest is None else bases.oldest
             while first and self._chain[first][0].standing.version > oldest:
                 first -= 1
@@ -302,7 +302,7 @@ class Replayer:
             or (said.version == self.begin > self.oldest and not said.held)
         )
 
-    def _moments(self, reading: _Ahead, bases: Bases | None) -> Iterator[Moment]:
+    def _moments(self, reading: _Ahead, bases: BaseModels | None) -> Iterator[Moment]:
         was: Rebuild | None = None  # None again once only the other rule is replayed
         what_if: WhatIf | None = None
         version, begun = -1, False
@@ -388,7 +388,7 @@ class Replayer:
         return other
 
 
-def _add(bases: Bases, was: Rebuild) -> None:
+def _add(bases: BaseModels, was: Rebuild) -> None:
     state = was.progress.state
     bases.add(state.version, was.digest, state.model, was.format, was.strategy.sends)
 

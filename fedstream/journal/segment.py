@@ -25,7 +25,6 @@ from fedstream.core.errors import BadMessage, LayoutMismatch
 from fedstream.core.formats import most_bytes
 from fedstream.core.layout import PAGE, Layout, Payload
 from fedstream.core.messages import Message, decode
-from fedstream.journal.batches import RecordBatch, batch_at
 from fedstream.journal.errors import JournalDamaged, JournalError
 from fedstream.journal.frames import (
     BEGINNING,
@@ -40,6 +39,7 @@ from fedstream.journal.frames import (
     is_whole,
     salt_bytes,
 )
+from fedstream.journal.record_batches import RecordBatch, batch_at
 from fedstream.journal.records import (
     KINDS,
     KNOWN,

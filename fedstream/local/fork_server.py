@@ -12,7 +12,7 @@ and which FD is the number of. All are JSON:
 
 It computes nothing, and the only threads in it are OpenBLAS's, which numpy starts and which are
 made anew after a fork. So what it forks is as good as a new interpreter. It ends with its socket,
-and the services end with it (:mod:`fedstream.runtime.parent`).
+and the services end with it (:mod:`fedstream.runtime.process`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from fedstream.runtime import parent, plugins, process
+from fedstream.runtime import plugins, process
 from fedstream.runtime.process import BOTH
 
 MOST = 1 << 20  # bytes of a message
@@ -120,7 +120,7 @@ class _Forks:
             os.close(file)
             os.environ.clear()
             os.environ.update(environment)
-            os.environ[parent.VARIABLE] = str(os.getppid())
+            os.environ[process.PARENT_VARIABLE] = str(os.getppid())
             setproctitle(" ".join(["fedstream", *words]))  # for `ps`
             sys.argv = ["fedstream", *words]
             sys.modules.pop("fedstream.__main__", None)  # which began this process's ancestor
@@ -194,7 +194,7 @@ def _serve_in_fork(channel: int, mask: set[signal.Signals | int]) -> NoReturn:
             os.close(nothing)
         if not sys.flags.safe_path:
             del sys.path[0]  # a user's redis.py must not shadow ours
-        os.environ.pop(parent.VARIABLE, None)
+        os.environ.pop(process.PARENT_VARIABLE, None)
         _serve(socket.socket(fileno=3))
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -28,7 +28,7 @@ from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import try_task
 from fedstream.settings.services import check_used, devices_of, task_of
 from fedstream.settings.start import first_model
-from fedstream.sinks.choice import named
+from fedstream.sinks.settings import named
 
 if TYPE_CHECKING:
     from torch import nn

@@ -28,7 +28,7 @@ from typing import Self
 from urllib.parse import quote
 
 from fedstream.core.errors import FedstreamError
-from fedstream.runtime.parent import death_with_parent
+from fedstream.runtime.process import death_with_parent
 
 _NAMES = ("redis-server", "valkey-server")
 _ANSWERS_WITHIN_S = 30.0

@@ -20,7 +20,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.clock import uptime
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
-from fedstream.coordinator.page import has_page
+from fedstream.coordinator.settings import has_page
 from fedstream.core.errors import DataError, FedstreamError, NoRun
 from fedstream.core.records import Tally
 from fedstream.history import report
@@ -32,7 +32,7 @@ from fedstream.history.timeline import History
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results
 from fedstream.local.ending import Ending, ending, notices
-from fedstream.local.lives import Launcher, new_launcher
+from fedstream.local.launcher import Launcher, new_launcher
 from fedstream.local.picture import Drawn, Painter
 from fedstream.local.preflight import Subject
 from fedstream.local.redis_server import RedisServer
@@ -51,7 +51,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import words
 from fedstream.runtime.process import Stop
 from fedstream.settings import run_toml
-from fedstream.settings.parts import doubts
+from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG
 
 _BLOCK_STOPPING_MS = 50  # the end of the last service must not wait long for a reading of news

@@ -23,7 +23,7 @@ from typing import Any, Self
 import tomli_w
 
 from fedstream.broker.client import Client
-from fedstream.local.lives import Launcher, Life
+from fedstream.local.launcher import Launcher, ServiceProcess
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.process import open_regular
 from fedstream.settings.config import Settings
@@ -186,7 +186,7 @@ class Child:
     def __init__(self, program: Program, log: Path, supervisor: Supervisor) -> None:
         self.program = program
         self.restarts = 0
-        self.process: Life | None = None
+        self.process: ServiceProcess | None = None
         self._log = log
         self._supervisor = supervisor
         self._policy = Restarts(supervisor.first_delay_s)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.core.records import Tally
-from fedstream.sinks.choice import named
+from fedstream.sinks.settings import named
 from fedstream.sinks.sink import SinkSettings
 
 _LOOK_S = 1.0

@@ -246,10 +246,10 @@ def _put(tree: _Tree, keys: Sequence[str], node: _Tree | _Leaf) -> None:
 
 
 def _merge(below: _Tree, above: _Tree, types: list[object], *, recorded: bool) -> _Tree:
-    if _is_choice(types) and any(_differs(below.get(tag), above.get(tag)) for tag in _TAGS):
+    if _has_alternatives(types) and any(_differs(below.get(tag), above.get(tag)) for tag in _TAGS):
         return above
     merged = dict(below)
-    types = _chosen(types, below, above, recorded=recorded)
+    types = _resolved(types, below, above, recorded=recorded)
     for key, node in above.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(node, dict):
@@ -282,10 +282,11 @@ def _check_trusted(
             if isinstance(value, str) and runs_program(value) and not allowed().recorded:
                 where = _dotted([*key, one.tag])
                 raise NotTrusted(
-                    f"{source} names the {one.door.what} {value!r}, and loading it runs its code: "
-                    f"choose {where} yourself, or give --trust-recorded-code if you trust this one"
+                    f"{source} names the {one.registry.what} {value!r}, and loading it runs its "
+                    f"code: choose {where} yourself, or give --trust-recorded-code if you trust "
+                    "this one"
                 )
-    known = _chosen(types, node)
+    known = _resolved(types, node)
     for name, below in node.items():
         inner = types if name == _ITEMS else _inside(known, name)
         _check_trusted(below, inner, source, (*key, name))
@@ -347,7 +348,7 @@ class _Wrong:
             if isinstance(part, str) and len(self.types) > 1:  # not a key: names an alternative
                 self.types = [one for one in self.types if part in _labels(one)] or self.types
             else:
-                self.holder = _chosen(self.types, _find(tree, self.key))
+                self.holder = _resolved(self.types, _find(tree, self.key))
                 self.types = _inside(self.holder, part)
                 self.key.append(part)
         if "discriminator" in details.get("ctx", {}):
@@ -404,7 +405,7 @@ class _Wrong:
                 if not _is_model(type(default)):
                     continue
                 foreign = table.keys() - type(default).model_fields.keys()
-                kinds = [kind for kind in _chosen(self.types) if _is_model(kind)]
+                kinds = [kind for kind in _resolved(self.types) if _is_model(kind)]
                 if not any(foreign & kind.model_fields.keys() for kind in kinds):
                     table[str(tag)] = _Leaf(getattr(default, str(tag)), "default")
                     return True
@@ -495,12 +496,12 @@ def _types_of(field: FieldInfo) -> list[object]:
     return list(open_tables) or _alternatives(field.annotation)
 
 
-def _is_choice(types: Sequence[object]) -> bool:
+def _has_alternatives(types: Sequence[object]) -> bool:
     """Whether a table of these types has alternatives."""
     return len(types) > 1 or any(isinstance(one, OneOf) for one in types)
 
 
-def _chosen(
+def _resolved(
     types: Iterable[object], *tables: _Tree | _Leaf | None, recorded: bool = False
 ) -> list[object]:
     """The types, with each choice by name replaced by the classes that the tables name."""
@@ -532,7 +533,7 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
 def _labels(one: object) -> list[str]:
     """Labels that pydantic may use in an error's ``loc`` for a member of a union."""
     if isinstance(one, OneOf):
-        return [str(one), *one.door.names()]
+        return [str(one), *one.registry.names()]
     labels = [getattr(one, "__name__", str(one))]
     if _is_model(one):
         tags = [one.model_fields[tag].annotation for tag in _TAGS if tag in one.model_fields]
@@ -544,7 +545,7 @@ def _is_model(one: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(one, type) and issubclass(one, BaseModel)
 
 
-class Chosen(Section):
+class NamedSettings(Section):
     """Settings with a name: the key ``kind``, or another one (``naming_key``).
 
     A built-in class narrows the key to its name, as a literal. A class of somebody's own, also one

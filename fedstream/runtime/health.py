@@ -25,8 +25,6 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from prometheus_client import CollectorRegistry
-
 
 class EventCounts(Collector):
     """Counts by labels, shown at each scrape. To be used by one thread.

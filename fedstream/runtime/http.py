@@ -26,7 +26,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from fedstream.broker.settings import in_lines
 from fedstream.core.errors import FedstreamError
 from fedstream.runtime.config import Section
-from fedstream.runtime.limits import Crowd, TooMany
+from fedstream.runtime.limits import ConnectionLimit, TooMany
 from fedstream.runtime.tls import CurrentTls, TlsBuffers, TlsConnection, TlsFailure
 
 if TYPE_CHECKING:
@@ -63,11 +63,13 @@ _TOO_MANY: dict[TooMany, str] = {
 }
 
 
-class Entrance:
+class ConnectionCounter:
     """Where connections of a port are counted, and refused if there are too many."""
 
-    def __init__(self, crowd: Crowd, log: FilteringBoundLogger, refused: Counter | None) -> None:
-        self._crowd = crowd
+    def __init__(
+        self, connection_limit: ConnectionLimit, log: FilteringBoundLogger, refused: Counter | None
+    ) -> None:
+        self._connection_limit = connection_limit
         self._log = log
         self._refused = refused
 
@@ -75,10 +77,14 @@ class Entrance:
         """Count a connection that was accepted; if it is one too many, only that it was refused."""
         peer = wire.get_extra_info("peername")
         now = asyncio.get_running_loop().time()
-        reason = self._crowd.enter(who, str(peer[0]) if peer else "", now)
+        reason = self._connection_limit.enter(who, str(peer[0]) if peer else "", now)
         if reason is not None:
-            crowd = self._crowd
-            limits = {"busy": crowd.most, "address": crowd.of_address, "arrivals": crowd.arrivals}
+            connection_limit = self._connection_limit
+            limits = {
+                "busy": connection_limit.most,
+                "address": connection_limit.of_address,
+                "arrivals": connection_limit.arrivals,
+            }
             most = limits[reason]
             self._log.warning("connection refused: too many", reason=reason, most=most)
             if self._refused is not None:
@@ -87,7 +93,7 @@ class Entrance:
 
     def leave(self, who: object) -> None:
         """Count a connection no more, if it was."""
-        self._crowd.leave(who)
+        self._connection_limit.leave(who)
 
     def failed(self, reason: TlsFailure, said: str, peer: object) -> None:
         """Count a connection that ended because of TLS."""
@@ -100,31 +106,31 @@ class Entrance:
 class SecuredConnection(TlsConnection):
     """A connection that is to agree on TLS; one too many is closed without a word."""
 
-    __slots__ = ("_entrance",)
+    __slots__ = ("_connection_counter",)
 
     def __init__(
         self,
         make: Callable[[], asyncio.Protocol],
         context: ssl.SSLContext,
         buffers: TlsBuffers,
-        entrance: Entrance,
+        connection_counter: ConnectionCounter,
         *,
         within_s: float,
     ) -> None:
         super().__init__(make, context, buffers, within_s=within_s)
-        self._entrance = entrance
+        self._connection_counter = connection_counter
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._entrance.enter(self, transport) is None:
+        if self._connection_counter.enter(self, transport) is None:
             super().connection_made(transport)
         else:
             cast("asyncio.Transport", transport).abort()
 
     def failed(self, reason: TlsFailure, said: str) -> None:
-        self._entrance.failed(reason, said, self.get_extra_info("peername"))
+        self._connection_counter.failed(reason, said, self.get_extra_info("peername"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._entrance.leave(self)
+        self._connection_counter.leave(self)
         super().connection_lost(exc)
 
 
@@ -143,7 +149,7 @@ class _Refused(asyncio.Protocol):
 class ServedConnection(web.RequestHandler):
     """A connection that is aborted when its reader takes nothing for ``write_s`` seconds."""
 
-    __slots__ = ("_cut", "_entrance", "_http", "_log", "_refused", "_wire")
+    __slots__ = ("_connection_counter", "_cut", "_http", "_log", "_refused", "_wire")
 
     def __init__(
         self,
@@ -151,11 +157,11 @@ class ServedConnection(web.RequestHandler):
         *,
         loop: asyncio.AbstractEventLoop,
         http: HttpSettings,
-        entrance: Entrance | None,
+        connection_counter: ConnectionCounter | None,
         log: FilteringBoundLogger,
         refused: Counter | None,
     ) -> None:
-        """``entrance``: None if the connection has come through it, with TLS."""
+        """``connection_counter``: None if the connection has come through it, with TLS."""
         super().__init__(
             server,
             loop=loop,
@@ -166,7 +172,7 @@ class ServedConnection(web.RequestHandler):
             access_log=cast("Any", None),  # probes and scrapes would be most of the lines
         )
         self._http = http
-        self._entrance = entrance
+        self._connection_counter = connection_counter
         self._log = log
         self._refused = refused
         self._wire: asyncio.Transport | None = None
@@ -174,8 +180,8 @@ class ServedConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wire = cast("asyncio.Transport", transport)
-        if self._entrance is not None:
-            reason = self._entrance.enter(self, wire)
+        if self._connection_counter is not None:
+            reason = self._connection_counter.enter(self, wire)
             if reason is not None:
                 wire.set_protocol(_Refused())
                 wire.write(_refusal(reason))
@@ -205,8 +211,8 @@ class ServedConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._keep()
         self._wire = None
-        if self._entrance is not None:
-            self._entrance.leave(self)
+        if self._connection_counter is not None:
+            self._connection_counter.leave(self)
         super().connection_lost(exc)
 
     def _keep(self) -> None:
@@ -487,22 +493,22 @@ async def listening(
     app: web.Application,
     http: HttpSettings,
     port: int,
-    crowd: Crowd,
+    connection_limit: ConnectionLimit,
     log: FilteringBoundLogger,
     tls: CurrentTls | None = None,
     refused: Counter | None = None,
 ) -> AsyncIterator[int]:
     """Serve the application inside the block, which gets the port. Raises FedstreamError.
 
-    Requests for another server's name are refused. ``crowd``: the concurrent connections, and how
-    many there may be. ``refused``: counts, by reason, what no route was asked about.
+    Requests for another server's name are refused. ``connection_limit``: counts and bounds the
+    concurrent connections. ``refused``: counts refusals by reason, before any route is reached.
     """
     loop = asyncio.get_running_loop()
     app.middlewares[:0] = [_refusing_old_versions(refused), _for_us(http, refused)]
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 
-    entrance, buffers = Entrance(crowd, log, refused), TlsBuffers()
+    connection_counter, buffers = ConnectionCounter(connection_limit, log, refused), TlsBuffers()
 
     def connection() -> ServedConnection:
         assert runner.server is not None  # noqa: S101  (it was set up)
@@ -510,7 +516,7 @@ async def listening(
             runner.server,
             loop=loop,
             http=http,
-            entrance=entrance if tls is None else None,
+            connection_counter=connection_counter if tls is None else None,
             log=log,
             refused=refused,
         )
@@ -519,7 +525,9 @@ async def listening(
         if tls is None:
             return connection()
         # A client that is slow to agree on TLS has as long as for a request.
-        return SecuredConnection(connection, tls.context, buffers, entrance, within_s=http.idle_s)
+        return SecuredConnection(
+            connection, tls.context, buffers, connection_counter, within_s=http.idle_s
+        )
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
@@ -553,13 +561,15 @@ async def serving(
         app = application(health, is_stopping, refused)
         named = http.model_copy(update={"hosts": http.hosts or ()})  # these need no secret
         at = listening(
-            app, named, http.health_port, Crowd(_HEALTH_CONNECTIONS), log, refused=refused
+            app, named, http.health_port, ConnectionLimit(_HEALTH_CONNECTIONS), log, refused=refused
         )
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:
             app = application(routes, is_stopping, refused)
-            crowd = Crowd(http.connections, http.address_connections, http.address_arrivals)
-            at = listening(app, http, http.port, crowd, log, tls, refused)
+            connection_limit = ConnectionLimit(
+                http.connections, http.address_connections, http.address_arrivals
+            )
+            at = listening(app, http, http.port, connection_limit, log, tls, refused)
             ports["port"] = await stack.enter_async_context(at)
         log.info("serving", host=http.host, **ports)
         yield

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-6
 
 
-class Buckets:
+class TokenBuckets:
     """So many events a second for each, and more at once; ``now`` is in seconds, of any clock.
 
     A bucket holds its level and when it had that, not when it will be empty: sums of times would
@@ -61,7 +61,7 @@ class _Kind:
     left_out: int = 0
 
 
-class Flood:
+class LogLimiter:
     """A token bucket per kind of line: ``burst`` lines at once, then ``per_s`` a second.
 
     ``clock`` is monotonic, in seconds.
@@ -114,7 +114,7 @@ def network_of(address: str) -> str:
     return found.packed[:8].hex()
 
 
-class Crowd:
+class ConnectionLimit:
     """The connections of a port, from when they are accepted until they are lost."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Crowd:
         self._lately = (
             None
             if arrivals is None
-            else Buckets(
+            else TokenBuckets(
                 arrivals,
                 at_once=most if of_address is None else min(most, of_address),
                 remembered=_REMEMBERED,

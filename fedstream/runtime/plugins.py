@@ -1,13 +1,13 @@
-"""The door for plug-ins: a class, a function or an object of somebody else's, found by its name.
+"""Plug-ins: classes, functions and objects of other people's programs, found by name.
 
     fedbuff                  a built-in one
     path/to/file.py:Name     one that a file defines
     package.module:Name      one that an importable module defines
     my-rule                  one that an installed package announces, by entry point
 
-Built-in ones are looked up in the same table as all others and can't be replaced. Every part that
-can be extended has a :class:`Door` of its own; its group is that of the entry points. A table of
-the configuration chooses among them by its tag, and the class that is found validates it:
+Built-in plug-ins are looked up in the same registry as all others and can't be replaced. Every kind
+of plug-in has a :class:`Registry`, whose group is that of the entry points. A table of the
+configuration chooses a class by its tag, and that class validates the table:
 
     strategy: Annotated[Strategy, OneOf(RULES, tag="name")]
 
@@ -103,7 +103,7 @@ class Plugin(Generic[T]):
     digest: str | None = None  # SHA-256 of that file, in hexadecimal
 
 
-class Door(Generic[T]):
+class Registry(Generic[T]):
     """Finds the plug-ins of one kind.
 
     ``group``: of the entry points. ``what``: one of them in words, for errors. ``built_in``: those
@@ -392,18 +392,18 @@ RECORDED = {"recorded": True}
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a settings class: its value is one of the door's classes, by the key ``tag``.
+    """Annotation of a settings class: its value is a class of the registry, by the key ``tag``.
 
     The base class must declare ``tag`` as a string; built-in classes narrow it to a literal.
     """
 
-    door: Door[Any]
+    registry: Registry[Any]
     tag: str = "kind"
 
     def __get_pydantic_core_schema__(
         self, base: type[BaseModel], _handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        def chosen(value: object, info: ValidationInfo) -> BaseModel:
+        def validated(value: object, info: ValidationInfo) -> BaseModel:
             if isinstance(value, base):
                 return value
             if not isinstance(value, dict):
@@ -415,13 +415,13 @@ class OneOf:
                 return model.model_validate_json(to_json(table), context=info.context)
             return model.model_validate(table, context=info.context)
 
-        return core_schema.with_info_plain_validator_function(chosen)
+        return core_schema.with_info_plain_validator_function(validated)
 
     def __get_pydantic_json_schema__(
         self, _schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """The built-in ones: what else there may be can't be known."""
-        models = self.door.built_in.values()
+        models = self.registry.built_in.values()
         return {"anyOf": [handler(model.__pydantic_core_schema__) for model in models]}
 
     def _found(self, table: dict[str, Any], recorded: bool) -> tuple[type[BaseModel], str]:
@@ -434,7 +434,7 @@ class OneOf:
         if not isinstance(tag, str):
             raise PydanticCustomError("plugin", "must be a name, as text", about)
         try:
-            found = self.door.find(tag, recorded=recorded)
+            found = self.registry.find(tag, recorded=recorded)
         except NotTrusted:
             raise
         except ConfigError as error:
@@ -448,6 +448,6 @@ class OneOf:
 
     def models(self, *tags: object, recorded: bool = False) -> list[type[BaseModel]]:
         """The classes of these tags; where none is known, the built-in ones."""
-        known = [self.door.known(tag, recorded=recorded) for tag in tags]
+        known = [self.registry.known(tag, recorded=recorded) for tag in tags]
         named = [model for model in known if model is not None]
-        return named or list(self.door.built_in.values())
+        return named or list(self.registry.built_in.values())

@@ -1,4 +1,4 @@
-"""A process of ours: signals, garbage, open files. Imports nothing slow.
+"""A process of ours: signals, garbage, open files, the end of its parent. Imports nothing slow.
 
 SIGINT and SIGTERM, from a command's start to its end: at first, while modules are imported and no
 work has begun, either signal ends the process at once (:func:`leave_at_once`). After that, a
@@ -15,6 +15,8 @@ import os
 import resource
 import signal
 import stat
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
     Handler = Callable[[int, FrameType | None], None]
@@ -235,3 +236,36 @@ class Stop:
     def __exit__(self, *_error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+PARENT_VARIABLE = "FEDSTREAM_PARENT"  # environment variable: id of the process to end with
+_PARENT_S = 1.0  # between two looks for the parent
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """If ``fedstream run`` started this process, send SIGTERM to it once the parent is gone.
+
+    A thread polls: this works on every system, and also notices a parent that has already ended.
+    """
+    if parent := os.environ.get(PARENT_VARIABLE):
+        threading.Thread(target=_watch, args=(int(parent),), name="parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def death_with_parent() -> Callable[[], None] | None:
+    """Function for the child to call first, so that it dies with us even on SIGKILL.
+
+    None where the system can't do that (anywhere but on Linux).
+    """
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl  # looked up now: between fork and exec it would be unsafe
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -38,7 +38,7 @@ from fedstream.runtime.tls import CurrentTls
 from fedstream.runtime.tracing import Spans, TracingSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Iterator, Mapping, Sequence
 
     from aiohttp import web
     from prometheus_client.metrics_core import Metric

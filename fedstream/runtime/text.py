@@ -32,7 +32,7 @@ def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = 
 _MOST = 16_384  # characters; our own texts are all shorter
 
 
-def visible(value: object, *, lines: bool = False) -> str:
+def escaped(value: object, *, lines: bool = False) -> str:
     """The text of a value with unprintable characters escaped; ``lines`` keeps newlines and tabs.
 
     Printable is what :meth:`str.isprintable` says: no control, format or private-use characters,

@@ -43,7 +43,7 @@ class TracingSettings(Section):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SpanTimes:
     """A span's name and times, in seconds since 1970."""
 
     name: str
@@ -67,32 +67,32 @@ def is_sampled(trace: int, ratio: float) -> bool:
     return (trace & ((1 << 64) - 1)) < round(ratio * (1 << 64))
 
 
-def stretches(
+def span_times(
     what: str, begun: float, at: float, now: float, before: float | None, seconds: float
-) -> list[Stretch]:
+) -> list[SpanTimes]:
     """The spans that end with a step, the root last.
 
     ``begun``: when the task was made; ``at``: when the step was decided; ``before``: the service's
     own step before it, if it had one; ``seconds``: how long the device trained.
     """
-    whole = Stretch(ROOT, begun, now)
+    whole = SpanTimes(ROOT, begun, now)
     match what:
         case "triggered":
-            return [Stretch("trigger", begun, max(now, begun))]
+            return [SpanTimes("trigger", begun, max(now, begun))]
         case "dispatched":
-            return [Stretch("dispatch", at, now)]
+            return [SpanTimes("dispatch", at, now)]
         case "uploaded" | "gave up":
             start = max(at - seconds, at if before is None else before)
-            fetch = [] if before is None else [Stretch("fetch", before, start)]
-            return [*fetch, Stretch("train", start, at), Stretch("upload", at, now)]
+            fetch = [] if before is None else [SpanTimes("fetch", before, start)]
+            return [*fetch, SpanTimes("train", start, at), SpanTimes("upload", at, now)]
         case "admitted":
-            return [Stretch("admit", at, now)]
+            return [SpanTimes("admit", at, now)]
         case "applied" | "buffered":
-            return [Stretch("mix", at if before is None else before, now)]
+            return [SpanTimes("mix", at if before is None else before, now)]
         case "published":
-            return [Stretch("publish", at if before is None else before, now), whole]
+            return [SpanTimes("publish", at if before is None else before, now), whole]
         case "given up":
-            return [Stretch("give up", at, now), whole]
+            return [SpanTimes("give up", at, now), whole]
         case _:
             return []
 
@@ -142,10 +142,10 @@ class Spans:
         seconds = about.get("seconds")
         took = seconds if isinstance(seconds, float) else 0.0
         begun = time_of(task) or at or now
-        for one in stretches(what, begun, at or now, now, before, took):
+        for one in span_times(what, begun, at or now, now, before, took):
             self._processor.on_end(self._span(trace, one, about))
 
-    def _span(self, trace: int, one: Stretch, about: Mapping[str, object]) -> ReadableSpan:
+    def _span(self, trace: int, one: SpanTimes, about: Mapping[str, object]) -> ReadableSpan:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, TraceFlags
 

@@ -16,16 +16,20 @@ from pydantic import BaseModel, Field, model_validator
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import check_name
 from fedstream.coordinator.gateway.settings import GatewaySettings
-from fedstream.coordinator.page import PageSettings
 from fedstream.coordinator.policies import InFlight, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import SchedulerSettings
-from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
-from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup, WireSettings
+from fedstream.runtime.task_settings import (
+    LeaseSettings,
+    Participation,
+    ParticipationGroup,
+    WireSettings,
+)
 from fedstream.runtime.tracing import TracingSettings
 from fedstream.settings.simulation import (
     NoStaleness,
@@ -34,7 +38,7 @@ from fedstream.settings.simulation import (
     UniformStaleness,
 )
 from fedstream.settings.start import StartingPoint
-from fedstream.sinks.choice import SomeSink
+from fedstream.sinks.settings import SomeSink
 from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings

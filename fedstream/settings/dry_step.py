@@ -24,11 +24,11 @@ import numpy as np
 from fedstream.core.errors import DataError, FedstreamError, TaskError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
-from fedstream.runtime.tasks import Epochs, Length, Seconds
+from fedstream.runtime.task_settings import Epochs, Length, Seconds
 from fedstream.terminal import line
 from fedstream.trainer.data import Processor, check, placed, samples_of, seeded, size_of
 from fedstream.trainer.evaluator import has_device_tests
-from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, solver_for_device
 from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _trained(
     place: Processor,
     cancelled: Callable[[], bool],
 ) -> Trained:
-    solver = chosen(task, device, Solvers(settings.solver, settings.solvers))
+    solver = solver_for_device(task, device, Solvers(settings.solver, settings.solvers))
     data = placed(task.device_data(device), place)
     samples, length, few = size_of(data, device), Length(steps=1), data
     by_steps = (Task.train, Task.descend, Solver.train)

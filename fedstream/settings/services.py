@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.access import tokens_of
-from fedstream.coordinator.page import MakePage
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import MakePage
 from fedstream.core.errors import ConfigError
 from fedstream.core.records import Run
 from fedstream.flower import apps
@@ -23,10 +23,10 @@ from fedstream.settings.dry_step import (
     try_model,
     try_training,
 )
-from fedstream.settings.parts import part_sources
+from fedstream.settings.plugin_sources import part_sources
 from fedstream.settings.start import first_model
-from fedstream.sinks.choice import named, parameters
 from fedstream.sinks.service import DRAIN_S, Sinks
+from fedstream.sinks.settings import named, parameters
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator, has_device_tests
 from fedstream.trainer.loading import load_task

@@ -28,8 +28,9 @@ from fedstream.coordinator.policies import (
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import draw
 from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Floats, Model
 from fedstream.journal.progress import mean_after
-from fedstream.runtime.tasks import Participation, Seconds
+from fedstream.runtime.task_settings import Participation, Seconds
 from fedstream.settings.simulation import (
     LatencyStaleness,
     NoStaleness,
@@ -492,3 +493,20 @@ class _Clock:
             else:
                 decides = self._now + rngs[device].expovariate(rates[device])
                 heapq.heappush(decisions, (decides, device))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A device's training that starts from a version."""
+
+    arrival: Arrival
+    base: Model
+    """x_tau"""
+    version: int
+    """tau"""
+    digest: str
+    """of x_tau"""
+    into: Model
+    """receives what the device sends"""
+    device_control: Floats | None
+    """SCAFFOLD's c_i; None: zero"""

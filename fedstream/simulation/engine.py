@@ -25,8 +25,7 @@ from fedstream.core.messages import Contribution, Goal, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
 from fedstream.runtime.plugins import about, place_of, words
-from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
-from fedstream.simulation.job import Job
+from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver, plan
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State

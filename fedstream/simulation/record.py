@@ -14,7 +14,7 @@ from fedstream.core.messages import Outcome, Upload
 from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
 from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
-from fedstream.settings.parts import part_sources
+from fedstream.settings.plugin_sources import part_sources
 from fedstream.strategies import sources_of
 
 if TYPE_CHECKING:

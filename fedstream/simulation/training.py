@@ -12,13 +12,13 @@ from torch import nn
 from fedstream.core.errors import DataError, FedstreamError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
-from fedstream.simulation import together
+from fedstream.simulation import stacked
 from fedstream.trainer import vector
 from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import ends_run
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, solver_for_device
 from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from fedstream.settings.config import Settings
     from fedstream.settings.simulation import SimulationSettings
-    from fedstream.simulation.job import Job
+    from fedstream.simulation.arrivals import Job
     from fedstream.strategies import Strategy
     from fedstream.trainer.solvers import SolverSettings
 
@@ -72,7 +72,7 @@ class Training:
         self._strategy = strategy
         self._cancelled = cancelled
         self._data: dict[int, Dataset[Any]] = {}
-        self._group: together.Together | None = None
+        self._group: stacked.StackedTraining | None = None
         self._channels_last = False
         if simulation.precision == "bfloat16":
             _lay_out(self.module, torch.channels_last)
@@ -82,13 +82,15 @@ class Training:
             simulation.batched
             and not self._solvers.others
             and type(task).solver_of is Task.solver_of
-            and together.suits(task, self.module, settings.solver)
+            and stacked.suits(task, self.module, settings.solver)
         ):
             rows = None
             with suppress(DataError):  # whoever trains on that device finds it again
-                rows = together.rows_of(self._given, devices, simulation.device)
+                rows = stacked.rows_of(self._given, devices, simulation.device)
             if rows is not None:
-                self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
+                self._group = stacked.StackedTraining(
+                    task, self.module, settings.solver, rows, cancelled
+                )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -100,7 +102,7 @@ class Training:
 
         Raises Cancelled; DataError if the task raises on the first.
         """
-        if self._group is None or len(jobs) < together.LEAST:
+        if self._group is None or len(jobs) < stacked.LEAST:
             return [self._alone(jobs[0])]
         try:
             trained = self._group.train(jobs)
@@ -115,7 +117,7 @@ class Training:
     def solver(self, device: int) -> SolverSettings:
         """Solver that a device trains with."""
         with blamed(f"device {device}"):
-            return chosen(self._task, device, self._solvers)
+            return solver_for_device(self._task, device, self._solvers)
 
     def data(self, device: int) -> Dataset[Any]:
         """A device's data, placed where the module is."""

@@ -17,7 +17,7 @@ from fedstream.core.layout import Payload
 if TYPE_CHECKING:
     from fedstream.core.layout import Floats, Model
     from fedstream.core.messages import Sends
-    from fedstream.runtime.tasks import WireSettings
+    from fedstream.runtime.task_settings import WireSettings
 
 
 class Transport:

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import OUTCOMES, Event, Version
-from fedstream.runtime.config import Chosen, Positive
+from fedstream.runtime.config import NamedSettings, Positive
 
 
 def needs(module: str, extra: str) -> None:
@@ -118,7 +118,7 @@ class Sink(ABC):
         """Let go of the record; the run may be continued by another :meth:`begin`."""
 
 
-class SinkSettings(Chosen):
+class SinkSettings(NamedSettings):
     """A sink's table in the configuration; a sink of your own adds its options in a subclass."""
 
     kind: str = ""

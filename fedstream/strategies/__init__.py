@@ -9,12 +9,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
-from fedstream.runtime.plugins import RECORDED, Door, OneOf, Plugin
+from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, Registry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
-from fedstream.strategies.batches import Batch
+from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
-from fedstream.strategies.fedbuff import FedBuffSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -51,7 +50,7 @@ def _accept(value: object) -> type[Strategy] | None:
     return value if isinstance(value, type) and issubclass(value, Strategy) else None
 
 
-RULES: Door[type[Strategy]] = Door(
+RULES: Registry[type[Strategy]] = Registry(
     "fedstream.strategies",
     "strategy",
     {

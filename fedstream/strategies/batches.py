@@ -11,12 +11,13 @@ ends early because its round timed out is the mean of as many updates as arrived
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.strategies.mixing import add, count, toward
+from fedstream.strategies.staleness import Constant, Staleness
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 from fedstream.strategies.vectors import DeviceVectors
 
@@ -102,3 +103,20 @@ class Batch(Strategy):
         if state.memory.model is None:
             raise RuntimeError("a batch without updates")
         return state.memory.model
+
+
+class FedBuffSettings(Batch):
+    """FedBuff: x_{t+1} = x_t - (server_lr / K) sum s(d) (x_tau - x_new), every K arrivals.
+
+    Unbounded Gradients in Federated Learning with Buffered Asynchronous Aggregation (Toghani,
+    Uribe), algorithm 2; its devices' part is algorithm 1, and its beta is server_lr / K. K = 1 is
+    plain asynchronous federated learning.
+    """
+
+    name: Literal["fedbuff"] = "fedbuff"
+    staleness: Staleness = Constant()
+    """Not in this paper; the original FedBuff has 1 / sqrt(1 + d)."""
+
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """s(d)."""
+        return self.staleness(version - tau)

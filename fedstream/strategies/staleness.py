@@ -19,11 +19,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.config import Chosen, Positive, Section, table_of
-from fedstream.runtime.plugins import Door, OneOf
+from fedstream.runtime.config import NamedSettings, Positive, Section, table_of
+from fedstream.runtime.plugins import OneOf, Registry
 
 
-class StalenessFunction(Chosen):
+class StalenessFunction(NamedSettings):
     """Base of all staleness functions: its fields are its parameters, and calling it gives s(d)."""
 
     kind: str = ""
@@ -104,7 +104,7 @@ def _accept(value: object) -> type[StalenessFunction] | None:
     return made
 
 
-FUNCTIONS: Door[type[StalenessFunction]] = Door(
+FUNCTIONS: Registry[type[StalenessFunction]] = Registry(
     "fedstream.staleness",
     "staleness function",
     {

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Sends
-from fedstream.runtime.config import Chosen
+from fedstream.runtime.config import NamedSettings
 from fedstream.strategies.vectors import DeviceVectors
 
 InRounds: TypeAlias = Literal["never", "possible", "always"]
@@ -93,7 +93,7 @@ class Decision:
     staleness: int
 
 
-class Strategy(Chosen):
+class Strategy(NamedSettings):
     """Base of all strategies: its fields are the keys of ``[strategy]``, its methods the rule.
 
     An object is one rule with its parameters, frozen. Most rules derive from

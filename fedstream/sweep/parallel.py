@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from fedstream.core.errors import FedstreamError
-from fedstream.runtime.parent import VARIABLE, end_with_parent
+from fedstream.runtime.process import PARENT_VARIABLE, end_with_parent
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -70,6 +70,6 @@ def _begin(threads: int) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ[VARIABLE] = str(os.getppid())
+    os.environ[PARENT_VARIABLE] = str(os.getppid())
     end_with_parent()
     torch.set_num_threads(threads)

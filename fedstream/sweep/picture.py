@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.history.pictures import COLOURS, STYLE, line_style
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.sweep.results import Ranked, Ranking
 from fedstream.sweep.trials import words
 
@@ -36,7 +36,7 @@ def draw(path: Path, title: str, found: Sequence[Ranked], ranking: Ranking) -> N
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2 * columns, 3.3 * rows + 0.9), layout="constrained")
         grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-        figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
+        figure.suptitle(escaped(title), x=0.01, ha="left", fontsize=11, parse_math=False)
         _curves(grid[0], found, ranking)
         for axes, key in zip(grid[1:], keys, strict=False):
             _over(axes, found, ranking, key)
@@ -63,7 +63,7 @@ def _curves(axes: Axes, found: Sequence[Ranked], ranking: Ranking) -> None:
             values.mean(axis=0),
             lw=1.5,
             **line_style(n),
-            label=visible(words(line.keys)),
+            label=escaped(words(line.keys)),
         )
     if shown:
         axes.set_xlim(left=0)
@@ -82,7 +82,7 @@ def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> No
     else:
         values.sort(key=str)
         places = {repr(value): float(n) for n, value in enumerate(values)}
-        axes.set_xticks(range(len(values)), [visible(value) for value in values])
+        axes.set_xticks(range(len(values)), [escaped(value) for value in values])
     axes.set(xlabel=key, ylabel=ranking.metric, title=f"{ranking.metric} over {key}")
     x = [places[repr(line.keys[key])] for line in lines]
     y = [line.mean or 0.0 for line in lines]

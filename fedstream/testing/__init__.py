@@ -9,7 +9,7 @@ What is wrong is raised as a Fault, which says what, where, and at which arrival
 from a seed, so a fault comes back until it is mended.
 """
 
-from fedstream.testing.parts import Fault, check_partition, check_policy, check_staleness
+from fedstream.testing.rules import Fault, check_partition, check_policy, check_staleness
 from fedstream.testing.solvers import check_solver
 from fedstream.testing.strategies import check_strategy
 

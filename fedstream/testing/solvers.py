@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import words
-from fedstream.testing.parts import Fault, made
+from fedstream.testing.rules import Fault, made
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Solver, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.workspace import Workspace

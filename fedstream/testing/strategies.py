@@ -19,7 +19,6 @@ from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.plugins import words
 from fedstream.strategies import RULES, Decision, Memory, State, Strategy, Update
-from fedstream.testing.parts import Fault, made
 from fedstream.testing.recording import (
     DEVICES,
     LATEST,
@@ -32,6 +31,7 @@ from fedstream.testing.recording import (
     memory_print,
     state_print,
 )
+from fedstream.testing.rules import Fault, made
 
 T = TypeVar("T")
 

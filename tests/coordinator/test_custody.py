@@ -16,7 +16,7 @@ from fedstream.coordinator import sweep
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.core.errors import Foreign, Unavailable
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, context, counted, running, wait_until
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"

@@ -21,15 +21,14 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import _ranges
-from fedstream.coordinator.page import PageSettings
 from fedstream.coordinator.service import Coordinator
-from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Tensor
 from fedstream.core.messages import GiveUp
 from fedstream.runtime.http import HttpSettings, application
 from fedstream.runtime.service import Context
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, Proxy, context, running, wait_until
 
 Http = TestClient[web.Request, web.Application]

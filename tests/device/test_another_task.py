@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from fedstream.broker.client import RedisSettings
 from fedstream.core.errors import ConfigError
 from fedstream.device.address import GatewayAddress
-from fedstream.device.life import live
+from fedstream.device.process import live
 from fedstream.operate.enrolment import invite
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of

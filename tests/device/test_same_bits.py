@@ -7,8 +7,8 @@ import pytest
 from fedstream.broker.client import RedisSettings
 from fedstream.core.formats import format_of
 from fedstream.core.messages import Sends
-from fedstream.device.life import live
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.device.process import live
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings

@@ -14,9 +14,9 @@ import pytest
 from fedstream.core.errors import ConfigError, DataError, FedstreamError, LayoutMismatch
 from fedstream.core.layout import Model
 from fedstream.device.address import GatewayAddress
-from fedstream.device.errors import TurnedAway
+from fedstream.device.connection import TurnedAway
 from fedstream.device.folder import DeviceFolder
-from fedstream.device.life import DeviceOptions, live
+from fedstream.device.process import DeviceOptions, live
 from fedstream.device.uploads import UpdateUpload
 from fedstream.protocol.messages import Advice, Receipt
 from fedstream.trainer.devices import DeviceSettings, FixedLatency

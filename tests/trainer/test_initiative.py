@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstream.core.messages import Trigger
-from fedstream.runtime.tasks import FixedSteps, ParticipationGroup
+from fedstream.runtime.task_settings import FixedSteps, ParticipationGroup
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from tests.support import Hand, Pauses, context, running, wait_until
 from tests.trainer.adding import Cooldowns, Make

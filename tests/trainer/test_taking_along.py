@@ -14,7 +14,7 @@ from fedstream.broker.keys import TRAINERS
 from fedstream.broker.ledger.trainer import TrainerLedger
 from fedstream.broker.streams import Group
 from fedstream.core.messages import GiveUp
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, Proxy, context, full, running, wait_until
 from tests.trainer.adding import Adds, Cooldowns, Make, answers, pending
 

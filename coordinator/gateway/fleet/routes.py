@@ -32,7 +32,7 @@ from fedstream.core.errors import BlobDamaged, BlobMissing, DataError
 from fedstream.core.layout import Model
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
-from fedstream.runtime.limits import Flood
+from fedstream.runtime.limits import LogLimiter
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -90,7 +90,7 @@ class FleetRoutes:
         self._node_tasks = NodeTasks(settings.model_bytes)
         self._reading = asyncio.Lock()
         self._missed: dict[int, tuple[float, float]] = {}  # by device: first and last miss
-        self._greetings = Flood(burst=3, per_s=1 / 60)  # of a device
+        self._greetings = LogLimiter(burst=3, per_s=1 / 60)  # of a device
         self._sending = Counter[int]()  # by device: requests with long bodies
         self._locks: dict[int, asyncio.Lock] = {}  # by device, while there are any
         self._opened: Opened | None = None

@@ -20,7 +20,7 @@ from fedstream.history.index import columns_of
 from fedstream.history.table import NONE
 from fedstream.journal import RoundClosed
 from fedstream.journal.replay import Replayer
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.task_settings import Participation
 from fedstream.settings.config import Settings, read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import arrivals, simulate

@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS journal (lineage TEXT, through TEXT);
 """
 
 
-class Ended:
+class EndedTasks:
     """Ends by task, for as long as the journal has their records."""
 
     def __init__(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from fedstream.core.layout import Layout, Model, Payload
 _ENCODED = 4
 
 
-class Spares:
+class BufferPool:
     """Models and encoded ones that nobody uses. Only one thread at a time may take any."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from fedstream.core.messages import Sends, Upload
 from fedstream.strategies.vectors import IN_MEMORY, on_disk
 
 
-class Bases:
+class BaseModels:
     """Keeps versions from when they are made until the last update trained from them.
 
     ``uploads``: the updates to come; each is to be passed to :meth:`of` once, in any order. Models

@@ -54,7 +54,7 @@ class Spread:
 
 
 @dataclass
-class Share:
+class DeviceContribution:
     """A device's part in a run: its updates by outcome, and statistics of the used ones."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ def stats(
     ahead: int,
     read: Read = lambda _bytes: None,
     until: int | None = None,
-) -> dict[int, Share]:
+) -> dict[int, DeviceContribution]:
     """Each device's share, by device number. ``until``: in the versions up to this one.
 
     ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
@@ -98,13 +98,13 @@ def stats(
     most 65,536 evenly spaced numbers stand for a large model, so memory holds the directions of
     ``ahead`` versions whatever the models' size; besides, it holds seven numbers per update.
     """
-    shares: dict[int, Share] = {}
+    shares: dict[int, DeviceContribution] = {}
     courses: deque[_Direction] = deque()
     arriving: list[tuple[int, Floats]] = []
     for move in history(chain, read):
         message = move.message
         if isinstance(message, Taken):
-            share = shares.setdefault(message.upload.device, Share())
+            share = shares.setdefault(message.upload.device, DeviceContribution())
             wanted = _count(share, message, move)
             if wanted is not None:
                 arriving.append((message.upload.device, wanted))
@@ -122,7 +122,7 @@ def stats(
     return dict(sorted(shares.items()))
 
 
-def _count(share: Share, message: Taken, move: Move) -> Floats | None:
+def _count(share: DeviceContribution, message: Taken, move: Move) -> Floats | None:
     """Count an update; return its direction if its weights are there."""
     share.outcomes[message.outcome] += 1
     if not is_used(message):
@@ -146,7 +146,7 @@ def sampled(parameters: Floats) -> Floats:
     return parameters[:: -(-parameters.size // _SAMPLE) or 1]
 
 
-def _compare(course: _Direction, later: Floats, shares: Mapping[int, Share]) -> None:
+def _compare(course: _Direction, later: Floats, shares: Mapping[int, DeviceContribution]) -> None:
     way = later - course.model
     for device, wanted in course.directions:
         if (found := cosine(way, wanted)) is not None:

@@ -1,9 +1,9 @@
-"""The life of a device's process: key, folder, task and enrolment, then work until it is told to
-stop or the run is over."""
+"""A device's process: loads key, folder and task, enrols, and works until the end of the run."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,24 +14,43 @@ from pydantic import ValidationError
 
 from fedstream.core.errors import ConfigError
 from fedstream.device.address import GatewayAddress
-from fedstream.device.connection import Connection
-from fedstream.device.errors import TurnedAway
+from fedstream.device.connection import Connection, TurnedAway
 from fedstream.device.folder import DeviceFolder, Identity
 from fedstream.device.gateway import UNKNOWN, OwnGateway, RunOver
 from fedstream.device.key import own_key
 from fedstream.device.training import LocalTraining
 from fedstream.device.worker import DeviceWorker
-from fedstream.protocol.messages import Enrolment
+from fedstream.protocol.messages import ATTESTATION, Attestation, Enrolment
 from fedstream.protocol.signatures import pem_of
 from fedstream.trainer.devices import DeviceSettings
 
 if TYPE_CHECKING:
-    from fedstream.protocol.messages import Attestation
     from fedstream.protocol.signatures import PrivateKey
     from fedstream.trainer.data import Processor
     from fedstream.trainer.learner import Learner
     from fedstream.trainer.solvers import Solvers
     from fedstream.trainer.task import Task
+
+
+def attestation_in(named: str | None) -> Attestation | None:
+    """The attestation that ``FORMAT:FILE`` names. Raises ConfigError."""
+    if named is None:
+        return None
+    format_, _, file = named.partition(":")
+    if not file:
+        raise ConfigError(f"--attestation {named}: expected FORMAT:FILE, as in tpm:device.quote")
+    try:
+        data = Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--attestation {named}: {error.strerror}") from error
+    if len(data) > ATTESTATION:
+        raise ConfigError(f"--attestation {named}: {len(data)} bytes: at most {ATTESTATION}")
+    try:
+        return Attestation(format=format_, data=base64.b64encode(data).decode())
+    except ValidationError:
+        raise ConfigError(
+            f"--attestation {named}: the format's name has letters, digits and ._+-, at most 40"
+        ) from None
 
 
 @dataclass(frozen=True)

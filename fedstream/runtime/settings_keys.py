@@ -58,7 +58,7 @@ def _values(annotation: Any, metadata: Iterable[object] = ()) -> str:
     about = list(metadata)
     choice = next((one for one in about if isinstance(one, OneOf)), None)
     if choice is not None:
-        return f"table; {choice.tag}: {', '.join(choice.door.built_in)} or your own"
+        return f"table; {choice.tag}: {', '.join(choice.registry.built_in)} or your own"
     if get_origin(annotation) is Annotated:
         plain, *more = get_args(annotation)
         parts = [one.metadata if isinstance(one, FieldInfo) else [one] for one in more]

@@ -17,8 +17,8 @@ from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.core.messages import Trigger, first_wrong, task_id
 from fedstream.runtime.config import Section
-from fedstream.runtime.plugins import Door, words
-from fedstream.runtime.tasks import FixedSteps, Participation
+from fedstream.runtime.plugins import Registry, words
+from fedstream.runtime.task_settings import FixedSteps, Participation
 from fedstream.settings.config import read
 from fedstream.simulation import arrivals
 from fedstream.strategies import FUNCTIONS, StalenessFunction
@@ -32,12 +32,12 @@ class Fault(AssertionError):
 S = TypeVar("S", bound=Section)
 
 
-def made(door: Door[Any], part: type[S] | S, keys: Mapping[str, object]) -> S:
-    """The object, which the door must accept. Raises Fault."""
+def made(registry: Registry[Any], part: type[S] | S, keys: Mapping[str, object]) -> S:
+    """The object, which the registry must accept. Raises Fault."""
     cls = part if isinstance(part, type) else type(part)
     name = cls.__name__
     try:
-        door.accepted(cls)
+        registry.accepted(cls)
         if isinstance(part, type):
             return part(**keys)
     except ValidationError as error:

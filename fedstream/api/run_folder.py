@@ -1,4 +1,4 @@
-"""The folder of a run or simulation."""
+"""The folder of a run or simulation, and the errors that carry the results of an unfinished run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
+from fedstream.core.errors import FedstreamError
 from fedstream.history import report
+from fedstream.history.record import RunRecord
 
 _MODE = 0o700  # updates and models reveal something about people's data
 
@@ -44,3 +46,21 @@ def _new(name: str) -> Path:
                 folder.mkdir(mode=_MODE)
                 return folder
     raise AssertionError("there is always a next number")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or a notebook's stop button ended the run; its services stopped in order."""
+
+    def __init__(self, run: RunRecord) -> None:
+        super().__init__(f"interrupted: the results so far are fedstream.open({str(run.path)!r})")
+        self.run = run
+        """the run so far"""
+
+
+class RunFailed(FedstreamError):
+    """The run could not continue; the message says why."""
+
+    def __init__(self, why: str, run: RunRecord) -> None:
+        super().__init__(f"{why} (what there is of the run: {run.path})")
+        self.run = run
+        """the run so far"""

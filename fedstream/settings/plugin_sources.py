@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedstream.coordinator.gateway.attestation import VERIFIERS
 from fedstream.coordinator.policies import POLICIES
 from fedstream.core.errors import ConfigError
-from fedstream.sinks.choice import SINKS
+from fedstream.sinks.settings import SINKS
 from fedstream.strategies import FUNCTIONS, RULES, StalenessFunction
 from fedstream.trainer.partitions import PARTITIONS
 from fedstream.trainer.solvers import SOLVERS
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from importlib.metadata import EntryPoint
 
-    from fedstream.runtime.plugins import Door
+    from fedstream.runtime.plugins import Registry
     from fedstream.settings.config import Settings
 
 
-# Every door, with the key that names what is behind it.
-DOORS: dict[str, Door[Any]] = {
+# Every registry, with the configuration key that names one of its plug-ins.
+REGISTRIES: dict[str, Registry[Any]] = {
     "strategy.name": RULES,
     "strategy.staleness.kind": FUNCTIONS,
     "solver.kind": SOLVERS,
@@ -46,18 +46,18 @@ class Listed(NamedTuple):
 
 def listed() -> Iterator[Listed]:
     """What can be named at each key. Loads what installed packages announce."""
-    for key, door in DOORS.items():
-        announced = door.announced()
-        for name in door.names():
+    for key, registry in REGISTRIES.items():
+        announced = registry.announced()
+        for name in registry.names():
             source, problem = "built in", ""
-            if name not in door.built_in:
+            if name not in registry.built_in:
                 source = _package(announced[name])
                 try:
-                    door.find(name)
+                    registry.find(name)
                 except ConfigError as error:
                     problem = str(error)
             yield Listed(key, name, source, problem)
-        for name in sorted(announced.keys() & door.built_in.keys()):
+        for name in sorted(announced.keys() & registry.built_in.keys()):
             yield Listed(key, name, _package(announced[name]), "the name of a built-in one")
 
 
@@ -72,13 +72,13 @@ def part_sources(settings: Settings) -> dict[str, str]:
     For the record: unlike strategies, they are not needed to replay a run.
     """
     policy, partition = settings.scheduler.policy, settings.task.partition
-    named: dict[str, tuple[Door[Any], str | None]] = {
+    named: dict[str, tuple[Registry[Any], str | None]] = {
         "solver.kind": (SOLVERS, settings.solver.kind),
         "task.partition.kind": (PARTITIONS, partition.kind if partition is not None else None),
         "scheduler.policy.kind": (POLICIES, policy.kind if policy is not None else None),
         **{f"solvers[{n}].kind": (SOLVERS, group.kind) for n, group in enumerate(settings.solvers)},
     }
-    found = {key: _digest(door, name) for key, (door, name) in named.items() if name}
+    found = {key: _digest(registry, name) for key, (registry, name) in named.items() if name}
     return {key: digest for key, digest in found.items() if digest is not None}
 
 
@@ -97,8 +97,8 @@ def doubts(settings: Settings) -> Iterator[str]:
                 )
 
 
-def _digest(door: Door[Any], name: str) -> str | None:
+def _digest(registry: Registry[Any], name: str) -> str | None:
     try:
-        return door.find(name).digest
+        return registry.find(name).digest
     except ConfigError:
         return None  # a class made while a program runs has no name by which others find it

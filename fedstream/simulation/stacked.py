@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from fedstream.core.layout import Floats
-    from fedstream.simulation.job import Job
+    from fedstream.simulation.arrivals import Job
     from fedstream.trainer.solvers import SolverSettings, Tensors
 
     At = slice | torch.Tensor  # places among the devices
@@ -127,7 +127,7 @@ def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.cpu() for part in parts], out=whole)
 
 
-class Together:
+class StackedTraining:
     """Training of groups of devices."""
 
     def __init__(

@@ -18,13 +18,13 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from fedstream.local import fork_server
-from fedstream.runtime import parent
+from fedstream.runtime import process
 
 _MODULE = ("-P", "-m")  # -P: a user's redis.py or random.py must not shadow ours
 _SERVER = "fedstream.local.fork_server"
 
 
-class Life(Protocol):
+class ServiceProcess(Protocol):
     """A process that was started, as :class:`asyncio.subprocess.Process` has it."""
 
     @property
@@ -48,14 +48,18 @@ class Life(Protocol):
 class Launcher(Protocol):
     """What starts services."""
 
-    async def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Life:
+    async def start(
+        self, words: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> ServiceProcess:
         """Run ``fedstream WORDS`` with its output appended to ``log``. Raises OSError."""
 
 
 class Interpreters:
     """Starts each service as a Python interpreter of its own."""
 
-    async def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Life:
+    async def start(
+        self, words: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> ServiceProcess:
         """Start a process. Raises OSError."""
         with log.open("ab") as out:
             return await asyncio.create_subprocess_exec(
@@ -66,7 +70,7 @@ class Interpreters:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**environment, parent.VARIABLE: str(os.getpid())},
+                env={**environment, process.PARENT_VARIABLE: str(os.getpid())},
                 # Its own session: Ctrl-C must reach only us, because we stop services in order.
                 start_new_session=True,
             )
@@ -106,7 +110,7 @@ def _executed() -> tuple[socket.socket, subprocess.Popen[bytes]]:
             [sys.executable, *_MODULE, _SERVER, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in os.environ if name != parent.VARIABLE},
+            env={name: os.environ[name] for name in os.environ if name != process.PARENT_VARIABLE},
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
@@ -203,7 +207,9 @@ class ForkServer:
         begun = fork_server.fork() if fork_server.may_fork() else _executed()
         self._server = _Server(*begun)
 
-    async def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Life:
+    async def start(
+        self, words: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> ServiceProcess:
         """Fork a service. Raises OSError."""
         if self._server.ended:
             self._server = _Server(*_executed())
