@@ -1,7 +1,7 @@
-"""A client for services that others send requests to: its connections are bounded.
+"""A client with a bounded number of connections, for services that serve HTTP.
 
-A client connects once for each exchange that is under way. A crowd of devices that comes while
-Redis hangs would so take up all connections that Redis allows, and no service could connect.
+Each concurrent exchange takes a connection. If Redis hangs while many devices send requests, an
+unbounded client would use up all connections that Redis allows, and no service could connect.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fedstream.core.errors import Unavailable
 
 
 class BoundedClient(Client):
-    """A client with a limit on the exchanges under way; the others wait for their turn.
+    """A client with at most ``links`` concurrent exchanges; further exchanges wait.
 
-    One that has waited for the settings' ``timeout_s`` raises Unavailable: nothing was sent. Those
-    that may block (``wait_s``, and :meth:`start`) don't count: the service itself makes them, a few
-    at once, and they must not keep others waiting.
+    After ``timeout_s`` of the settings, a waiting exchange raises Unavailable without sending.
+    Blocking exchanges (``wait_s``, and :meth:`start`) don't count: the service itself makes only a
+    few of them, and they must not delay requests.
     """
 
     def __init__(
         self, settings: RedisSettings, name: str = "", *, links: int, loads_scripts: bool = True
     ) -> None:
-        """``links``: exchanges under way at most, and so connections."""
+        """``links``: the most concurrent exchanges, and so connections."""
         super().__init__(settings, name, loads_scripts=loads_scripts)
         self._links = links
         self._free = asyncio.Semaphore(links)
@@ -57,7 +57,7 @@ class BoundedClient(Client):
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """One of the places inside the block. Raises Unavailable."""
+        """Occupy one of the connections inside the block. Raises Unavailable."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._free.acquire()

@@ -1,8 +1,8 @@
 """Clean-up and repair of a run's keys: foreign values, leftovers of sites, and lost tasks.
 
-ACL users leave a trainer no way to damage what others rely on. If a key holds a foreign value all
-the same, it is quarantined where that loses nothing that can't be recreated (registers, inboxes,
-and tasks, which are given up and triggered again). In the run's own state it is only reported.
+ACL users deny trainers any damage to shared keys. If a key holds a foreign value all the same, the
+value is quarantined where the service can recreate the key (registers, inboxes, and tasks, which
+are given up and triggered again). A foreign value in the run's own state is only reported.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _AT_ONCE = 500  # keys per script call: Redis is blocked meanwhile
 
 _WORKSPACES = "workspace:"
 _OF_SITES = ("update:", _WORKSPACES)  # written by sites; leaked if a site forgets the expiry
-# A gateway's, likewise; its other keys are registers, of which each is one.
+# Keys of a gateway that expire too. Its other keys are registers: one key each.
 _OF_GATEWAYS = re.compile(rb"gateway:[^:]*:(nonce|upload):")
 _REGISTERED = (
     2048  # bytes of a value in a register: a public key and an invite's digest, or a secret
 )
-_MOVES = (20_000, 64 << 20)  # entries and bytes of a gateway's `moves`, of which it keeps 2,000
+_MOVES = (20_000, 64 << 20)  # entries and bytes of a gateway's `moves`; gateways keep 2,000 entries
 _COPIES = "control:"  # per-site copies of a strategy's device state
 _FORGOTTEN_MS = 600_000  # expiry given to keys without one
 _LONGEST_MS = 24 * 3600 * 1000  # longer expiries are cut to this
@@ -85,10 +85,10 @@ def in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
 async def mend(
     client: Client, keys: Keys, *, inboxes: Iterable[str], owners: Iterable[str], most: int
 ) -> list[tuple[str, str]]:
-    """Quarantine foreign values: [(key, what it held)].
+    """Quarantine foreign values; return [(key, the value's type)].
 
     ``inboxes``: sites that have an inbox. ``owners``: trainers that have a task stream. ``most``:
-    entries allowed in an inbox; a longer one is deleted, since nobody could read it all.
+    entries allowed in an inbox; a longer inbox is deleted, as reading it would take too long.
     """
     wanted = {getattr(keys, name): (kind, 0) for name, kind in _MENDED.items()}
     wanted |= {keys.inbox(site): ("stream", most) for site in inboxes}
@@ -108,7 +108,7 @@ async def mend(
 
 
 async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:
-    """Find keys of the run's state that hold the wrong type: [(key, what it holds)]."""
+    """Find keys of the run's state with a value of the wrong type; return [(key, type)]."""
     names = [getattr(keys, name) for name in _NAMED]
     kinds = await client.pipeline([("TYPE", name) for name in names])
     return [
@@ -119,7 +119,7 @@ async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:
 
 
 async def some_keys(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, list[bytes]]:
-    """Scan one step through Redis's keys: the next cursor, and the run's keys found.
+    """Scan one step through Redis's keys; return the next cursor and the run's keys found.
 
     ``cursor``: returned by the previous step; ``b"0"`` starts a scan, and marks its end when
     returned. Keys with longer names than any of ours are set to expire.
@@ -129,15 +129,15 @@ async def some_keys(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, l
 
 
 def _of(keys: Keys, some: Iterable[bytes], *kinds: str) -> list[bytes]:
-    """Those of the run's keys that begin with one of ``kinds``."""
+    """The keys in ``some`` whose names begin with one of ``kinds``."""
     prefixes = tuple((keys.prefix + kind).encode() for kind in kinds)
     return [name for name in some if name.startswith(prefixes)]
 
 
 async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) -> list[str]:
-    """Limit the expiry of keys that sites wrote: the keys in ``some`` that were changed.
+    """Limit the expiry of keys that sites wrote; return the changed keys of ``some``.
 
-    Our trainers set an expiry first of all, but a site may write what it likes. An update admitted
+    Our trainers set an expiry first, but a site may run other software. An update that is admitted
     meanwhile has been renamed, so it doesn't expire.
     """
     names = _of(keys, some, *_OF_SITES)
@@ -155,7 +155,7 @@ async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) ->
 
 
 def registers(keys: Keys, some: Iterable[bytes]) -> list[bytes]:
-    """The gateways' registers among ``some`` keys: what doesn't expire of theirs."""
+    """The gateways' registers among ``some`` keys: those of their keys that don't expire."""
     start = len(keys.prefix.encode())
     return [name for name in _of(keys, some, "gateway:") if not _OF_GATEWAYS.match(name, start)]
 
@@ -163,9 +163,9 @@ def registers(keys: Keys, some: Iterable[bytes]) -> list[bytes]:
 async def trim_registers(
     client: Client, keys: Keys, names: Sequence[bytes], devices: int
 ) -> list[str]:
-    """Delete from gateways' registers what no device of the run needs: those that had such.
+    """Delete fields that belong to no device of the run; return the changed registers.
 
-    Of a register with over 1,000 devices, another 1,000 are looked at each time.
+    Each call checks another 1,000 fields of a larger register.
     """
     trimmed = await TRIM(
         client,
@@ -181,10 +181,10 @@ async def trim_registers(
 async def expire_unowned(
     client: Client, keys: Keys, some: Iterable[bytes], owners: Iterable[str]
 ) -> list[str]:
-    """Expire task streams of unregistered trainers: the keys in ``some`` that were changed.
+    """Expire task streams of unregistered trainers; return the changed keys of ``some``.
 
-    A site may create any number of them. An announcement by such a trainer removes the expiry.
-    ``owners``: trainers that own devices; their streams are kept until they are deregistered.
+    A site may create any number of streams. An announcement by the trainer removes the expiry.
+    ``owners``: registered trainers with devices; their streams are kept.
     """
     ours, known = f"{keys.tasks}:".encode(), {owner.encode() for owner in owners}
     named = {name: name.removeprefix(ours).removeprefix(f"{POOL}/".encode()) for name in some}
@@ -206,7 +206,7 @@ async def expire_unowned(
 async def cap_workspaces(
     client: Client, keys: Keys, some: Iterable[bytes], held: dict[str, int], most: int
 ) -> set[str]:
-    """Expire invalid workspaces, and those beyond ``most`` bytes per site: the sites concerned.
+    """Expire invalid workspaces, and those beyond ``most`` bytes per site; return these sites.
 
     The pool's workspaces are kept. ``held``: bytes of each site in the keys seen so far; updated
     with those of ``some``.
@@ -243,7 +243,7 @@ async def _lengths(client: Client, names: Sequence[bytes]) -> list[int | None]:
 
 
 async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:
-    """Delete stale copies of device state among ``some`` keys: how many.
+    """Delete stale copies of device state among ``some`` keys; return their number.
 
     A copy is stale when its site no longer serves the device or the run is over, unless an open
     task still needs it.
@@ -257,12 +257,12 @@ async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:
 async def find_lost(
     client: Client, keys: Keys, event: bytes, seen: Mapping[str, str], cursor: bytes
 ) -> tuple[int, dict[str, str], bytes]:
-    """Give up open tasks whose entry is gone and whose answer is not in flight, among some tasks.
+    """Give up open tasks whose entry is gone and whose answer is not in flight, one step at a time.
 
+    A task counts as lost only if an earlier search found it without an entry and every message
+    sent by then has been read since. ``seen``: tasks without an entry, from the earlier search.
     ``cursor``: returned by the previous step; ``b"0"`` starts a search, and marks its end when
-    returned. Returns also how many were given up, and what belongs in the ``seen`` argument for the
-    next search: a task counts as lost only if an earlier search found it without an entry, and
-    every message sent by then has been read since.
+    returned. Returns the number of tasks given up, ``seen`` for the next search, and the cursor.
     """
     arguments: list[Any] = [part for pair in seen.items() for part in pair]
     lost, cursor, flat = await _FIND(
@@ -275,11 +275,11 @@ async def find_lost(
 async def ended_unlike(
     client: Client, keys: Keys, done: Callable[[str], End | None], look: str
 ) -> list[End]:
-    """Find tasks that are open or ended differently in Redis: their ends according to ``done``.
+    """Find tasks that are open in Redis, or ended otherwise, although ``done`` has their end.
 
-    This happens after Redis fell back to an older state: the tasks were open again, and anyone
-    could end them. ``look`` is written to Redis first: while it is there, Redis has not fallen back
-    behind this look-up.
+    There are such tasks after Redis fell back to an older state: they were open again, and another
+    answer could end them. Returns the ends in ``done``. ``look`` is written to Redis first: while
+    it is there, Redis has not fallen back to a state before this search.
     """
     _, opened, ended = await client.pipeline(
         [("HSET", keys.tokens, "look", look), ("HKEYS", keys.open), ("ZRANGE", keys.ended, 0, -1)]

@@ -18,7 +18,7 @@ Ask = Callable[[Address, tuple[str, ...]], Awaitable[Any]]
 
 
 class Discovery(ABC):
-    """Nodes that know where to go, asked in turn, starting with the last one that knew."""
+    """Nodes that know the current address, asked in turn; the last one that knew comes first."""
 
     def __init__(self, nodes: Sequence[Address]) -> None:
         self.nodes = list(nodes)
@@ -34,7 +34,7 @@ class Discovery(ABC):
         refusals: list[BrokerError] = []
         said = "no answer"
         for node in tuple(self.nodes):
-            # Move it to the end unless it knows: the other nodes must get their turn even if this
+            # Move the node to the end unless it knows: the other nodes must be asked even if this
             # attempt is cut short.
             self._put(node, last=True)
             try:

@@ -1,8 +1,8 @@
-"""Updates that arrive in parts: blobs written one chunk at a time, each when it is whole.
+"""Blobs that are written one whole chunk at a time, for updates that arrive in parts.
 
-Beside such a blob is a note, in which its writer keeps what it must know to go on after a restart,
-or on another machine. Chunks are written in order, so their number says how far the blob has got.
-Blob and note expire together; every write renews both.
+A note beside the blob has the state that its writer needs to continue after a restart or on another
+machine. Chunks are written in order, so their number gives the offset. Blob and note expire
+together; every write renews both.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from fedstream.broker.scripts import Script
 from fedstream.core.errors import BlobMissing
 
 PUT = Script("put_part")
-# Commands on the blob, which its writer need not be able to read, and on the note.
+# Commands on the blob, whose bytes the writer need not be allowed to read, and on the note.
 ON_BLOB = ("hset", "hexists", "hlen", "pexpire", "unlink")
 ON_NOTE = ("get", "set", "pexpire", "unlink")
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How far a blob has got."""
+    """The progress of a blob."""
 
     note: bytes | None  # None: there is none
     chunks: int | None  # None: there is no blob
 
 
 class PartialBlob:
-    """One blob that arrives in parts, and its note."""
+    """One blob written in parts, and its note."""
 
     def __init__(self, client: Client, key: str, note_key: str, *, expire_s: float) -> None:
-        """``expire_s``: after the last write."""
+        """``expire_s``: seconds from the last write to the expiry of blob and note."""
         self._client = client
         self._key = key
         self._note_key = note_key
         self._expire_ms = round(expire_s * 1000)
 
     async def written(self) -> Written:
-        """Read how far the blob has got, and its note."""
+        """Read the number of written chunks, and the note."""
         note, begun, fields = await self._client.pipeline(
             [("GET", self._note_key), ("HEXISTS", self._key, SIZE), ("HLEN", self._key)]
         )
         return Written(note, fields - 1 if begun else None)
 
     async def begin(self, size: int, note: bytes) -> None:
-        """Begin a blob of ``size`` bytes in place of what was there under its name."""
+        """Begin a blob of ``size`` bytes, replacing any blob of this name."""
         await self._client.pipeline(
             [
                 ("MULTI",),
@@ -63,10 +63,10 @@ class PartialBlob:
     async def put(
         self, number: int, chunk: memoryview, note: bytes, changed: bytes | None = None
     ) -> None:
-        """Write the chunk of this number, and the note if it changes; both or neither.
+        """Write chunk ``number``, and the note ``changed`` if given; both or neither.
 
-        ``note``: as it was when this upload began or went on. Raises BlobMissing if the blob has
-        expired, was discarded, or begun anew by somebody else: then nothing is written.
+        ``note``: the expected present note. Raises BlobMissing, having written nothing, if the blob
+        has expired, was discarded, or was begun anew by another writer.
         """
         is_written = await PUT(
             self._client,
@@ -81,14 +81,14 @@ class PartialBlob:
             raise BlobMissing(self._key)
 
     async def mark(self, note: bytes) -> None:
-        """Write the note anew."""
+        """Replace the note."""
         await self._client.call("SET", self._note_key, note, "PX", self._expire_ms)
 
     def whole(self, data: memoryview, note: bytes, *, note_expire_s: float) -> Sequence[Command]:
-        """The commands that write a blob of one chunk at once, in place of what was there.
+        """The commands that write a whole blob of one chunk, replacing any blob of this name.
 
-        They go ahead of the script that names the blob, as those of
-        :func:`fedstream.broker.blobs.prepare` do.
+        Send them before the script that names the blob, as the commands of
+        :func:`fedstream.broker.blobs.prepare`.
         """
         return (
             ("MULTI",),

@@ -1,4 +1,4 @@
-"""Reading published models from Redis, whatever their format."""
+"""Reading published models of any wire format from Redis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> None:
-    """Read the newest version's model, as devices are given it. Raises as :func:`read_model`."""
+    """Read the newest version's model as devices receive it. Raises as :func:`read_model`."""
     await read_model(
         client,
         keys.model(head.blob),
@@ -30,7 +30,7 @@ async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> No
 
 
 def as_given(head: Head) -> dict[str, str]:
-    """What a file with the newest model says of it besides the version's digest: is it a copy?"""
+    """Metadata of a file with the newest model: format and digest of an encoded model, or {}."""
     if head.encoded is None:
         return {}
     return {"format": head.encoded.format, "given": head.encoded.digest}
@@ -45,10 +45,10 @@ async def read_model(
     chunks: int | None,
     encoded: Encoded | None,
 ) -> None:
-    """Read a published model and decode it. An encoded one is in memory twice meanwhile.
+    """Read a published model and decode it. Decoding takes the encoded model's memory in addition.
 
-    ``digest``: of a model that is not encoded. Raises BlobMissing, BlobDamaged, or Unavailable if
-    this release can't decode it; the model's values are then undefined.
+    ``digest``: of a model in float32. Raises BlobMissing, BlobDamaged, or Unavailable if this
+    release can't decode the format; the model's values are then undefined.
     """
     if encoded is None:
         await blobs.read(client, key, into, digest=digest, chunks=chunks)

@@ -321,7 +321,7 @@ def differences(experiment: Experiment, results: Results, path: Path) -> None:
         axes.set_xlabel(
             f"{experiment.metric} less the paper's: {of} (dot, ± deviation), last (cross)"
         )
-        axes.grid(escaped=False, axis="y")
+        axes.grid(visible=False, axis="y")
         figure.suptitle(
             f"{experiment.title}\n{length(experiment, results)}", x=0.01, ha="left", fontsize=11
         )

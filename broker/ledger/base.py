@@ -25,9 +25,9 @@ class Rights:
     both: tuple[str, ...] = ()  # read and written
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    commands: tuple[str, ...] = ()  # sent by the service itself
-    scripts: tuple[Script, ...] = ()  # run by the service; their commands are allowed too
-    apart: tuple[Rights, ...] = ()  # selectors: other commands for other keys
+    commands: tuple[str, ...] = ()  # sent outside scripts
+    scripts: tuple[Script, ...] = ()  # their commands are allowed too
+    apart: tuple[Rights, ...] = ()  # ACL selectors: other commands for other keys
 
 
 T = TypeVar("T")
@@ -41,19 +41,19 @@ def packed(value: object) -> bytes:
 
 
 def word(reply: bytes) -> str:
-    """Parse a script's reply of one word."""
+    """Decode a script's reply of one word."""
     return reply.decode()
 
 
 def verdict(reply: Sequence[bytes]) -> tuple[str, str]:
-    """Parse a script's reply of a verdict and a reason or detail."""
+    """Decode a script's reply: a verdict, and a reason or detail."""
     what, why = reply
     return what.decode(), why.decode()
 
 
 @dataclass(slots=True, eq=False)
 class Pending(Generic[T]):
-    """A pending change: await it alone, or send its command with others in one pipeline."""
+    """A change that is not sent yet: await it, or send its command in a pipeline with others."""
 
     command: Command
     parsed: Callable[[Any], T]  # parses the command's reply
@@ -64,7 +64,7 @@ class Pending(Generic[T]):
 
 
 class Ledger:
-    """The state of one run in Redis; each role has a subclass with what it may do."""
+    """The state of one run in Redis; each role has a subclass with the operations it may do."""
 
     def __init__(self, client: Client, keys: Keys, service: str) -> None:
         client.bind(keys.prefix)
@@ -132,10 +132,10 @@ FINISH_RUN = Script("finish_run")
 
 
 class Finishing(Ledger):
-    """What ends a run: the evaluator at its target, and operators."""
+    """Ending a run early, for the evaluator at its target and for operators."""
 
     async def finish(self, why: str) -> bool:
-        """End the run: whether it was running."""
+        """End the run; return whether it was running."""
         event = self._event(what="run", text=f"finished: {why}")
         now = self.now()
         return bool(await self._run(FINISH_RUN, why, repr(now), packed(event)))

@@ -1,4 +1,4 @@
-"""Dead letters: entries that nobody can process, kept for an operator."""
+"""Dead letters: unprocessable entries, kept for an operator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fedstream.core.messages import Assignment, Dead, GiveUp, Trigger, Upload
 
 BURY = Script("bury")
 
-# Bytes of an entry that a dead letter keeps, more than most of ours have: 1,000 letters take 80 MiB
-# of Redis's memory.
+# Bytes of an entry that a dead letter keeps. Most of our entries have fewer. 1,000 letters take
+# 80 MiB of Redis's memory.
 _LETTER = 64 << 10
-_WHY = 1000  # characters of a reason: a site may send one of any length
+_WHY = 1000  # characters kept of a reason, whose length a site chooses
 
 
 class Letters(Ledger):
-    """What becomes of an entry that its reader cannot process."""
+    """Moving unprocessable entries to the dead letters."""
 
     async def bury(
         self,
@@ -31,11 +31,11 @@ class Letters(Ledger):
         found: Dead | None = None,
         site: str = "",
     ) -> bool:
-        """Move an entry to ``dead`` and end the task it is about: whether the entry was there.
+        """Move an entry to ``dead`` and end its task; return whether the entry was there.
 
-        ``site``: whose stream or inbox the entry was in; the task ends only if it was sent to that
+        ``site``: the site of the entry's stream or inbox; the task ends only if it was sent to this
         site. Beyond the site's rate, an entry that ends no task is dropped. ``found``: a trainer's
-        report of an entry that it could not read; that entry is kept instead.
+        report of an unreadable entry, which is kept instead of ``entry``.
         """
         name, now = stream.removeprefix(self.keys.prefix), self.now()
         dead = found or Dead(

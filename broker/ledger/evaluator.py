@@ -1,4 +1,4 @@
-"""What the evaluator does in Redis: it tells its measurements, and ends the run at its target."""
+"""The evaluator's operations on Redis: report measurements, and end the run at its target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedstream.core.messages import Event
 _TELL = Script("tell")
 
 RIGHTS = Rights(
-    both=("run",),  # it ends a run whose target is reached
+    both=("run",),  # to end a run whose target is reached
     reads=("head", "models", "model:*"),
     writes=("events",),
     commands=("xread", "hgetall", *blobs.READS),
@@ -19,7 +19,7 @@ RIGHTS = Rights(
 
 
 class EvaluatorLedger(Finishing):
-    """The run as the evaluator sees and changes it."""
+    """The evaluator's view of the run, and its changes to it."""
 
     async def tell(self, event: Event) -> None:
         """Write an event for observers."""

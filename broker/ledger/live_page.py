@@ -1,6 +1,6 @@
-"""What the live page reads, with a coordinator's rights and no others.
+"""The live page's reads from Redis, with a coordinator's rights.
 
-Everything is asked for since the last look: what was opened and has ended by the log of changes,
+Each look reads only what is new since the last one: opened and ended tasks by the log of changes,
 events and versions by the ids of their streams.
 """
 
@@ -28,59 +28,59 @@ from fedstream.core.records import Bookmark, Tally
 
 BEGINNING = "0-0"
 LED = ("scheduler", "updater")
-_PENDING = 1000  # entries of a stream, in trainers' hands, that are named
-_REGISTER = 1 << 20  # bytes of descriptions; sites choose how long theirs are
+_PENDING = 1000  # pending entries read per stream
+_REGISTER = 1 << 20  # bytes of all descriptions, whose length sites choose
 
 
 class OpenTask(Trigger):
-    """A task as the register of open tasks has it."""
+    """An open task's fields in the register of open tasks."""
 
     site: str | None = None  # None: not handed out yet
     owner: str | Literal[False] | None = None
-    entry: str | None = None  # in the stream of its owner, or of the pool
+    entry: str | None = None  # id in the task stream of the owner or of the pool
     handed: int | None = None  # the newest version when it was handed out
 
 
 @dataclass(frozen=True)
 class OpenedTasks:
-    """The open tasks that changed since a place, as they are now."""
+    """The tasks that changed since a place in the log of changes."""
 
     tasks: Mapping[str, OpenTask | None]  # by id; None: it has ended
-    all_tasks: bool  # they are all, because the place was not known
+    all_tasks: bool  # all open tasks, because the place was not in the log
     place: Bookmark | None
 
 
 @dataclass(frozen=True)
 class HeldEntries:
-    """A stream's entries that were taken and not answered yet."""
+    """The entries of a task stream that trainers have taken and not answered yet."""
 
     by: Mapping[str, str]  # entry -> the trainer or gateway that has it
-    delivered: str  # the newest entry that was ever taken
+    delivered: str  # id of the newest entry ever taken
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a trainer, or a replica of a gateway, says of itself."""
+    """The latest announcement and heartbeat of a trainer or a gateway's replica."""
 
     is_gateway: bool
-    about: Mapping[str, Any]  # empty if it can't be read
+    about: Mapping[str, Any]  # empty if unreadable
 
 
 @dataclass(frozen=True)
 class News:
-    """What was told since the ids that were asked for."""
+    """The events and versions after given ids."""
 
     events: list[Entry]
     versions: list[Entry]
-    is_gap: bool  # Redis no longer has the entries of these ids: something may be missing
-    is_all: bool  # there is no more for now
+    is_gap: bool  # entries may be missing: Redis has trimmed the given ids
+    is_all: bool  # nothing newer exists now
 
 
 class LivePageLedger(Overview, MemoryUse):
-    """The run as somebody sees it who looks on."""
+    """The read-only view of a run for the live page."""
 
     async def opened(self, place: Bookmark | None) -> tuple[Tally, OpenedTasks]:
-        """Read everything countable, and which tasks were opened or ended since a place.
+        """Read the counts, and the tasks that were opened or ended since a place in the log.
 
         Raises NoRun until the run is created.
         """
@@ -99,7 +99,7 @@ class LivePageLedger(Overview, MemoryUse):
         return tally, OpenedTasks(found, how == b"all", newest)
 
     async def tasks(self, names: Sequence[str]) -> dict[str, OpenTask | None]:
-        """Read these open tasks anew: the log of changes says nothing of who gets them."""
+        """Read open tasks by id: the log of changes doesn't record hand-outs."""
         if not names:
             return {}
         found = await self._client.call("HMGET", self.keys.open, *names)
@@ -107,13 +107,13 @@ class LivePageLedger(Overview, MemoryUse):
         return {name: None if data is None else _opened(data) for name, data in pairs}
 
     async def admitted(self) -> set[str]:
-        """Name the open tasks whose update was admitted."""
+        """Read the ids of open tasks whose update was admitted."""
         return {name.decode() for name in await self._client.call("HKEYS", self.keys.admitted)}
 
     async def news(self, event: str, version: str, *, most: int) -> News:
-        """Read at most so many events, and versions, after the ones with these ids.
+        """Read at most ``most`` events and ``most`` versions after the given ids.
 
-        An entry that is still there vouches for what follows it, so it is read again.
+        The given entries are read too: if they still exist, nothing after them is missing.
         """
         asked: list[Command] = [
             ("XRANGE", stream, after, "+", "COUNT", most + 1)
@@ -125,7 +125,7 @@ class LivePageLedger(Overview, MemoryUse):
         return News(_after(events, event), _after(versions, version), is_gap, is_all)
 
     async def held(self, owner: str) -> HeldEntries:
-        """Find who has the entries of an owner's stream of tasks; '': of the pool's."""
+        """Read the pending entries of an owner's task stream ('': the pool's) and their holders."""
         stream = self.keys.tasks_of(owner) if owner else self.keys.tasks
         try:
             rows, groups = await self._client.pipeline(
@@ -146,21 +146,21 @@ class LivePageLedger(Overview, MemoryUse):
         )
 
     async def leading(self) -> frozenset[str]:
-        """Which roles somebody holds now, of those that one process at a time does."""
+        """The roles with a lease that some process holds now."""
         asked: list[Command] = [("EXISTS", self.keys.leader(role)) for role in LED]
         found = await self._client.pipeline(asked)
         return frozenset(role for role, is_held in zip(LED, found, strict=True) if is_held)
 
     async def heard(self, most: int) -> dict[str, float]:
-        """When trainers and gateways were heard, at most so many: in seconds since 1970.
+        """The times of the last messages of at most ``most`` trainers, in seconds since 1970.
 
-        0: it has signed off.
+        0: the trainer or gateway has signed off.
         """
         flat = await self._client.call("ZRANGE", self.keys.alive, 0, most - 1, "WITHSCORES")
         return {name.decode(errors="replace"): float(at) for name, at in paired(flat)}
 
     async def described(self, names: Sequence[str]) -> dict[str, Described]:
-        """How trainers and gateways describe themselves: empty if all are too long together."""
+        """Read the announcements and heartbeats; {} if they are too long in total."""
         if not names:
             return {}
         hashes = (self.keys.concurrent, self.keys.working, self.keys.trainers)
@@ -195,5 +195,5 @@ def _after(entries: list[Entry], after: str) -> list[Entry]:
 
 
 def _is_absent(error: BrokerError) -> bool:
-    """Whether nobody has read the stream yet, or it isn't there yet."""
+    """Whether the stream or its consumer group doesn't exist yet."""
     return "NOGROUP" in str(error) or "no such key" in str(error)

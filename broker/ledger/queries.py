@@ -1,4 +1,4 @@
-"""What roles may read besides the run's record and the newest version."""
+"""Queries that several roles share, besides the run's record and the newest version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstream.core.errors import BadMessage, NoScript
 from fedstream.core.records import Bookmark, Failing, Head, Run, Tally, View, mapping, trigger_of
 
 LOOK = Script("look")
-# Keys that `look` reads in one step when it doesn't count inboxes; of most only the length.
+# Keys that `look` reads in one step without counting inboxes; of most keys only the length.
 LOOKED_AT = (
     "run",
     "head",
@@ -39,28 +39,28 @@ LOOKED_AT = (
     "failing",
 )
 
-_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # foreign fields may be there too
+_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # other fields are foreign
 _FAILING = 1000  # devices, read at once
 _REGISTER = 64 << 20  # bytes of all trainers' descriptions together
 
 
 class Overview(Ledger):
-    """Everything countable about the run."""
+    """The run's counts, open tasks and owned devices."""
 
     async def look(self, *, inboxes: bool = False) -> View:
-        """Read everything countable, all open tasks and all owned devices, in one step.
+        """Read the run's counts, all open tasks and all owned devices, in one step.
 
-        ``inboxes``: also count their entries, which takes Redis half a microsecond per site.
+        ``inboxes``: also count the inboxes' entries, which takes Redis half a microsecond per site.
         Raises NoRun until the run is created.
         """
         return self._view(await self._run(LOOK, int(inboxes), "all"))
 
     async def tally(self, *, inboxes: bool = False) -> Tally:
-        """Read everything countable in one step, as :meth:`look` does, but neither list."""
+        """Read the run's counts in one step, as :meth:`look` does, without the two lists."""
         return self._tally(await self._run(LOOK, int(inboxes), "none"))
 
     async def failing(self) -> dict[int, Failing]:
-        """Read the devices that failed more than once in a row: some of them if there are many."""
+        """Read the devices that failed more than once in a row, at most 1,000 of them."""
         _, flat = await self._client.call("HSCAN", self.keys.failing, 0, "COUNT", _FAILING)
         return repeated(failing_devices(flat))
 
@@ -98,10 +98,10 @@ class Overview(Ledger):
 
 
 class Watch(Overview):
-    """Waiting for news of the run."""
+    """Waiting for events and versions of the run."""
 
     async def look_after(self, view: View, *, block_ms: int) -> View:
-        """Wait for news since ``view``, and look again, all in one exchange.
+        """Wait for an event or version after ``view``, then read a new view, in one exchange.
 
         Returns after at most ``block_ms``. Raises NoRun.
         """
@@ -116,48 +116,48 @@ class Watch(Overview):
 
 
 def asked_since(place: Bookmark | None) -> tuple[str | bytes, ...]:
-    """How to ask a look for what changed since a place; None: for all."""
+    """The arguments of a look for the changes since a place; None: for everything."""
     return ("all",) if place is None else ("since", place.id, place.field, place.value)
 
 
 def paired(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Names and values in turn, as pairs."""
+    """Pair alternating names and values."""
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def news_since(seen: Tally, block_ms: int) -> Command:
-    """The command that waits until there is an event or a version that was not seen."""
+    """The command that waits for an event or version after ``seen``."""
     return ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *seen.told, *seen.told.values())
 
 
 class Models(Ledger):
-    """The models that are kept, and the digests of recent versions."""
+    """The kept models, and the digests of recent versions."""
 
     async def kept(self) -> dict[str, int]:
-        """Read the blobs of the models that are kept, with their versions, oldest first."""
+        """Read the blob names of kept models with their versions, oldest first."""
         flat = await self._client.call("ZRANGE", self.keys.kept, 0, -1, "WITHSCORES")
         return {blob.decode(): int(float(v)) for blob, v in zip(flat[::2], flat[1::2], strict=True)}
 
     async def digest(self, version: int) -> str | None:
-        """Read the digest of a version's float32 model; None unless it is one of the newest."""
+        """Read the digest of a version's float32 model; None for an old version."""
         fields = (f"f32:{version}", version)
         own, given = await self._client.call("HMGET", self.keys.lineage, *fields)
         found = own or given
         return found.decode() if found else None
 
     async def given(self, version: int) -> str | None:
-        """Read the digest by which devices know a version; None unless it is one of the newest."""
+        """Read the digest of the model that devices receive; None for an old version."""
         found = await self._client.call("HGET", self.keys.lineage, version)
         return found.decode() if found else None
 
 
 class Register(Ledger):
-    """The trainers, and who owns which device."""
+    """The trainers and the owners of devices."""
 
     async def trainers(self) -> dict[str, dict[str, Any]]:
-        """Read the latest description of every live trainer, by name.
+        """Read the latest announcement of every live trainer, by name.
 
-        Foreign entries are left out. Raises ReplyTooLarge if sites have named too many devices.
+        Ignores foreign entries. Raises ReplyTooLarge if sites have announced too many devices.
         """
         asked: list[Command] = [("HGETALL", self.keys.trainers), ("HGETALL", self.keys.working)]
         flat, since = await self._client.pipeline(asked, most=_REGISTER)
@@ -171,7 +171,7 @@ class Register(Ledger):
         return dict(sorted(found.items()))
 
     async def owners(self) -> dict[int, str]:
-        """Read which trainer owns which device, leaving out foreign entries."""
+        """Read the owner of each owned device, ignoring foreign entries."""
         flat = await self._client.call("HGETALL", self.keys.owners)
         found = {}
         for device, owner in zip(flat[::2], flat[1::2], strict=True):
@@ -181,9 +181,9 @@ class Register(Ledger):
         return found
 
     async def silent(self, seconds: float) -> list[bytes]:
-        """Find trainers not heard from for ``seconds`` that have not said good-bye.
+        """Find trainers that were silent for ``seconds`` without having signed off.
 
-        Returns names as written, which may not be valid text.
+        Returns names as bytes, which may be invalid text.
         """
         now = await self._client.time()
         names: list[bytes] = await self._client.call(
@@ -192,23 +192,23 @@ class Register(Ledger):
         return names
 
     async def left(self) -> list[bytes]:
-        """Find trainers that have said good-bye; returns names as written."""
+        """Find trainers that have signed off; return their names as bytes."""
         names: list[bytes] = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
         return names
 
 
 class MemoryUse(Ledger):
-    """Redis's memory."""
+    """The memory of Redis."""
 
     async def memory(self) -> tuple[int, int]:
-        """Read how many bytes Redis uses, and may use (0: no limit)."""
+        """Read the bytes that Redis uses, and its limit (0: none)."""
         info = await self._client.call("INFO", "memory")
         found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
         return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
 
 
 def failing_devices(flat: Sequence[Any]) -> dict[int, Failing | None]:
-    """Devices and what is noted of each (None: it works), without foreign entries."""
+    """The failures noted by device (None: the device works), without foreign entries."""
     return {
         device: None if data is None else Failing.parsed(data)
         for name, data in paired(flat)
@@ -217,12 +217,12 @@ def failing_devices(flat: Sequence[Any]) -> dict[int, Failing | None]:
 
 
 def repeated(failing: Mapping[int, Failing | None]) -> dict[int, Failing]:
-    """The devices that failed more than once, in order."""
+    """The devices that failed more than once, in order of their numbers."""
     return {d: one for d, one in sorted(failing.items()) if one is not None and one.tasks > 1}
 
 
 def about_trainer(data: bytes | None, since: bytes | None) -> dict[str, Any]:
-    """How a trainer describes itself, and what it has said since; {} if that can't be read."""
+    """A trainer's announcement, updated by its newest heartbeat; {} if unreadable."""
     try:
         found = _about(data or b"")
     except BadMessage:
@@ -233,7 +233,7 @@ def about_trainer(data: bytes | None, since: bytes | None) -> dict[str, Any]:
 
 
 def _about(data: bytes) -> dict[str, Any]:
-    """Decode a trainer's description of itself. Raises BadMessage."""
+    """Decode a trainer's announcement. Raises BadMessage."""
     about = _map(data)
     if not isinstance(about.get("owns"), list):
         raise BadMessage("not a trainer's announcement: expected a map with what it 'owns'")
@@ -241,7 +241,7 @@ def _about(data: bytes) -> dict[str, Any]:
 
 
 def _map(data: bytes) -> dict[str, Any]:
-    """Decode what a trainer said. Raises BadMessage."""
+    """Decode a map that a trainer wrote. Raises BadMessage."""
     try:
         said = msgpack.unpackb(data)
         json.dumps(said, allow_nan=False)  # shown as JSON: no bytes, only text and number keys
@@ -259,5 +259,5 @@ def _devices(fields: Iterable[bytes], devices: int) -> tuple[int, ...]:
 
 
 def device_of(name: bytes) -> int | None:
-    """The device of this name among the fields of a hash; None if the name is foreign."""
+    """Parse the name of a hash field as a device; None if the name is foreign."""
     return int(name) if _DEVICE.fullmatch(name) else None

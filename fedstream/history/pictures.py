@@ -264,7 +264,7 @@ def _staleness(axes: Axes, history: History) -> None:
     if mean <= begins[-1]:
         axes.axvline(mean, color=_TRAIN)
     axes.set_title(f"Staleness of updates: mean {mean:.2f}, max {max(late)}")
-    axes.grid(escaped=False, axis="x")
+    axes.grid(visible=False, axis="x")
 
 
 def _devices(axes: Axes, history: History, devices: int) -> None:
@@ -283,7 +283,7 @@ def _devices(axes: Axes, history: History, devices: int) -> None:
         axes.set(xlabel="devices, the busiest first", xlim=(0, devices), ylim=(0, None))
     middle = number(float(median(counts)))
     axes.set_title(f"Updates per device: {min(counts)} to {max(counts)}, median {middle}")
-    axes.grid(escaped=False, axis="x")
+    axes.grid(visible=False, axis="x")
 
 
 def _nothing(axes: Axes, why: str) -> None:
