@@ -1,8 +1,7 @@
-"""Devices that rest: between two tasks, and after tasks that failed. No I/O, no clock.
+"""Cooldowns of devices, between two tasks and after failed tasks. No I/O, no clock.
 
-In a live run, `note_failure` in broker/lua/prelude.lua decides about failures, in the step that
-ends a task: it sees each end once, whoever ends it, and a scheduler that takes over, coordinators
-and observers know the same. :class:`Cooldowns` does so for simulations.
+In a live run, `note_failure` in broker/lua/prelude.lua does this in the script that ends a task. So
+each end counts once, and all services see the same state. :class:`Cooldowns` is for simulations.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ _MOST_TRIED = 30  # devices
 
 
 def rest_after(failures: int) -> float:
-    """Seconds that a device rests after so many failed tasks in a row.
+    """Seconds for which a device rests after ``failures`` failed tasks in a row.
 
-    None after the first, which may be chance; then twice as long each time.
+    0 after the first failure, which may be chance; then twice as long each time.
     """
     if failures < 2:
         return 0.0
@@ -27,10 +26,10 @@ def rest_after(failures: int) -> float:
 
 
 def no_device_works(failed: int, tried: int, devices: int) -> str:
-    """Why a run can't succeed, if no device works; '' while one may.
+    """The error if no device works and the run can't succeed; '' while one may work.
 
-    ``failed``: tasks in a row without an update in between, of ``tried`` different devices of the
-    ``devices`` that can be asked. Of very many devices, 30 that fail stand for all.
+    ``failed``: failed tasks since the last update, on ``tried`` different devices of the
+    ``devices`` that can be asked. 30 failing devices are taken to stand for all.
     """
     if failed < _LEAST_FAILED or tried < max(1, min(devices, _MOST_TRIED)):
         return ""
@@ -38,12 +37,12 @@ def no_device_works(failed: int, tried: int, devices: int) -> str:
 
 
 class Cooldowns:
-    """When each device may have another task; ``now`` is in seconds, of any clock."""
+    """The end of each device's cooldown; ``now`` is in seconds, of any clock."""
 
     def __init__(self, seconds: float) -> None:
-        """``seconds``: from the beginning of a task to that of the device's next."""
+        """``seconds``: from the beginning of a task to the beginning of the device's next."""
         self._seconds = seconds
-        self._ends: OrderedDict[int, float] = OrderedDict()  # by device, the next first
+        self._ends: OrderedDict[int, float] = OrderedDict()  # by device, the earliest first
         self._failing: dict[int, tuple[int, float]] = {}  # device -> failures, end of its rest
 
     def __bool__(self) -> bool:
@@ -51,7 +50,7 @@ class Cooldowns:
         return bool(self._ends or self._failing)
 
     def begin(self, device: int, now: float) -> None:
-        """Note that a device was given a task."""
+        """Note that a device begins a task."""
         if not self._seconds:
             return
         self._ends[device] = now + self._seconds
@@ -72,6 +71,6 @@ class Cooldowns:
         return {device for device, (_, end) in self._failing.items() if end > now}
 
     def end(self, device: int) -> float:
-        """When a device's rest ends; long ago if it has none."""
+        """The end of a device's rest; -infinity if it doesn't rest."""
         after_failures = self._failing.get(device, (0, -math.inf))[1]
         return max(after_failures, self._ends.get(device, -math.inf))

@@ -20,29 +20,29 @@ from fedstream.runtime.service import Context
 
 
 class CoordinatorSettings(Section):
-    """What is admitted, and when trainers, entries and letters expire."""
+    """The table ``[coordinator]``: admission, and expiry of trainers, entries and dead letters."""
 
     max_update_bytes: Annotated[int, Field(gt=0)] = 4 << 30
     sites: tuple[str, ...] = (POOL,)  # served: "name", or "name:0-9" with its devices
-    # Believed about staleness, samples, steps and learning rates.
+    # Sites whose claims about staleness, samples, steps and learning rates are believed.
     trusted_sites: tuple[str, ...] = (POOL,)
-    # How far from the configured one another site's learning rate may be, as a factor, where the
-    # rule divides by it; 0: no bound.
+    # Largest factor between an untrusted site's learning rate and the configured one, for a rule
+    # that divides by it; 0: no bound.
     lr_factor: float = 10.0
     site_trainers: Annotated[int, Field(ge=1)] = 10_000  # per site
     announce_rate: Annotated[int, Field(ge=1)] = 50_000  # trainers and devices per second and site
     site_workspace_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # per site, except the pool
     inbox_limit: Annotated[int, Field(ge=1)] = 1_000_000  # entries; a longer inbox is deleted
-    # What devices may ask for if they decide for themselves (scheduler.policy "none").
+    # Limits of devices' own triggers (scheduler.policy "none").
     open_limit: Annotated[int, Field(ge=1)] = 10_000  # concurrent tasks, all devices together
     trigger_rate: Annotated[int, Field(ge=1)] = 1000  # per second and site
     most_steps: Annotated[int, Field(ge=1)] = 1_000_000
     most_epochs: Annotated[int, Field(ge=1)] = 1000
     most_seconds: Annotated[float, Field(gt=0)] = 86_400.0
     letter_days: Annotated[float, Field(gt=0, le=10_000)] = 30.0  # then a dead letter is deleted
-    trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then a trainer is struck off
+    trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then a trainer is deregistered
     redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # then crashed replicas' entries are claimed
-    downloads: Annotated[int, Field(ge=1)] = 16  # concurrent, of models over HTTP
+    downloads: Annotated[int, Field(ge=1)] = 16  # concurrent downloads of models over HTTP
     drain_s: Annotated[float, Field(gt=0)] = 15.0  # beyond redis.timeout_s
 
     @field_validator("lr_factor")
@@ -62,19 +62,19 @@ class CoordinatorSettings(Section):
 
 
 class PageSettings(Section):
-    """The table ``[page]``: who sees the live page, and who may act on it."""
+    """The table ``[page]``: access to the live page, and its limits."""
 
-    enabled: bool | None = None  # None: if http.host is this machine alone
-    viewers: Annotated[int, Field(ge=1)] = 64  # at the same time, each with a connection
-    question_s: Annotated[float, Field(gt=0)] = 900.0  # for bisect and what if, which replay
-    question_bytes: Annotated[int, Field(ge=1 << 28)] = 2 << 30  # of memory, for the same
-    operator_token: TokensSecret = None  # asked of those who act; None: nobody can
+    enabled: bool | None = None  # None: only if http.host is local
+    viewers: Annotated[int, Field(ge=1)] = 64  # concurrent viewers, each with a connection
+    question_s: Annotated[float, Field(gt=0)] = 900.0  # for bisect and what-if, which replay
+    question_bytes: Annotated[int, Field(ge=1 << 28)] = 2 << 30  # memory limit of a replay
+    operator_token: TokensSecret = None  # required for actions; None: no actions
     operator_username: str = "operator"  # in Redis, if a password is set
-    operator_password: Secret = None  # None: acts are the coordinator's own
+    operator_password: Secret = None  # None: actions use the coordinator's login
 
 
 def has_page(page: PageSettings, http: HttpSettings) -> bool:
-    """Whether a coordinator serves the page. Raises ConfigError if it would be everybody's."""
+    """Whether a coordinator serves the page. Raises ConfigError if anybody could read it."""
     if not (http.is_local if page.enabled is None else page.enabled):
         return False
     if not http.is_local and not http.has_token:
@@ -87,13 +87,13 @@ def has_page(page: PageSettings, http: HttpSettings) -> bool:
 
 
 class LivePage(Protocol):
-    """What a coordinator serves beside its API."""
+    """The coordinator's interface to the live page."""
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """Its routes, outside of /v1."""
+        """The page's routes, outside of /v1."""
 
     async def run(self, context: Context) -> None:
-        """Work while somebody looks; returns after ``context.stop``."""
+        """Serve viewers until ``context.stop``."""
 
 
 MakePage: TypeAlias = Callable[[Client, Tokens | None], LivePage]

@@ -67,7 +67,7 @@ class Adds(Task):
 
 
 class Cooldowns(Backoff):
-    """Cooldowns of the test's choice, which note what they are told."""
+    """Rests of the test's choice, which note what they are told."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(rng=random.Random())
