@@ -1,4 +1,4 @@
-"""Bytes that many devices read: each made once, and kept up to a budget."""
+"""A cache of bytes that many devices download, within a memory budget."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Make: TypeAlias = Callable[[], Coroutine[Any, Any, "CachedBytes"]]
 
 
 class NoRoom(FedstreamError):
-    """Others are being read or made, and there is no room for one more."""
+    """The budget is taken by entries that are being read or made."""
 
     retriable = True
 
 
 @dataclass(slots=True, eq=False)
 class CachedBytes:
-    """Bytes on the shelf, and what they are."""
+    """Cached bytes, with digest and format."""
 
     data: memoryview
-    digest: str  # what devices know them by
+    digest: str  # by which devices request them
     format: str
-    readers: int = field(default=0, init=False)  # now
-    is_wanted_back: bool = field(default=False, init=False)  # by others, who need its room
+    readers: int = field(default=0, init=False)  # current readers
+    is_wanted_back: bool = field(default=False, init=False)  # to make room
 
     @contextmanager
     def read(self) -> Iterator[memoryview]:
-        """The bytes, which stay on the shelf inside the block."""
+        """The bytes, which stay cached inside the block."""
         self.readers += 1
         try:
             yield self.data
@@ -41,17 +41,17 @@ class CachedBytes:
 
 
 class ByteCache:
-    """The bytes that were last asked for, by name, up to a budget."""
+    """The most recently requested bytes, by name, within a budget."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._entries: dict[str, CachedBytes] = {}  # least recently asked for first
+        self._entries: dict[str, CachedBytes] = {}  # least recently requested first
         self._making: dict[str, asyncio.Task[CachedBytes]] = {}
-        self._reserved = 0  # bytes of those that are being made
-        self.nbytes = 0  # on the shelf
+        self._reserved = 0  # bytes reserved for entries being made
+        self.nbytes = 0  # cached bytes
 
     def there(self, name: str) -> CachedBytes | None:
-        """The bytes of this name, if they are on the shelf."""
+        """The cached bytes of this name, or None."""
         if (found := self._entries.pop(name, None)) is not None:
             self._entries[name] = found
             if not found.readers:
@@ -59,10 +59,10 @@ class ByteCache:
         return found
 
     async def get(self, name: str, size: int, make: Make) -> CachedBytes:
-        """The bytes of this name, made by whoever asks first.
+        """Get the bytes of this name; the first request makes them.
 
-        ``size``: the most that they take. What is larger than the budget stays while somebody reads
-        it. Raises NoRoom, and what ``make`` raises.
+        ``size``: their maximal length. Bytes above the budget are kept only while they are read.
+        Raises NoRoom, and the errors of ``make``.
         """
         if (found := self.there(name)) is not None:
             return found
@@ -75,9 +75,9 @@ class ByteCache:
         return await asyncio.shield(making)
 
     def prepare(self, name: str, size: int, make: Make) -> None:
-        """Begin to make what somebody will ask for, if it is neither there nor being made.
+        """Begin to make bytes for later requests, unless they are cached or being made.
 
-        Not if there is no room; nobody hears of errors: who asks will.
+        Does nothing without room. Errors are dropped: a later request will report them.
         """
         if name in self._entries or name in self._making:
             return
@@ -93,7 +93,7 @@ class ByteCache:
         return making
 
     def _is_made(self, name: str, size: int, making: asyncio.Task[CachedBytes]) -> None:
-        """Keep what was made; retrieve an exception, which asyncio would log if all had gone."""
+        """Cache the result; retrieve its exception, which asyncio would log without a waiter."""
         del self._making[name]
         self._reserved -= size
         if not making.cancelled() and making.exception() is None:
@@ -101,7 +101,7 @@ class ByteCache:
             self.nbytes += made.data.nbytes
 
     def _want_back(self, size: int) -> None:
-        """Have the readers of the oldest do without, as far as ``size`` more bytes need it."""
+        """Ask readers of the oldest entries to free them, until ``size`` more bytes fit."""
         left, room = self.nbytes, self._budget - self._reserved - size
         for cached in self._entries.values():
             if left <= room:
@@ -110,7 +110,7 @@ class ByteCache:
             left -= cached.data.nbytes
 
     def tidy(self, size: int = 0) -> bool:
-        """Drop the oldest that nobody reads, until ``size`` more bytes fit: whether they do."""
+        """Drop the oldest unread entries until ``size`` more bytes fit; return whether they fit."""
         room = self._budget - self._reserved - size
         if self.nbytes <= room:
             return True

@@ -1,4 +1,4 @@
-"""Check-ins: devices that ask for a task and wait for one."""
+"""Check-ins: requests of devices for a task, which may wait for one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from fedstream.core.formats import Format
     from fedstream.protocol.messages import CheckIn
 
-# Check-ins end their waits together, a quarter of a second apart: one wake-up answers them all.
+# Waits end only at multiples of a quarter of a second, so that one wake-up ends many.
 _TOGETHER_S = 0.25
-_LONG_S = 10.0  # a wait of which that much does not matter
+_LONG_S = 10.0  # waits at least this long are rounded
 
-IsThere: TypeAlias = Callable[[], bool]  # whether a device that waits is still connected
+IsThere: TypeAlias = Callable[[], bool]  # whether a waiting device is still connected
 
 
 class CheckIns:
@@ -46,11 +46,9 @@ class CheckIns:
         *,
         update: Format,
     ) -> None:
-        """``update``: the format that devices send updates in, if they can. ``stop``: set once
-        nobody is to wait any more.
-        """
+        """``update``: the wanted format of updates. ``stop``: set at the end of the service."""
         self._log = log
-        self._other_tasks = LogLimiter(burst=1, per_s=1 / 3600)  # lines of a device
+        self._other_tasks = LogLimiter(burst=1, per_s=1 / 3600)  # log lines per device
         self._settings = settings
         self._sessions = sessions
         self._run_cache = run_cache
@@ -61,7 +59,7 @@ class CheckIns:
         self._update = update
 
     async def answer(self, device: int, said: CheckIn, is_there: IsThere) -> bytes | None:
-        """The offer of a task; None: there was none, for as long as the device waited.
+        """Answer a check-in: the offer of a task, or None if there was none in time.
 
         Raises Refusal.
         """
@@ -92,10 +90,10 @@ class CheckIns:
         return await self._wait(device, said, is_there)
 
     async def _wait(self, device: int, said: CheckIn, is_there: IsThere) -> bytes | None:
-        """Offer a task, as soon as there is one; None: there was none in time.
+        """Offer a task as soon as there is one; None if there was none in time.
 
-        The answer is noted, to be repeated, unless the device said something newer meanwhile, hung
-        up, or may not take part any more. Raises Refusal.
+        The answer is stored for repetition, unless the device sent a newer request, hung up, or may
+        no longer take part. Raises Refusal.
         """
         loop = asyncio.get_running_loop()
         end = shared_end(loop.time(), min(said.wait_s, self._settings.poll_s))
@@ -116,10 +114,9 @@ class CheckIns:
         return offer
 
     def _waited(self, device: int, is_there: IsThere) -> bool:
-        """Note that a device has waited till now; False if it has hung up.
+        """Note that a device is still present after its wait; False if it has hung up.
 
-        Then it was not there till now, and no task is offered to it. Raises Refusal if there are no
-        more tasks.
+        A device that has hung up is offered no task. Raises Refusal if there are no more tasks.
         """
         if not is_there():
             return False
@@ -128,7 +125,7 @@ class CheckIns:
         return True
 
     async def _offer(self, device: int, said: CheckIn) -> bytes | None:
-        """The offer of the device's oldest task, giving up those that came to nothing meanwhile."""
+        """Offer the device's oldest task, giving up its overdue tasks."""
         held = await self._tasks.due(device)
         if held is None:
             return None
@@ -155,7 +152,7 @@ class CheckIns:
 
 
 def shared_end(now: float, wait_s: float) -> float:
-    """When a wait of so many seconds ends: a long one together with others."""
+    """The end of a wait of ``wait_s`` seconds; long waits are rounded to end together."""
     end = now + wait_s
     return end if wait_s < _LONG_S else end - end % _TOGETHER_S
 

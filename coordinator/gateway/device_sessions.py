@@ -1,8 +1,8 @@
-"""Who is present at a gateway, who waits for a task, and whose task is whose. No I/O, no clock.
+"""The devices present at a gateway, their waiting check-ins and their tasks. No I/O, no clock.
 
-A device is present from its check-in until it was away for ``away_s``, and while it works on a
-task. A task is held until its answer was sent, or until its device was away for ``lease_s``; one
-that it never came for, for ``away_s``.
+A device is present from its check-in until ``away_s`` without a request, and while it has a task. A
+task is held until its answer is sent, or until its device was away for ``lease_s``, or for
+``away_s`` if the device never fetched the task.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from fedstream.broker.streams import Entry
     from fedstream.core.messages import Assignment
 
-# Why a check-in's wait ends: there is a task; there was none in time; it does not count any more,
-# as what came later took its place.
+# Why a check-in's wait ends: there is a task; there was none in time; a newer check-in or another
+# change replaced it.
 Woken: TypeAlias = Literal["look", "nothing", "replaced"]
 
 
 @dataclass(slots=True)
 class Held:
-    """A task in hand: its entry is ours, in the stream it was sent to."""
+    """A task that this replica holds: its stream entry is leased to us."""
 
     task: Assignment
     entry: Entry
     stream: str
-    tau: int | None = None  # the version that it was offered with last; None: not by us
-    is_new: bool = False  # its device has not come for it yet: no work would be lost
-    is_untouched: bool = False  # nobody was sent it before, and no upload of it has begun
+    tau: int | None = None  # version of our last offer; None: no offer
+    is_new: bool = False  # its device has not fetched it, so giving it up loses no work
+    is_untouched: bool = False  # delivered for the first time, with no upload begun
 
     @property
     def attempt(self) -> str:
-        """The one attempt at this task that the device makes.
+        """The id of the device's only attempt at this task.
 
-        It follows from the entry, so that a device may go on with it after the gateway restarted,
-        or at another replica.
+        It is derived from the entry, so a device can continue after the gateway's restart or at
+        another replica.
         """
         text = f"{self.task.task} {self.entry.id}"
         return hashlib.sha256(text.encode()).hexdigest()[:ATTEMPT_DIGITS]
 
 
 class NotHeld(Refusal):
-    """No such task is in hand for this device: it is over, or another's, or was never sent."""
+    """This replica holds no such task of this device."""
 
     def __init__(self, task: str) -> None:
         super().__init__(404, "unknown task", f"task {task[:64]!r} is not in hand for this device")
@@ -58,41 +58,41 @@ class NotHeld(Refusal):
 
 @dataclass(slots=True)
 class _Session:
-    """A device that is present."""
+    """The state of a present device."""
 
-    heard: float  # when its last request ended, monotonic seconds
-    is_here: bool = False  # whether it made one, or only a task waits for it
-    is_listed: bool = True  # among those present: others are sent no tasks
-    tasks: list[Held] = field(default_factory=list)  # in the order in which they came
-    poll: asyncio.Future[Woken] | None = None  # of a check-in that waits
-    nonce: str = ""  # of the last check-in that was answered
-    answer: bytes | None = None  # to it; None: no task
+    heard: float  # end of its last request, monotonic seconds
+    is_here: bool = False  # whether it has made a request here, or only has a task
+    is_listed: bool = True  # announced as present; others get no tasks
+    tasks: list[Held] = field(default_factory=list)  # in order of arrival
+    poll: asyncio.Future[Woken] | None = None  # of the waiting check-in
+    nonce: str = ""  # of the last answered check-in
+    answer: bytes | None = None  # to that check-in; None: no task
 
 
 class DeviceSessions:
-    """The devices that are present and the tasks in hand.
+    """The present devices and the held tasks.
 
     ``now`` is in monotonic seconds everywhere.
     """
 
     def __init__(self, *, away_s: float, lease_s: float, most: int) -> None:
-        """``most``: devices present at once."""
+        """``most``: the most devices present at once."""
         self._away_s = away_s
         self._lease_s = lease_s
         self._most = most
         self._by_device: dict[int, _Session] = {}  # least recently heard first
         self._held: dict[str, Held] = {}  # by task
-        self._declined: set[int] = set()  # whose last check-in here said that they are not eligible
+        self._declined: set[int] = set()  # not eligible, by their last check-in here
         self._listed: tuple[int, ...] | None = ()
-        self.polls = 0  # check-ins that wait
-        self.newcomers: set[int] = set()  # whom nobody was told of yet
+        self.polls = 0  # waiting check-ins
+        self.newcomers: set[int] = set()  # devices not yet announced to other replicas
 
     # devices
 
     def arrive(self, device: int, now: float) -> None:
-        """Note a request of an eligible device, which is present from now on.
+        """Note a request of an eligible device, and add it to the present devices.
 
-        Raises Refusal if too many are.
+        Raises Refusal if too many devices are present.
         """
         if device not in self._by_device and len(self._by_device) >= self._most:
             raise Refusal(
@@ -105,7 +105,7 @@ class DeviceSessions:
         self._come(device, now)
 
     def heard(self, device: int, now: float) -> None:
-        """Note a request of a device, if it is present."""
+        """Note a request of a device, which counts only if the device is present."""
         if device in self._by_device:
             self._come(device, now)
 
@@ -114,11 +114,11 @@ class DeviceSessions:
         return device in self._by_device
 
     def has_declined(self, device: int) -> bool:
-        """Whether a device is not eligible, as it said here last."""
+        """Whether the device's last check-in here said that it is not eligible."""
         return device in self._declined
 
     def let_go(self, device: int) -> list[Held]:
-        """Let a device go at once, with its tasks: it has come to another replica."""
+        """Remove a device that came to another replica; return its tasks."""
         self._declined.discard(device)
         session = self._by_device.get(device)
         if session is None:
@@ -130,9 +130,9 @@ class DeviceSessions:
         return tasks
 
     def expel(self, devices: Set[int]) -> list[Held]:
-        """Let devices go that may not take part any more, and return their tasks.
+        """Remove devices that may no longer take part; return their tasks.
 
-        These are to be given up, and stay in hand until they are.
+        The tasks stay held until the caller gives them up.
         """
         given_up: list[Held] = []
         for device in devices & self._by_device.keys():
@@ -145,7 +145,7 @@ class DeviceSessions:
         return given_up
 
     def leave(self, device: int) -> None:
-        """Note that a device is not eligible. It stays while it has a task, unheard."""
+        """Note that a device is not eligible. It stays present while it has a task."""
         self._declined.add(device)
         session = self._by_device.get(device)
         if session is not None:
@@ -154,7 +154,7 @@ class DeviceSessions:
                 self._remove(device)
 
     def present(self) -> tuple[int, ...]:
-        """The devices that are present; the same object while they are the same."""
+        """The present devices; the same object until they change."""
         if self._listed is None:
             self._listed = tuple(
                 device for device, session in self._by_device.items() if session.is_listed
@@ -162,21 +162,21 @@ class DeviceSessions:
         return self._listed
 
     def answered(self, device: int, nonce: str) -> tuple[bool, bytes | None]:
-        """Whether this check-in was answered before, and with which offer (None: no task)."""
+        """Whether this check-in was answered before, and the offer (None: no task)."""
         session = self._by_device.get(device)
         if session is None or not nonce or session.nonce != nonce:
             return False, None
         return True, session.answer
 
     def answer(self, device: int, nonce: str, offer: bytes | None) -> None:
-        """Note the answer to a device's check-in, to be repeated."""
+        """Store the answer to a device's check-in, for repetition."""
         if (session := self._by_device.get(device)) is not None:
             session.nonce, session.answer = nonce, offer
 
-    # check-ins that wait
+    # waiting check-ins
 
     def park(self, device: int, poll: asyncio.Future[Woken], now: float) -> None:
-        """Let a device's check-in wait; one that waits already has to go.
+        """Register a waiting check-in, ending the device's previous one.
 
         Raises Refusal as :meth:`arrive` does.
         """
@@ -187,13 +187,13 @@ class DeviceSessions:
         self.polls += 1
 
     def unpark(self, device: int, poll: asyncio.Future[Woken]) -> None:
-        """End the wait of a check-in, if it still waits."""
+        """End the wait of this check-in, if it is still registered."""
         session = self._by_device.get(device)
         if session is not None and session.poll is poll:
             self._release(session)
 
     def release_all(self) -> None:
-        """Send all check-ins away that wait."""
+        """End all waits."""
         for session in self._by_device.values():
             self._release(session)
 
@@ -208,47 +208,47 @@ class DeviceSessions:
     # tasks
 
     def __len__(self) -> int:
-        """The number of tasks in hand."""
+        """The number of held tasks."""
         return len(self._held)
 
     def has(self, held: Held) -> bool:
-        """Whether this very entry is in hand."""
+        """Whether exactly this entry is held."""
         return self._held.get(held.task.task) is held
 
     def __contains__(self, task: str) -> bool:
-        """Whether a task is in hand, by its id."""
+        """Whether a task is held, by id."""
         return task in self._held
 
     def __iter__(self) -> Iterator[Held]:
-        """The tasks in hand."""
+        """The held tasks."""
         return iter(tuple(self._held.values()))
 
     def hold(self, held: Held, now: float) -> None:
-        """Take a task in hand, until its device comes for it. A check-in that waits may look."""
+        """Hold a task for its device, and wake the device's waiting check-in."""
         device = held.task.device
-        self.ended(held.task.task)  # if it was sent again, in another entry
+        self.ended(held.task.task)  # in case that it was sent again, as another entry
         session = self._by_device.get(device)
         if session is None:
             session = self._sit(device, now)
-            session.is_listed = not held.is_new  # it left before the task came
+            session.is_listed = not held.is_new  # the device left before the task came
         self._held[held.task.task] = held
         session.tasks.append(held)
         self._release(session, "look")
 
     def first(self, device: int) -> Held | None:
-        """The task that a device is to do now: the oldest of those in hand for it."""
+        """A device's oldest held task, which it is to do now."""
         session = self._by_device.get(device)
         return session.tasks[0] if session is not None and session.tasks else None
 
     def held(self, task: str, device: int) -> Held:
-        """A task in hand for this device. Raises NotHeld."""
+        """A held task of this device. Raises NotHeld."""
         found = self._held.get(task)
         if found is None or found.task.device != device:
             raise NotHeld(task)
         return found
 
     def ended(self, task: str) -> None:
-        """Let go of a task: its answer was sent, or somebody else ended or took it."""
+        """Release a task that was answered, ended, or taken over."""
         held = self._held.pop(task, None)
         if held is not None:
             self._by_device[held.task.device].tasks.remove(held)
@@ -256,11 +256,11 @@ class DeviceSessions:
     # time
 
     def gone(self, now: float, since: float = -math.inf) -> list[Held]:
-        """Let devices go that are away, and return the tasks of those that stay away.
+        """Remove devices that are away; return the tasks of devices that stay away.
 
-        These are to be given up, and stay in hand until they are. A device whose tasks are given up
-        is no longer present, or it would be sent others in their place. One whose check-in waits is
-        not away. ``since``: from when on devices could be heard without a break.
+        The tasks stay held until the caller gives them up. Their device is no longer present, as it
+        would otherwise be sent new tasks. A device with a waiting check-in is not away. ``since``:
+        time since which devices could be heard without a break.
         """
         given_up: list[Held] = []
         least_s = min(self._away_s, self._lease_s)

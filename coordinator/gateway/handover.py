@@ -1,8 +1,8 @@
-"""Devices that come to one replica of a gateway after another, and bring their task along.
+"""Hand-over of devices, with their tasks, between the replicas of a gateway.
 
-Whoever balances load between replicas may send a device's next connection to any of them. So each
-replica tells the others which devices have come to it, in one stream, whose order decides: a device
-is where it came last. The replica that had it lets it go, and leaves its tasks to the other one.
+A load balancer may send a device's next connection to any replica. So each replica announces newly
+arrived devices to the others in one stream, whose order decides: a device is at the replica that
+announced it last. The previous replica removes the device and hands its tasks over.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.runtime.service import Context
 
-GREET_S: Final = 10.0  # between two signs of life of a replica
-_SILENT_S = 3 * GREET_S + 5.0  # without one, it is gone
-_DEAF_S = 3.0  # without listening: somebody may have gone unheard
+GREET_S: Final = 10.0  # between two greetings of a replica
+_SILENT_S = 3 * GREET_S + 5.0  # silence after which a replica is gone
+_DEAF_S = 3.0  # pause in listening after which silence counts anew
 
 
 class OtherReplicas:
-    """The other replicas. ``now`` is in monotonic seconds everywhere."""
+    """The other live replicas. ``now`` is in monotonic seconds everywhere."""
 
     def __init__(self) -> None:
         self._heard: dict[str, float] = {}
-        self._listened = self._hears_since = -math.inf  # the last time; without a break
+        self._listened = self._hears_since = -math.inf  # last time; begin without a break
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Whether there is another replica."""
         return bool(self._heard)
 
     def heard(self, name: str, now: float) -> None:
-        """Note that a replica has told something."""
+        """Note a message of a replica."""
         self._heard[name] = now
 
     def listened(self, now: float) -> None:
-        """Note that all is known that was told until now, and forget who is silent.
+        """Note that all messages until now are read, and forget silent replicas.
 
-        Silence counts only while replicas could be heard: not while Redis is away.
+        Silence counts only while messages can be read: not while Redis is away.
         """
         if now - self._listened > _DEAF_S:
             self._hears_since = now
@@ -63,13 +63,13 @@ class OtherReplicas:
         }
 
 
-_SETTLE_S = 2.0  # in which a device that came has its tasks here, if another replica had them
+_SETTLE_S = 2.0  # within which another replica's tasks of an arrived device come here
 _TOGETHER = 1000  # devices in one message
-_REMEMBERED = 10_000  # devices that left, in case that a task for one is still on its way
+_REMEMBERED = 10_000  # devices that left, in case of tasks still on their way
 
 
 class HeldElsewhere(Refusal):
-    """A task has not ended, but is not in hand here, where its device has come."""
+    """The task is open, but held by another replica than the one its device came to."""
 
     def __init__(self, task: str) -> None:
         super().__init__(
@@ -81,7 +81,7 @@ class HeldElsewhere(Refusal):
 
 
 class HandOvers:
-    """What one replica tells of its devices, and what it makes of what others tell."""
+    """Announces this replica's devices, and handles the other replicas' announcements."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class HandOvers:
         name: str,
         lease_s: float,
     ) -> None:
-        """``lease_s``: for how long a task may be at a replica that its device has left."""
+        """``lease_s``: longest time for which a task may stay at the previous replica."""
         self._sessions = sessions
         self._tasks = tasks
         self._run_cache = run_cache
@@ -102,17 +102,17 @@ class HandOvers:
         self._context = context
         self._name = name
         self._lease_s = lease_s
-        self._told: dict[int, tuple[tuple[int, int], float]] = {}  # of devices here: where, when
-        self._left: dict[int, str] = {}  # devices that were here, and are at another replica
-        # Of devices that nobody was told of yet: where others told of them.
+        self._told: dict[int, tuple[tuple[int, int], float]] = {}  # device -> place, time
+        self._left: dict[int, str] = {}  # departed device -> its replica
+        # Devices not yet announced: place of another replica's announcement.
         self._meanwhile: dict[int, tuple[tuple[int, int], str]] = {}
-        self._after: str | None = None  # what others told until there is known
-        self._greeted = -math.inf  # when this replica last said that it is there
-        self.others = OtherReplicas()  # of those that greet
-        self._settling: dict[int, asyncio.Event] = {}  # devices whose task may come after them
+        self._after: str | None = None  # id of the last read message
+        self._greeted = -math.inf  # time of our last greeting
+        self.others = OtherReplicas()  # replicas that greet
+        self._settling: dict[int, asyncio.Event] = {}  # devices whose tasks may follow them here
 
     async def tell(self) -> None:
-        """Tell the other replicas who has come."""
+        """Announce newly arrived devices to the other replicas."""
         while some := list(self._sessions.newcomers)[:_TOGETHER]:
             told = await self._ledger.move(ArrivedDevices(gateway=self._name, devices=tuple(some)))
             self._sessions.newcomers.difference_update(some)
@@ -125,14 +125,14 @@ class HandOvers:
                     await self._leave(other, (device,))
 
     async def greet(self) -> None:
-        """Tell the other replicas now and then that this one is there."""
+        """Tell the other replicas periodically that this one is alive."""
         now = time.monotonic()
         if now - self._greeted >= GREET_S:
             await self._ledger.move(ArrivedDevices(gateway=self._name, devices=()))
             self._greeted = now
 
     async def follow(self) -> None:
-        """Follow what the other replicas tell, for up to a second."""
+        """Handle the other replicas' messages, waiting for up to a second."""
         if not self._tasks.has_begun:
             await pause(self._context.stop, 0.05)
             return
@@ -148,7 +148,7 @@ class HandOvers:
                     await self._tasks.take_over(stream, entries)
                     self._settle()
             self._after = entry.id
-        # Tasks that were on their way here when their device left.
+        # Tasks that arrived here after their device had left.
         late = {
             held.task.device for held in self._sessions
         } & self._left.keys() - self._sessions.newcomers
@@ -158,14 +158,14 @@ class HandOvers:
         self._forget()
 
     async def _catch_up(self) -> None:
-        """Leave the tasks from before a restart to where their devices have come meanwhile."""
+        """Hand over tasks from before a restart whose devices have come to other replicas."""
         last: dict[int, str] = {}
         entries = await self._ledger.moves()
         for entry in entries:
             message = self._message(entry)
             if isinstance(message, ArrivedDevices):
                 last.update(dict.fromkeys(message.devices, message.gateway))
-                if message.gateway != self._name:  # perhaps long ago: nobody knows yet
+                if message.gateway != self._name:  # perhaps long ago, so present state is unknown
                     self.others.heard(message.gateway, time.monotonic())
         for device in {*self._sessions.present()} - self._sessions.newcomers:
             if (other := last.get(device, self._name)) != self._name:
@@ -173,7 +173,7 @@ class HandOvers:
         self._after = entries[-1].id if entries else "0"
 
     def _message(self, entry: Entry) -> ArrivedDevices | HandOver | None:
-        """What a replica told; None if this release can't read it."""
+        """Decode a replica's message; None if this release can't read it."""
         try:
             return decode(entry.data, ArrivedDevices, HandOver)
         except BadMessage as error:
@@ -181,7 +181,7 @@ class HandOvers:
             return None
 
     def _lost(self, devices: Iterable[int], other: str, place: tuple[int, int]) -> Iterator[int]:
-        """The devices that are not here any more, by what was told at a place of the order."""
+        """The devices that are no longer here, after an announcement at a place in the stream."""
         for device in devices:
             told = self._told.get(device)
             if device in self._sessions.newcomers:
@@ -190,7 +190,7 @@ class HandOvers:
                 yield device
 
     async def _leave(self, other: str, devices: Iterable[int]) -> None:
-        """Let devices go that have come to another replica, and leave their tasks to it."""
+        """Remove devices that came to another replica, and hand their tasks over."""
         tasks: dict[str, list[str]] = {}
         for device in devices:
             was_here = self._told.pop(device, None) is not None
@@ -203,7 +203,7 @@ class HandOvers:
             await self._ledger.move(HandOver(gateway=other, stream=stream, entries=tuple(entries)))
 
     def _forget(self) -> None:
-        """Forget who was here long ago, as far as it is more than those who are here now."""
+        """Forget announcements of long absent devices."""
         if len(self._told) > 2 * len(self._sessions.present()) + _REMEMBERED:
             here = {*self._sessions.present()}
             self._told = {device: told for device, told in self._told.items() if device in here}
@@ -211,9 +211,9 @@ class HandOvers:
             del self._left[next(iter(self._left))]
 
     async def find(self, task: str, device: int) -> Held:
-        """A task in hand for this device; its device may have come here with it just now.
+        """A held task of this device, waiting a moment for a task that follows its device.
 
-        Raises NotHeld; HeldElsewhere if another replica may still have the task, for at most
+        Raises NotHeld; HeldElsewhere if another replica may still hold the task, for at most
         ``lease_s`` after the device came; and Refusal if too many devices are present.
         """
         try:
@@ -228,18 +228,19 @@ class HandOvers:
         try:
             return self._sessions.held(task, device)
         except NotHeld:
-            # Whoever had it may be stopping, restarting or cut off: only its end is an end.
+            # The other replica may be stopping, restarting or cut off, so only an ended task is
+            # over.
             if task in self._sessions or not await self._may_be_elsewhere(task):
                 raise
             raise HeldElsewhere(task) from None
 
     async def _may_be_elsewhere(self, task: str) -> bool:
-        """Whether a task waits for its answer, so that another replica may have it."""
+        """Whether a task is open, so that another replica may hold it."""
         [fate] = await self._ledger.fates([task])
         return fate.admitted is None and await self._ledger.is_open(task)
 
     def _may_come(self, device: int) -> bool:
-        """Whether a device may be present, by what is known without a check-in."""
+        """Whether a device may become present without a check-in."""
         return (
             device < self._run_cache.run.devices
             and device not in self._run_cache.head.quarantines.by_device
@@ -247,7 +248,7 @@ class HandOvers:
         )
 
     async def _settled(self, device: int) -> None:
-        """Have a device come here, and wait a moment for its task."""
+        """Add a device to the present ones, and wait a moment for its task."""
         self._sessions.arrive(device, time.monotonic())
         settled = self._settling.setdefault(device, asyncio.Event())
         try:
@@ -255,20 +256,20 @@ class HandOvers:
             async with asyncio.timeout(_SETTLE_S):
                 await settled.wait()
         except TimeoutError:
-            pass  # the caller looks whether it has come
+            pass  # the caller checks whether the task has come
         finally:
             if self._settling.get(device) is settled:
                 del self._settling[device]
 
     def _came(self, device: int, within_s: float) -> bool:
-        """Whether a device is new here, or came not longer ago than that."""
+        """Whether a device came at most ``within_s`` seconds ago."""
         if not self._sessions.is_present(device) or device in self._sessions.newcomers:
             return True
         told = self._told.get(device)
         return told is not None and time.monotonic() - told[1] < within_s
 
     def _settle(self) -> None:
-        """Let those look again whose tasks have come."""
+        """Wake requests whose tasks have come."""
         for device in tuple(self._settling):
             if self._sessions.first(device) is not None:
                 self._settling.pop(device).set()

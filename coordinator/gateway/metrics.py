@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GatewayMetrics:
-    """What a gateway does and whom it serves."""
+    """Metrics of one replica."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The run and its newest version, as a gateway has last read them."""
+"""A gateway's copy of the run's record and newest version."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ if TYPE_CHECKING:
     from fedstream.core.formats import Format
     from fedstream.core.records import Head, Run
 
-_REMEMBERED = 1000  # newest versions whose models may still be asked for, if Redis keeps them
-_WAIT_S = 2.0  # for a run that is being made
+_REMEMBERED = 1000  # newest versions whose models devices may request
+_WAIT_S = 2.0  # Retry-After before the run has begun
 
 
 class RunCache:
-    """The run and its newest version. Nothing is known before the run was read once."""
+    """The run's record and newest version, unknown before the first read."""
 
     def __init__(self, ledger: GatewayLedger, update: Format, *, supernodes: bool = False) -> None:
-        """``update``: the format that devices send updates in, if they can.
+        """``update``: the wanted format of updates.
 
-        ``supernodes``: whether Flower's take part, which report no steps.
+        ``supernodes``: whether Flower's supernodes take part, which report no steps.
         """
         self._ledger = ledger
         self._update = update
         self._supernodes = supernodes
-        self._known: dict[str, Head] = {}  # by digest as given, the newest last
+        self._known: dict[str, Head] = {}  # by digest of the published model, the newest last
         self._turn = asyncio.Lock()
-        self._begun = self._done = 0  # reads of both
-        self._seen = 0  # versions, each time that they were read
+        self._begun = self._done = 0  # started and finished reads
+        self._seen = 0  # number of heads read
         self._run: Run | None = None
         self._head: Head | None = None
 
     @property
     def run(self) -> Run:
-        """The run's record. Raises Refusal before it was read."""
+        """The run's record. Raises Refusal before the first read."""
         if self._run is None:
             raise self._not_begun()
         return self._run
 
     @property
     def head(self) -> Head:
-        """The newest version. Raises Refusal before there is one."""
+        """The newest version. Raises Refusal before the first."""
         if self._head is None:
             raise self._not_begun()
         return self._head
@@ -64,11 +64,11 @@ class RunCache:
         return self._run is not None and self._run.state == "finished"
 
     async def look(self) -> None:
-        """Read both, as they are from now on; those who ask at once share one read.
+        """Read run and newest version anew; concurrent calls share one read.
 
         Raises ConfigError if devices can't take part in this run.
         """
-        wanted = self._begun + 1  # one that began before may have read what was true before
+        wanted = self._begun + 1  # a read that began earlier may be outdated
         async with self._turn:
             if self._done < wanted:
                 self._begun += 1
@@ -77,7 +77,7 @@ class RunCache:
                 self._done = number
 
     async def _look(self, seen: int) -> None:
-        """``seen``: versions seen before."""
+        """``seen``: number of heads read before."""
         try:
             run = await self._ledger.run()
         except NoRun:
@@ -90,16 +90,16 @@ class RunCache:
             self._head = None
         self._run = run
         head = await self._ledger.head()
-        # Redis may have fallen back, but not while a later read has seen a newer version.
+        # Accept an older version, as Redis may have fallen back, unless a later read saw a newer.
         if seen == self._seen:
             self._head = None
         if head is not None:
             self.saw(head)
 
     def saw(self, head: Head) -> None:
-        """Note a version that was the newest a moment ago; it takes no newer one's place.
+        """Note a version that came with a task; it never replaces a newer one.
 
-        A task may not be trained from an older version than it was sent with.
+        A task must not be trained from an older version than the one it was sent with.
         """
         if self._head is None or head.version >= self._head.version:
             self._head = head
@@ -110,13 +110,13 @@ class RunCache:
             del self._known[next(iter(self._known))]
 
     async def version_of(self, digest: str) -> Head | None:
-        """The version whose model has this digest, if it is one of the newest."""
+        """The version whose published model has this digest; None unless it is recent."""
         if digest not in self._known:
             await self.look()
         return self._known.get(digest)
 
     def forget(self, digest: str) -> None:
-        """Note that a version's model is gone."""
+        """Note that Redis no longer has the model of this digest."""
         self._known.pop(digest, None)
 
     def _check(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Tokens of devices: each is verified once, not with every request that shows it."""
+"""Tokens of devices, each verified only once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstream.coordinator.gateway.refusals import Refusal
 ALGORITHM: Final = "HS256"
 
 _DEVICE = re.compile(r"0|[1-9][0-9]{0,9}")
-_REMEMBERED = 50_000  # tokens; of more than that, those shown first are verified anew
+_REMEMBERED = 50_000  # cached tokens; the oldest are dropped
 
 
 class _Claims(NamedTuple):
@@ -24,19 +24,19 @@ class _Claims(NamedTuple):
 
 
 class VerifiedTokens:
-    """The tokens for one run and gateway that devices have shown.
+    """A cache of verified tokens for one run and gateway.
 
-    To verify one took a sixth of a task's processor time. Whether its device may still come is no
-    matter of the token: the registry is asked with each request.
+    Verifying a token takes a sixth of a task's processor time. The registry, not the token, tells
+    with each request whether the device is still enrolled.
     """
 
     def __init__(self, audience: str) -> None:
         self._audience = audience
         self._secret = b""
-        self._known: dict[bytes, _Claims] = {}  # by their SHA-256, which nobody can use
+        self._known: dict[bytes, _Claims] = {}  # by SHA-256, so that no usable token is kept
 
     def claims(self, token: str, secret: bytes, now: float) -> tuple[int, object]:
-        """The device and key that a token of ours is for. Raises Refusal.
+        """The device and key of a valid token. Raises Refusal.
 
         ``now``: seconds since 1970.
         """
@@ -65,7 +65,7 @@ class VerifiedTokens:
                 options={
                     "require": ["sub", "aud", "iat", "exp", "key"],
                     "strict_aud": True,
-                    # By this machine's clock, which may differ from that of the token's replica.
+                    # Not checked by the library, whose clock may differ from the issuing replica's.
                     "verify_exp": False,
                     "verify_iat": False,
                 },
@@ -82,5 +82,5 @@ def _name(token: str) -> bytes:
 
 
 def untrusted(text: str) -> Refusal:
-    """What a request without a valid token is answered."""
+    """The refusal of a request without a valid token."""
     return Refusal(401, "token", text, headers={hdrs.WWW_AUTHENTICATE: 'Bearer realm="fedstream"'})

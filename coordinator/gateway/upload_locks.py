@@ -1,8 +1,8 @@
-"""One request at a time for each upload: the newest takes over from those before it.
+"""A lock per upload, which the newest request takes over from older ones.
 
-A device whose connection broke comes again, while its gateway may not have noticed and still waits
-for more on the old one (draft-ietf-httpbis-resumable-upload, "Concurrency"). What has arrived there
-already is still taken: the old request goes on as long as it need not wait.
+After a broken connection, a device sends a new request while the gateway may still wait for bytes
+on the old connection (draft-ietf-httpbis-resumable-upload, "Concurrency"). The old request
+continues as long as it need not wait, so bytes that have arrived are not lost.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_QUIET_S = 0.05  # an older request that waits for longer has nothing more
-_LONGEST_S = 1.0  # that an older request may go on for
+_QUIET_S = 0.05  # wait after which an older request ends
+_LONGEST_S = 1.0  # longest continuation of an older request
 
 
 class TakenOver(Exception):
-    """A newer request for the same upload has come."""
+    """A newer request for the same upload has taken the lock."""
 
 
 class UploadLock:
-    """A request's turn."""
+    """The lock as held by one request."""
 
     def __init__(self) -> None:
-        self._ends: float | None = None  # by the loop's clock; None: nobody else has come
+        self._ends: float | None = None  # by the loop's clock; None: no newer request
         self._waiting: asyncio.Timeout | None = None
 
     def end(self) -> None:
-        """Have the request end as soon as it has to wait."""
+        """End the request as soon as it has to wait."""
         now = asyncio.get_running_loop().time()
         if self._ends is None:
             self._ends = now + _LONGEST_S
@@ -39,9 +39,9 @@ class UploadLock:
             waiting.reschedule(min(now + _QUIET_S, waiting.when() or now))
 
     async def within(self, until: float, wait: Callable[[], Awaitable[T]]) -> T:
-        """Wait for something, until ``until`` of the loop's clock.
+        """Await ``wait()``, at most until ``until`` on the loop's clock.
 
-        Raises TimeoutError, or TakenOver if a newer request has come meanwhile.
+        Raises TimeoutError, or TakenOver if a newer request has come.
         """
         now = asyncio.get_running_loop().time()
         if self._ends is not None:
@@ -67,7 +67,7 @@ class _Line:
 
 
 class UploadLocks:
-    """The turns of all uploads, by name."""
+    """The locks of all uploads, by name."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
@@ -75,14 +75,14 @@ class UploadLocks:
         self._empty.set()
 
     async def end(self) -> None:
-        """Wait until no upload has a request."""
+        """Wait until no request holds or awaits a lock."""
         await self._empty.wait()
 
     @asynccontextmanager
     async def taken(self, name: str) -> AsyncIterator[UploadLock]:
-        """Take over as soon as the request before has ended.
+        """Acquire the lock once the previous request has ended.
 
-        Raises TakenOver if a newer one has come by then.
+        Raises TakenOver if a newer request has come meanwhile.
         """
         line = self._lines.setdefault(name, _Line())
         self._empty.clear()

@@ -1,4 +1,4 @@
-"""What is kept in Redis beside an upload, for any replica to go on with it."""
+"""Notes about uploads in Redis, with which any replica can continue; and stopping uploads."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.tasks import Tasks
 
-EXPIRE_S: Final = 600.0  # after the last chunk came, an upload that was not completed is gone
+EXPIRE_S: Final = 600.0  # expiry of an incomplete upload after its last chunk
 
 
 def upload_blob(client: Client, keys: Keys, site: str, task: str, attempt: str) -> PartialBlob:
-    """The blob that an attempt's update arrives in, and its note."""
+    """The blob and the note of an attempt's upload."""
     name = f"{task}.{attempt}"
     key, note_key = keys.update(f"{site}/{name}"), keys.upload_note(site, name)
     return PartialBlob(client, key, note_key, expire_s=EXPIRE_S)
 
 
 class Source(BaseModel):
-    """The task that an update answers, as it was handed to this site."""
+    """The task of an update, as handed to this site."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -45,22 +45,22 @@ class Source(BaseModel):
 
 
 class UploadNote(BaseModel):
-    """An upload: the task that it answers, how long it is, and what the device says of it."""
+    """An upload's task, length and report."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     source: Source
     length: int  # bytes
     report: UpdateReport
-    complete: bool = False  # the device has sent the end
+    complete: bool = False  # the device has sent the last byte
 
     def encode(self) -> bytes:
-        """As Redis has it."""
+        """Encode the note for Redis."""
         return self.model_dump_json().encode()
 
     @classmethod
     def parsed(cls, data: bytes | None) -> Self | None:
-        """The note as it was written; None if there is none, or one of another release."""
+        """Decode a note; None if there is none or another release wrote it."""
         if data is None:
             return None
         try:
@@ -69,7 +69,7 @@ class UploadNote(BaseModel):
             return None
 
     def at(self, chunks: int) -> int:
-        """How many bytes so many chunks of the upload have."""
+        """The number of bytes in the first ``chunks`` chunks."""
         return min(chunks * CHUNK, self.length)
 
 
@@ -77,7 +77,7 @@ Revoked: TypeAlias = "Callable[[], Awaitable[Set[int]]]"
 
 
 class StoppedUpload(Exception):
-    """The task has ended, so its update is not waited for."""
+    """The task has ended, so its update is no longer needed."""
 
     def __init__(self, receipt: Receipt) -> None:
         super().__init__(receipt.state)
@@ -85,7 +85,7 @@ class StoppedUpload(Exception):
 
 
 class UploadStops:
-    """Asked between the chunks of an upload, with what is known without a heartbeat."""
+    """Stops uploads whose update is no longer needed; called between chunks."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class UploadStops:
         receipts: Receipts,
         revoked: Revoked,
     ) -> None:
-        """``revoked``: the devices that an operator has revoked."""
+        """``revoked``: reads the revoked devices."""
         self._sessions = sessions
         self._run_cache = run_cache
         self._tasks = tasks
@@ -105,32 +105,32 @@ class UploadStops:
     async def admit(self, device: int, blob: PartialBlob) -> None:
         """Raise Refusal if a device was revoked since its request began.
 
-        A replica that has the task gives it up by itself; one that knows only the upload's note
-        would take the rest.
+        A replica that holds the task gives it up by itself; a replica that has only the upload's
+        note would accept the rest.
         """
         if device in await self._revoked():
             await blob.discard()
             raise Refusal(403, "revoked", "the operator has revoked this device")
 
     async def go_on(self, device: int, task: str, attempt: str) -> None:
-        """See whether the rest of an upload is waited for, as a heartbeat would.
+        """Check, like a heartbeat, whether the rest of an upload is still needed.
 
         Raises StoppedUpload if its task has ended, or ends now.
         """
         try:
             held = self._sessions.held(task, device)
-        except NotHeld:  # it ended, or is at another replica
+        except NotHeld:  # ended, or at another replica
             if (receipt := await self._receipts.now(task, attempt)) is not None:
                 raise StoppedUpload(receipt) from None
             return
         if (why := await self._why_over(held, attempt)) is not None:
             await self._tasks.give_up(held, why)
-            # Another replica may have had an answer decided meanwhile: then that counts.
+            # A decision on an answer through another replica takes precedence.
             decided = await self._receipts.now(task, attempt)
             raise StoppedUpload(decided or Receipt(state="given up", reason=why))
 
     async def _why_over(self, held: Held, attempt: str) -> str | None:
-        """Why a task in hand is to be given up; None: it isn't."""
+        """The reason to give up a held task; None for none."""
         run, head = self._run_cache.run, self._run_cache.head
         if self._run_cache.is_over:
             return reasons.RUN_FINISHED

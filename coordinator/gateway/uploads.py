@@ -1,9 +1,9 @@
-"""Resumable uploads: an update arrives in one request or in many, and becomes a trainer's answer.
+"""Resumable uploads: an update arrives in one or many requests, and becomes a task's answer.
 
-They follow draft-ietf-httpbis-resumable-upload. What arrives goes straight into the chunks of the
-update's blob, each when it is whole; an upload that was cut goes on after the chunks that Redis
-has, at any replica. Nothing is believed that the gateway knows itself: device, site and task come
-from the task in hand, and sizes are checked against the run's layout before a byte is read.
+They follow draft-ietf-httpbis-resumable-upload. Each whole chunk is written to the update's blob at
+once; an interrupted upload continues after the chunks in Redis, at any replica. Device, site and
+task come from the held task and not from the request, and sizes are checked against the run's
+layout before the body is read.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ if TYPE_CHECKING:
     from fedstream.core.formats import Format
     from fedstream.protocol.messages import UpdateReport
 
-_NOTE_S = 60.0  # then the note of an update is gone that came in one request
-PLACE = 2 << 20  # bytes of memory that an upload may take: a chunk, and what comes meanwhile
+_NOTE_S = 60.0  # expiry of the note of an update that came in one request
+PLACE = 2 << 20  # bytes of memory per upload: a chunk, and bytes that arrive meanwhile
 _NOTHING = Written(note=None, chunks=None)
 _NAMES = re.compile(f"{TASK_ID}/{ATTEMPT_ID}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Mine:
-    """An upload, while a request has its turn."""
+    """An upload, while a request holds its lock."""
 
     task: str
     attempt: str
     source: Source
     lock: UploadLock
     blob: PartialBlob
-    in_hand: bool  # the task was, when the request came; else only its upload's note is known
-    is_first: bool = False  # of all requests to it, at whichever replica: nothing can be there yet
+    in_hand: bool  # the task was held when the request came; else only the note is known
+    is_first: bool = False  # the first request at any replica, so there can be no blob yet
 
 
 class Uploads:
@@ -99,7 +99,7 @@ class Uploads:
         name: str,
         wire: Format,
     ) -> None:
-        """``name``: the replica's. ``wire``: the format of updates, for devices that know it."""
+        """``name``: of this replica. ``wire``: the format of updates, for devices that know it."""
         self._client = client
         self._keys = keys
         self._outbox = outbox
@@ -120,17 +120,17 @@ class Uploads:
             hdrs.METH_HEAD: self._look,
             hdrs.METH_DELETE: self._cancel,
         }
-        self._receiving = 0  # places that bodies have
+        self._receiving = 0  # places taken by bodies
 
     async def end(self) -> None:
-        """Wait until no request to an upload is being answered."""
+        """Wait until all requests on uploads are answered."""
         await self._locks.end()
 
     async def answer(self, request: web.Request, device: int) -> web.Response:
-        """Answer a device's request to its upload; ``device`` is that of its token.
+        """Answer a request on an upload; ``device``: by the request's token.
 
-        Raises Refusal, and BrokerError while Redis is away or full: the upload goes on later, after
-        the chunks that are there.
+        Raises Refusal, and BrokerError while Redis is away or full; the device then continues the
+        upload later, after the chunks in Redis.
         """
         task, attempt = request.match_info["task"], request.match_info["attempt"]
         if not _NAMES.fullmatch(f"{task}/{attempt}"):
@@ -155,12 +155,12 @@ class Uploads:
             receipt = await self._receipts.now(task, attempt)
             if receipt is None:
                 raise upload_answers.no_upload() from None
-            return UploadEnd(receipt, None).answer(request.method)  # it ended meanwhile
+            return UploadEnd(receipt, None).answer(request.method)  # the task ended meanwhile
 
     async def _source(
         self, task: str, attempt: str, device: int, blob: PartialBlob
     ) -> Source | UploadEnd:
-        """The task that this device is to answer, or what became of its answer. Raises Refusal."""
+        """The task that an upload answers, or the end of the upload. Raises Refusal."""
         try:
             held = self._sessions.held(task, device)
         except NotHeld:
@@ -171,13 +171,13 @@ class Uploads:
             if receipt is not None:
                 return UploadEnd(receipt, note)
             if note is not None and note.complete:
-                return note.source  # it was answered, and nobody has decided yet
+                return note.source  # answered, but not decided yet
             try:
                 held = await self._moves.find(task, device)
             except (NotHeld, HeldElsewhere):
                 if note is None:
                     raise
-                return note.source  # it began at a replica that is away
+                return note.source  # begun at a replica that is away
         if held.attempt != attempt:
             raise Refusal(
                 404, "unknown task", f"attempt {attempt} is not the one in hand: check in again"
@@ -187,9 +187,9 @@ class Uploads:
     # the four methods
 
     async def _create(self, request: web.Request, mine: _Mine) -> web.Response:
-        """Begin with a first part, with all of it, or with nothing yet.
+        """Create an upload, with a first part, the whole update, or no bytes yet.
 
-        The same again begins nothing; another report begins anew.
+        A repeated request continues the upload; a different report begins it anew.
         """
         asked = upload_requests.creation(request)
         self._fits(asked.length, asked.report)
@@ -212,7 +212,7 @@ class Uploads:
         return await self._received(request, mine, note, part, anew=not goes_on)
 
     async def _append(self, request: web.Request, mine: _Mine) -> web.Response:
-        """Go on where the upload has got to; or hear again what became of it."""
+        """Append a part at the upload's offset; for an ended upload, answer with the receipt."""
         part = upload_requests.part(request)
         note, at = await self._begun(mine)
         if part.repeats_the_end(length=note.length, at=at):
@@ -227,7 +227,7 @@ class Uploads:
         return upload_answers.state(204, note, at)
 
     async def _cancel(self, _request: web.Request, mine: _Mine) -> web.Response:
-        """Forget the upload; the task stays in hand."""
+        """Delete the upload; the task stays held."""
         note, _ = await self._begun(mine)
         if note.complete:
             raise upload_answers.complete()
@@ -235,14 +235,14 @@ class Uploads:
         return web.Response(status=204)
 
     async def _begin(self, mine: _Mine, note: UploadNote) -> None:
-        """Begin the blob, unless the task is given up at the same time. Raises NotHeld."""
+        """Begin the blob, unless the task was given up meanwhile. Raises NotHeld."""
         await mine.blob.begin(note.length, note.encode())
         if mine.in_hand and mine.task not in self._sessions:
             await mine.blob.discard()
             raise NotHeld(mine.task)
 
     async def _begun(self, mine: _Mine) -> tuple[UploadNote, int]:
-        """The note of an upload and how far it has got. Raises Refusal if there is none."""
+        """The note and the offset of an upload. Raises Refusal if there is no upload."""
         written = await mine.blob.written()
         note = UploadNote.parsed(written.note)
         if note is None or (written.chunks is None and not note.complete):
@@ -254,9 +254,9 @@ class Uploads:
 
     @contextmanager
     def place(self, places: int = 1) -> Iterator[None]:
-        """Hold places for uploads inside the block, each for ``PLACE`` bytes of a body.
+        """Take places for a body inside the block, each for ``PLACE`` bytes.
 
-        A body alone always has room. Raises Refusal.
+        A single body always gets its places. Raises Refusal.
         """
         if self._receiving and self._receiving + places > self._settings.uploads:
             raise Refusal(
@@ -273,7 +273,7 @@ class Uploads:
             self._receiving -= places
 
     async def _whole(self, request: web.Request, mine: _Mine, note: UploadNote) -> web.Response:
-        """An update of one chunk, all of it in this request: written together with its answer."""
+        """Receive an update of one chunk in one request, and write it together with its answer."""
         found: list[bytearray] = []
         note = note.model_copy(update={"complete": True})
 
@@ -285,7 +285,7 @@ class Uploads:
             data = memoryview(found.pop())
             ahead = mine.blob.whole(data, note.encode(), note_expire_s=_NOTE_S)
             await self._hand_over(mine, note, ahead)
-            del data, ahead  # whoever waits for a receipt holds no bytes
+            del data, ahead  # free the bytes during the wait for the receipt
         return await self._told(mine, note)
 
     async def _received(
@@ -297,9 +297,9 @@ class Uploads:
         *,
         anew: bool = False,
     ) -> web.Response:
-        """Write the chunks of this part as they come, and answer the task if it is the last.
+        """Write the chunks of this part as they arrive, and answer the task after the last part.
 
-        ``anew``: the upload begins with it.
+        ``anew``: the upload begins with this part.
         """
         last = chunks_of(note.length) - 1
         begun, done = note.encode(), note.model_copy(update={"complete": True})
@@ -332,7 +332,7 @@ class Uploads:
         *,
         completes: bool,
     ) -> None:
-        """Read the body, and use each chunk as soon as it is whole. Raises Refusal, TakenOver."""
+        """Read the body, and call ``use`` with each whole chunk. Raises Refusal, TakenOver."""
         loop = asyncio.get_running_loop()
         if chunks.missing > CHUNK:
             await self._stops.go_on(mine.source.device, mine.task, mine.attempt)
@@ -359,9 +359,9 @@ class Uploads:
             raise Refusal(400, "length", f"the upload ends after {chunks.received} bytes")
 
     async def deliver(self, held: Held, report: UpdateReport, data: memoryview) -> None:
-        """Answer a task with an update that is here, as if its device had uploaded it.
+        """Answer a task with an update in memory, as if its device had uploaded it.
 
-        Raises Refusal, and BrokerError while Redis is away or full; then it may be tried again.
+        Raises Refusal, and BrokerError while Redis is away or full; the caller may then retry.
         """
         self._fits(data.nbytes, report)
         task, attempt = held.task.task, held.attempt
@@ -392,9 +392,9 @@ class Uploads:
     # the end
 
     async def _finished(self, mine: _Mine, note: UploadNote) -> web.Response:
-        """Answer the task, unless that was done before, and wait for the receipt.
+        """Answer the task, unless it was answered before, and wait for the receipt.
 
-        Raises BlobMissing if the update is gone: the upload has to begin anew.
+        Raises BlobMissing if the update is gone, so the upload must begin anew.
         """
         if not note.complete:
             note = note.model_copy(update={"complete": True})
@@ -405,7 +405,7 @@ class Uploads:
     async def _hand_over(
         self, mine: _Mine, note: UploadNote, ahead: Sequence[Command] = ()
     ) -> None:
-        """Answer the task; nothing changes if it was answered. ``ahead``: writes the blob."""
+        """Answer the task unless it was answered. ``ahead``: commands that write the blob."""
         source, upload = mine.source, self._upload(mine, note)
         said = await self._outbox.answer(
             source.stream, Entry(source.entry, b""), upload, expire_s=EXPIRE_S, ahead=ahead
@@ -416,13 +416,13 @@ class Uploads:
         self._tasks.answered(upload, said=said == "said")
 
     async def _told(self, mine: _Mine, note: UploadNote) -> web.Response:
-        """Wait for what becomes of the update. Raises BlobMissing if nobody knows any more."""
+        """Wait for the receipt. Raises BlobMissing if Redis has forgotten task and update."""
         receipt = await self._receipts.of(mine.task, mine.attempt, mine.lock)
         if receipt is not None and receipt.state == "received":
             if (await mine.blob.written()).chunks is not None:
-                await mine.blob.mark(note.encode())  # to be asked again, perhaps much later
+                await mine.blob.mark(note.encode())  # for requests that come much later
                 return upload_answers.receipt(receipt)
-            # Whoever decides takes the blob away, so what became of it is known; or it expired.
+            # Without a blob, either a decision took it, so there is a receipt, or it expired.
             receipt = await self._receipts.now(mine.task, mine.attempt)
         if receipt is None:
             await mine.blob.discard()
@@ -430,7 +430,7 @@ class Uploads:
         return upload_answers.receipt(receipt)
 
     def _upload(self, mine: _Mine, note: UploadNote) -> Upload:
-        """The answer: of what the device says, only what it alone can know."""
+        """The answer, with only those values of the device that the gateway can't know itself."""
         report = note.report
         return Upload(
             task=mine.task,
@@ -457,7 +457,7 @@ class Uploads:
     # requests and responses
 
     def _fits(self, length: int, report: UpdateReport) -> None:
-        """Raise Refusal if no update of this run can be like this."""
+        """Raise Refusal if the length or report can't be of an update of this run."""
         layout = self._run_cache.run.layout
         wire = self._formats.get(report.format)
         if wire is None:
@@ -482,7 +482,7 @@ class Uploads:
             )
 
     def _check(self, part: UploadPart, length: int, *, at: int) -> None:
-        """Raise Refusal if the upload can't go on with this part."""
+        """Raise Refusal if the upload can't continue with this part."""
         match part.flaw(length=length, at=at):
             case "offset":
                 raise OffsetRefused(expected=at, provided=part.offset)

@@ -1,4 +1,4 @@
-"""What supernodes of this replica work on: the model that each was given, and its reply so far."""
+"""The tasks of this replica's supernodes: the model sent, and the reply received so far."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from fedstream.core.layout import Model
     from fedstream.core.records import Head
 
-_EXTRA = 1 << 20  # bytes of a reply beside its arrays
+_EXTRA = 1 << 20  # bytes of a reply in addition to its arrays
 _ID = 64  # characters of an object's name
 
 
 class GivenVersion:
-    """A version's model as Flower's objects, shared by all who were given it."""
+    """A version's model as Flower's objects, shared by the supernodes that train from it."""
 
     def __init__(self, head: Head, model: Model, arrays: FlowerObject) -> None:
         self.head = head
@@ -32,18 +32,18 @@ class GivenVersion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, about: the model, and what its objects don't share with it."""
+        """Approximate bytes of memory: the model, and objects that are no views of it."""
         return memory_of(self.model.layout)
 
 
 @dataclass
 class Incoming:
-    """A reply while its objects arrive."""
+    """A reply whose objects are arriving."""
 
     message: str  # id of the topmost object
     wanted: set[str]
-    seconds: float  # that the client app took, as it says
-    most: int = 0  # bytes for which there is room
+    seconds: float  # the client app's stated duration
+    most: int = 0  # reserved bytes
     received: Received = field(default_factory=Received)
     size: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -51,16 +51,16 @@ class Incoming:
 
     @property
     def session(self) -> str:
-        """What the supernode names the reply by."""
+        """The id by which the supernode refers to the reply."""
         return self.message[:16]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all objects are there."""
+        """Whether all objects have arrived."""
         return not self.wanted
 
     def take(self, id_: str, content: bytes) -> bool:
-        """Take an object; False if it is none of this reply's, or not what it says it is."""
+        """Add an object; False if the reply has no such object or the digest is wrong."""
         if self.is_done or id_ in self.received.contents:
             return True
         if id_ not in self.wanted or hashlib.sha256(content).hexdigest() != id_:
@@ -73,22 +73,22 @@ class Incoming:
 
 @dataclass
 class NodeTask:
-    """A device's task: what it was given for it, and its reply if there is one."""
+    """A supernode's task, its train message, and its reply if one has begun."""
 
     task: str
-    message: str  # id of what it was given
+    message: str  # id of the train message
     given: GivenVersion
     lr: float
-    objects: dict[str, FlowerObject]  # until it has them
+    objects: dict[str, FlowerObject]  # not confirmed yet
     reply: Incoming | None = None
-    expected: int = 0  # requests for its objects and with those of its reply, each once
+    expected: int = 0  # requests for objects, and with the reply's objects, still to come
 
     def __post_init__(self) -> None:
         self.expected = len(self.objects)
 
 
 class NodeTasks:
-    """The work of all devices, within a budget of memory."""
+    """The tasks of all supernodes, within a memory budget."""
 
     def __init__(self, budget: int) -> None:
         """``budget``: bytes; one model and one reply always fit."""
@@ -97,23 +97,23 @@ class NodeTasks:
         self._given: WeakValueDictionary[str, GivenVersion] = WeakValueDictionary()
 
     def given(self, digest: str) -> GivenVersion | None:
-        """What a version was given as, if somebody has it still."""
+        """The objects of a version that a supernode still trains from, or None."""
         return self._given.get(digest)
 
     def give(self, given: GivenVersion) -> None:
-        """Note a version that is given, so that others share it."""
+        """Remember a version's objects, so that supernodes share them."""
         self._given[given.head.given] = given
 
     def check_room(self, size: int) -> None:
-        """Raise Refusal (503) unless a model of so many bytes fits in, as one alone does."""
+        """Raise Refusal (503) unless ``size`` more bytes fit. A single model always fits."""
         if self._given and self._used(self._replies()) + size > self._budget:
             raise _no_room()
 
     def expect(self, node_task: NodeTask, reply: Incoming) -> None:
-        """Take a reply to a device's work, in place of an earlier one.
+        """Register a reply to a task, replacing an earlier one.
 
-        It has its room from now on, however little of it has come. Raises Refusal (503) unless it
-        fits in, as one alone does.
+        Reserves the reply's memory. Raises Refusal (503) unless it fits; a single reply always
+        fits.
         """
         others = [one for one in self._replies() if one is not node_task.reply]
         reply.most = most(node_task.given.model)
@@ -123,7 +123,7 @@ class NodeTasks:
         node_task.expected = len(reply.wanted)
 
     def _replies(self) -> list[Incoming]:
-        """The replies that are coming in."""
+        """The arriving replies."""
         replies = (one.reply for one in self._by_device.values())
         return [one for one in replies if one is not None and not one.is_done]
 
@@ -131,25 +131,25 @@ class NodeTasks:
         return sum(one.nbytes for one in self._given.values()) + sum(one.most for one in replies)
 
     def get(self, device: int) -> NodeTask | None:
-        """What a device works on."""
+        """The task of a device's supernode, or None."""
         return self._by_device.get(device)
 
     def begin(self, device: int, node_task: NodeTask) -> None:
-        """Have a device work on something new."""
+        """Set the task of a device's supernode."""
         self._by_device[device] = node_task
 
     def end(self, device: int) -> None:
-        """Forget what a device works on."""
+        """Forget the task of a device's supernode."""
         self._by_device.pop(device, None)
 
     def keep(self, present: Iterable[int]) -> None:
-        """Forget the work of devices that are not present."""
+        """Forget the tasks of absent devices."""
         for device in self._by_device.keys() - {*present}:
             del self._by_device[device]
 
 
 def reply(said: Any) -> Incoming:
-    """A reply whose message has come. Raises Refusal if it is not one message with its objects."""
+    """Make a reply from its message. Raises Refusal unless it is one message with objects."""
     if len(said.messages_list) != 1 or len(said.message_object_trees) != 1:
         raise Refusal(400, "malformed", "expected one message, and the tree of its objects")
     wanted: set[str] = set()
@@ -178,11 +178,11 @@ def _no_room() -> Refusal:
 
 
 def most_objects(model: Model) -> int:
-    """Objects that a reply may have: message and records, and of each array itself and chunks."""
+    """The most objects of a reply: a message, records, arrays and chunks."""
     arrays = len(model.layout.tensors)
     return 2 + RECORDS + 2 * arrays + most(model) // CHUNK
 
 
 def most(model: Model) -> int:
-    """Bytes that a reply may have: each number may be twice as long as ours."""
+    """The most bytes of a reply, whose numbers may be twice as long as ours."""
     return 2 * model.buffer.nbytes + 4096 * len(model.layout.tensors) + _EXTRA

@@ -1,4 +1,4 @@
-"""The routes ``/v1/fleet/*``: what a supernode asks, answered from the desk, as any device is."""
+"""The routes ``/v1/fleet/*`` for Flower's supernodes, which share the device sessions."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 _PATH = "/v1/fleet/"
 _SERVER = 1  # the SuperLink's node
-_FIRST_NODE = 2  # device 0's
-_WAIT_S = 10.0  # for a task; a supernode waits 30 s for an answer, and then 3 s to ask again
-_TTL_S = 86400.0  # of a message, which Flower wants to know; nothing ends by it
-# In which a supernode may find the replica that has its work: it tries again every 20 s or sooner.
+_FIRST_NODE = 2  # device 0's node
+_WAIT_S = 10.0  # wait for a task; a supernode waits 30 s for an answer and asks again after 3 s
+_TTL_S = 86400.0  # of a message; required by Flower, but without effect here
+# Time for a supernode to find the replica with its task: it retries at least every 20 s.
 _ELSEWHERE_S = 120.0
-_APART_S = 60.0  # between two misses: it found the replica meanwhile, and looks for other work now
+_APART_S = 60.0  # pause between misses after which a new search begins
 _VERSION = "flwr-package-version"  # header with the supernode's release of Flower
 _SMALL = 64 << 10
 _TREE = 4 << 20  # bytes of a message's tree of objects
-_AT_ONCE = 16  # requests of a device with long bodies, of which one is read; Flower sends 8
-# What a supernode understands: 401 stops it, after 403 it asks for something else, and after 503
-# the same again. Anything else ends it, with what it works on.
+_AT_ONCE = 16  # concurrent long bodies of a device, read one at a time; Flower sends 8
+# The status codes that a supernode handles: 401 stops it, after 403 it continues with its next
+# request, and after 503 it repeats the request. Any other code ends the supernode and its task.
 _UNDERSTOOD = (200, 400, 401, 403, 503)
 
 _OF_OBJECTS = ("PullObjectRequest", "PushObjectRequest")
@@ -66,7 +66,7 @@ FleetCall = Callable[[int, Any], Awaitable[Any]]
 
 
 class FleetRoutes:
-    """The routes. Until :meth:`open` they are answered 503."""
+    """The routes. Before :meth:`open` they answer 503."""
 
     def __init__(
         self,
@@ -89,21 +89,21 @@ class FleetRoutes:
         self._roster = roster
         self._node_tasks = NodeTasks(settings.model_bytes)
         self._reading = asyncio.Lock()
-        self._missed: dict[int, tuple[float, float]] = {}  # by device: first and last miss
-        self._greetings = LogLimiter(burst=3, per_s=1 / 60)  # of a device
-        self._sending = Counter[int]()  # by device: requests with long bodies
-        self._locks: dict[int, asyncio.Lock] = {}  # by device, while there are any
+        self._missed: dict[int, tuple[float, float]] = {}  # device -> first and last miss
+        self._greetings = LogLimiter(burst=3, per_s=1 / 60)  # log lines per device
+        self._sending = Counter[int]()  # device -> requests with long bodies
+        self._locks: dict[int, asyncio.Lock] = {}  # by device, while it has requests
         self._opened: Opened | None = None
 
     def open(self, opened: Opened) -> None:
-        """Begin to serve supernodes."""
+        """Start serving supernodes."""
         self._opened = opened
 
     def routes(
         self, answering: Callable[[Handler], Handler], charge: Callable[[int], None]
     ) -> Sequence[web.RouteDef]:
-        """All routes; ``answering``: turns errors into answers. ``charge``: counts a device's
-        request, and raises Refusal if there are too many.
+        """All routes. ``answering``: turns errors into answers. ``charge``: charges a request to a
+        device, and raises Refusal above the limit.
         """
         calls: tuple[tuple[str, str, FleetCall, int], ...] = (
             ("register-node", "RegisterNodeRequest", self._activate, _SMALL),
@@ -128,13 +128,13 @@ class FleetRoutes:
         ]
 
     def _understood(self, handler: Handler) -> Handler:
-        """Whatever goes wrong: an answer after which a supernode goes on."""
+        """Wrap a handler: every error becomes an answer after which a supernode continues."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 response = await handler(request)
             except ConnectionError:
-                raise  # the supernode left amid its request: nobody reads an answer
+                raise  # the supernode has disconnected
             except Exception:
                 if self._opened is not None:
                     self._opened.context.log.exception("request failed", path=request.path)
@@ -163,7 +163,7 @@ class FleetRoutes:
             raise Refusal(401, "revoked", f"device {device} is revoked")
         node_task = self._node_tasks.get(device)
         if kind in _OF_OBJECTS and node_task is not None and node_task.expected > 0:
-            node_task.expected -= 1  # what was offered or announced may come as fast as it can
+            node_task.expected -= 1  # expected requests are free of charge
         else:
             charge(device)
         if most <= _SMALL:
@@ -190,11 +190,11 @@ class FleetRoutes:
         self._sessions.heard(device, time.monotonic())
         return _response(await answer(device, said))
 
-    # long bodies: only of a reply that is expected, one a device, within what uploads may take
+    # long bodies: only for an expected reply, one per device, within the uploads' memory
 
     @asynccontextmanager
     async def _turn(self, device: int) -> AsyncIterator[None]:
-        """Let a device's requests with long bodies have their turns. Raises Refusal."""
+        """Serialise a device's requests with long bodies. Raises Refusal above the limit."""
         if self._sending[device] >= _AT_ONCE:
             raise self._later(f"device {device} sends too much at once")
         self._sending[device] += 1
@@ -207,7 +207,7 @@ class FleetRoutes:
                 del self._sending[device], self._locks[device]
 
     def _unexpected(self, kind: str, device: int) -> Any:
-        """The answer to a reply, or a part of one, that nobody waits for; None if it is awaited."""
+        """The answer to an unexpected reply or part of one; None if it is expected."""
         node_task = self._node_tasks.get(device)
         if kind == "PushMessagesRequest" and node_task is None:
             self._miss(device)
@@ -218,7 +218,7 @@ class FleetRoutes:
         return None
 
     async def _long_body(self, request: web.Request, most: int) -> bytes:
-        """Read a body that takes places of uploads, as many as it is long. Raises Refusal."""
+        """Read a body, taking as many upload places as its length needs. Raises Refusal."""
         length = most if request.content_length is None else min(most, request.content_length)
         with self._running.uploads.place(1 + length // PLACE):
             return await body_of(request, within_s=self._settings.chunk_s, most=most)
@@ -226,7 +226,7 @@ class FleetRoutes:
     # coming and going
 
     def _greet(self, device: int, version: str) -> None:
-        """Say in the log who has come, and whether with a release that was tested."""
+        """Log an arriving supernode, and whether its release of Flower is tested."""
         if self._greetings.passes(device) is None:
             return
         log = self._running.context.log.bind(device=device, flower=version[:40])
@@ -238,7 +238,7 @@ class FleetRoutes:
         return protobuf.message("NodeResponse", node_id=device + _FIRST_NODE)
 
     async def _deactivate(self, device: int, _said: Any) -> Any:
-        """The supernode ends, and with it what it works on."""
+        """Handle a supernode's end, and give up its task."""
         self._node_tasks.end(device)
         while (held := self._sessions.first(device)) is not None:
             await self._running.tasks.give_up(held, reasons.DROPPED_OUT)
@@ -258,7 +258,7 @@ class FleetRoutes:
             raise Refusal(
                 403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
             )
-        self._node_tasks.end(device)  # it asks, so it has nothing left to do
+        self._node_tasks.end(device)  # it asks for a task, so it has none
         self._end_search(device)
         self._node_tasks.keep(self._sessions.present())
         if self._run_cache.is_over or device in head.quarantines.by_device:
@@ -271,7 +271,7 @@ class FleetRoutes:
         return await self._task(device, held)
 
     async def _waited(self, device: int) -> Held | None:
-        """The device's task, as soon as there is one; None if there is none in time."""
+        """Wait for the device's task; None if there is none in time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + min(_WAIT_S, self._settings.poll_s)
         if self._sessions.first(device) is not None:
@@ -315,7 +315,7 @@ class FleetRoutes:
         message = protobuf.message("Message", metadata=about)
         whole = packed("Message", message.SerializeToString(), [content])
         message.metadata.message_id = whole.id
-        message.content.SetInParent()  # Flower wants one, though the objects have it
+        message.content.SetInParent()  # required by Flower, although the objects contain it
         held.tau = head.version
         self._node_tasks.begin(
             device,
@@ -333,7 +333,7 @@ class FleetRoutes:
         )
 
     async def _given(self) -> GivenVersion:
-        """The newest version's model, which is read once for all. Raises Refusal."""
+        """The newest version's model, read once for all supernodes. Raises Refusal."""
         async with self._reading:
             run, head = self._run_cache.run, self._run_cache.head
             found = self._node_tasks.given(head.given)
@@ -356,7 +356,7 @@ class FleetRoutes:
             return given
 
     def _config(self, held: Held, version: int) -> dict[str, Any]:
-        """The configuration that a client is sent; the app's own takes precedence."""
+        """The configuration for a client; the app's own values take precedence."""
         task = held.task
         hints: dict[str, Any] = {"server-round": version + 1}
         lengths = {"epochs": task.epochs, "steps": task.steps, "seconds": task.seconds}
@@ -403,7 +403,7 @@ class FleetRoutes:
         return protobuf.message("GetFabResponse", fab=about)
 
     def _run_id(self) -> int:
-        """A number for this run, which another run of the same name does not have."""
+        """A number for this run, different from that of another run with the same name."""
         text = f"{self._keys.name} {self._run_cache.run.created!r}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
@@ -414,8 +414,8 @@ class FleetRoutes:
         message, node_task = said.messages_list[0], self._node_tasks.get(device)
         if node_task is None or message.metadata.reply_to_message_id != node_task.message:
             self._miss(device)
-            # This gateway restarted, or gave the task up: nobody waits for the reply. A device can
-            # cause any number of these lines.
+            # This gateway restarted or gave the task up. Only a debug line, as a device can cause
+            # any number of these.
             self._running.context.log.debug("reply to no task", device=device)
             return protobuf.message("PushMessagesResponse")
         self._end_search(device)
@@ -432,7 +432,7 @@ class FleetRoutes:
         )
 
     async def _refuse(self, device: int, node_task: NodeTask, why: str) -> None:
-        """Give a task up whose reply is an error, or nothing that can be used."""
+        """Give up a task whose reply is an error or unusable."""
         self._node_tasks.end(device)
         log = self._running.context.log
         log.warning("supernode failed", device=device, task=node_task.task, reason=why[:300])
@@ -462,7 +462,7 @@ class FleetRoutes:
         return protobuf.message("PushObjectResponse", stored=is_stored)
 
     async def _deliver(self, device: int, node_task: NodeTask, reply: Incoming) -> None:
-        """Answer the task with a whole reply. Raises BrokerError, after which it may come again."""
+        """Answer the task with a whole reply. Raises BrokerError; the supernode may then retry."""
         running, layout = self._running, node_task.given.model.layout
         try:
             held = await running.moves.find(node_task.task, device)
@@ -496,9 +496,9 @@ class FleetRoutes:
         )
 
     def _miss(self, device: int) -> None:
-        """Have a supernode try again whose work another replica may have. Raises Refusal (503).
+        """Tell a supernode to retry at another replica. Raises Refusal (503).
 
-        Whatever it asks for counts as one search: it asks for several objects in turn.
+        Several requests in a row count as one search for the replica.
         """
         if not self._running.moves.others:
             return
@@ -512,7 +512,7 @@ class FleetRoutes:
         raise self._later("another replica may have what this supernode works on")
 
     def _end_search(self, device: int) -> None:
-        """Begin anew the next time that something is not here."""
+        """End a device's search for its replica."""
         self._missed.pop(device, None)
 
     @property
@@ -530,7 +530,7 @@ def _response(reply: Any) -> web.Response:
 
 
 def _tree(whole: Any) -> Any:
-    """An object's tree, as Flower names it."""
+    """An object's tree of ids, as Flower's message."""
     return protobuf.message(
         "ObjectTree", object_id=whole.id, children=[_tree(part) for part in whole.parts]
     )
