@@ -1,7 +1,6 @@
-"""One attempt at a task: where training starts, training itself, and the answer.
+"""One attempt at a task: the start of training, training itself, and the answer.
 
-What belongs to an attempt lives in :class:`Attempt` and dies with it; what attempts share is in
-:class:`AttemptContext`.
+:class:`Attempt` has the state of one attempt, :class:`AttemptContext` what all attempts share.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ if TYPE_CHECKING:
     from fedstream.trainer.settings import TrainerSettings
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
-_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # workspace of other work or another torch
+_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # of a workspace that can't be resumed
 
 
 class Newest:
-    """The newest version, kept for all tasks that start from it."""
+    """A cache of the newest version, for all tasks that start from it."""
 
     def __init__(
         self,
@@ -71,12 +70,12 @@ class Newest:
         self._site = site
         self._layout = layout
         self._metrics = metrics
-        self._version: tuple[Head, Model] | None = None  # None: not read, or only in part
+        self._version: tuple[Head, Model] | None = None  # None: not read, or only partly
 
     async def start(self, device: int, newest: Head | None) -> Start:
-        """A start from the newest version, with what the strategy remembers of the device.
+        """The start from the newest version, with the strategy's vector for the device.
 
-        ``newest``: which one that is; None: not known.
+        ``newest``: the newest version; None: unknown.
         """
         head, model = await self._read(newest)
         control: Floats | None = None
@@ -90,7 +89,7 @@ class Newest:
         return Start(head.version, head.given, model, control)
 
     async def _read(self, head: Head | None) -> tuple[Head, Model]:
-        """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
+        """Read the newest version; retry if a newer one supersedes it meanwhile."""
         with self._metrics.timed("download"):
             while True:
                 if head is None and (head := await self._ledger.head()) is None:
@@ -115,7 +114,7 @@ class Newest:
 
 @dataclass(frozen=True)
 class AttemptContext:
-    """What the attempts of one trainer share."""
+    """The settings and resources that the attempts of one trainer share."""
 
     name: str  # the trainer's
     settings: TrainerSettings
@@ -124,15 +123,15 @@ class AttemptContext:
     now: Callable[[], float]  # seconds since 1970, by Redis's clock
     solvers: Solvers
     devices: DeviceSettings
-    is_eligible: Callable[[int], bool]  # whether a device may work now
+    is_eligible: Callable[[int], bool]  # by device, now
     newest: Newest
     saved_work: Callable[[str], SavedWork]  # of the task with this id
     learner: Learner
-    thread: Worker  # the only one that may use the learner
+    thread: Worker  # the only thread that may use the learner
     out: Model  # holds one update at a time
     failures: Failures
     metrics: TrainerMetrics
-    wire: Format  # that updates are sent in
+    wire: Format  # of sent updates
     feedback: Feedback
 
 
@@ -146,10 +145,10 @@ class Attempt:
         self.id = secrets.token_hex(6)
         self.saved = shared.saved_work(task.task)
         self._again = taken.again
-        self._newest = taken.newest  # version; None: not known any more
-        self.update: Payload | None = None  # to be uploaded with the answer
-        self.unsent: Floats | None = None  # of the update, for the device's next one
-        self.dropped = False  # whether what the one before left unsent is not in the update
+        self._newest = taken.newest  # version; None: unknown
+        self.update: Payload | None = None  # payload of the answer
+        self.unsent: Floats | None = None  # error feedback of this update
+        self.dropped = False  # whether the previous feedback is missing in the update
         self._task = task
         self._lost = lost
         self._shared = shared
@@ -199,13 +198,13 @@ class Attempt:
             await shared.failures.raised(error, task, start.version)
             return self._give_up(reasons.raised(error))
         shared.failures.trained()
-        # If told to stop now, it answers at once rather than lose the trained model.
+        # If told to stop now, answer at once rather than lose the trained model.
         left_s = simulated.latency_s - self.seconds
         await self._device_time(left_s, lambda: self._lost.is_set() or self._is_late())
         return self._upload(start, work, learned)
 
     async def _start(self) -> Start:
-        """The task's workspace, left by any replica; without one, the newest version."""
+        """The start from the task's workspace, or without one from the newest version."""
         if self._again:
             layout = self._shared.run.layout.without_controls()
             saved = await self.saved.read(layout)
@@ -257,14 +256,14 @@ class Attempt:
                 await self._until_eligible()
 
     def _hangs(self) -> None:
-        # The drain waits as long again; then the process ends, hung thread or not.
+        # The drain waits as long again; then the process ends in any case.
         self._shared.context.log.error(
             "training hangs: this trainer exits and must be restarted",
             told_to_stop_s=self._shared.settings.drain_s,
         )
         self._stop.set()
 
-    # what the answer says
+    # the answer's content
 
     def _upload(self, start: Start, work: Work, learned: Learned) -> Upload:
         task, trained, size = self._task, learned.trained, learned.update.buffer.nbytes
@@ -301,10 +300,10 @@ class Attempt:
             reason=reason,
         )
 
-    # whether to go on
+    # whether to continue
 
     def _is_over(self) -> bool:
-        """Whether this trainer has to leave the task to others."""
+        """Whether this trainer must hand the task back."""
         return self._lost.is_set() or self._stop.is_set()
 
     def _is_late(self) -> bool:
@@ -318,7 +317,7 @@ class Attempt:
     async def _until_eligible(self) -> None:
         """Wait until the device may train. Raises Cancelled."""
         while not self._shared.is_eligible(self._task.device):
-            self._newest = None  # another one, by then
+            self._newest = None  # outdated by then
             await pause(self._stop, _LOOK_S)
             if self._is_cancelled():
                 raise Cancelled

@@ -1,9 +1,9 @@
 """The trainer: takes a task and the newest model, trains off the event loop, and answers.
 
 In the pool, any replica serves any device's partition; a trainer that owns devices serves only
-those. It renews its lease while a task runs. A trainer that loses the lease stops at the next
-batch; one that is told to stop hands the task back. If it dies, the task is redelivered, and the
-first answer counts.
+its own. It renews its lease while a task runs. A trainer that loses the lease stops at the next
+batch; a trainer that is told to stop hands the task back. If it dies, the task is redelivered, and
+the first answer counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Initiative:
-    """Decides for one trainer's devices, while it is idle."""
+    """Triggers tasks of an anarchic trainer's devices while the trainer is idle."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Initiative:
         is_idle: Callable[[], bool],
         is_eligible: Callable[[int], bool],
     ) -> None:
-        """``name``: the trainer's; ``is_eligible``: whether a device may work now."""
+        """``name``: of the trainer; ``is_eligible``: whether a device may work now."""
         self._parts = Participation(settings.steps, groups)
         self._devices = devices
         self._rate = settings.rate * self._parts.mean(devices)
@@ -79,11 +79,11 @@ class Initiative:
 
     @property
     def patience_s(self) -> float:
-        """Seconds to allow for one decision: 20 times the mean wait is practically impossible."""
+        """Seconds after which a decision counts as hanging: 20 times the mean wait."""
         return 30.0 + 20.0 / self._rate
 
     async def decide(self) -> None:
-        """Trigger a task for one of the devices, if the trainer is idle by then."""
+        """Wait, then trigger a task for one of the devices if the trainer is still idle."""
         rng, stop = self._rng, self._context.stop
         await pause(stop, rng.expovariate(self._rate))
         if stop.is_set() or not self._is_idle():
@@ -96,7 +96,7 @@ class Initiative:
             return
         device = self._devices[self._parts.pick(rng, self._devices)]
         if not self._is_eligible(device):
-            return  # an ineligible device does not act
+            return  # an ineligible device triggers nothing
         length = self._parts.length(rng, device)
         await self._outbox.say(
             Trigger(
@@ -113,14 +113,14 @@ class Initiative:
 
 
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
-_ASKS_S = 0.05  # between looks for the run; trainers may not read the stream that tells of it
+_ASKS_S = 0.05  # between reads of the run's record, as trainers may not read events
 _HEARTBEAT_S = 2.0
-_GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
+_GOODBYE_S = 2.0  # time-out of the last message, shorter than the drain
 _REST_S = 5.0  # longest rest after a task that was given up
 
 
 class Trainer:
-    """The service. ``load`` creates the user's task; it is called once, off the event loop."""
+    """The trainer service. ``load``: creates the task; called once, off the event loop."""
 
     role = "trainer"
 
@@ -141,8 +141,8 @@ class Trainer:
         rests: Backoff | None = None,
         run_devices: int | None = None,
     ) -> None:
-        """``wire``: that updates are sent in. ``rests``: how long to rest after each task that is
-        given up; None: five seconds at most. ``run_devices``: task.devices; None: as the task says.
+        """``wire``: format of updates. ``rests``: back-off after given-up tasks; None: at most five
+        seconds. ``run_devices``: ``task.devices``; None: decided by the task.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)
@@ -164,7 +164,7 @@ class Trainer:
         self._run: Run | None = None
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """No routes of its own."""
+        """The trainer serves no routes."""
         return ()
 
     async def run(self, context: Context) -> None:
@@ -176,14 +176,14 @@ class Trainer:
         with Worker("training") as thread:
             learner = await thread.run(self._loaded)
             loaded = True
-            gc.freeze()  # torch and the task stay
+            gc.freeze()  # torch and the task live as long as the process
             self._outage_limit.heard = time.monotonic()
             await self._take_part(context, metrics, learner, thread)
 
     async def _take_part(
         self, context: Context, metrics: TrainerMetrics, learner: Learner, thread: Worker
     ) -> None:
-        """Join the run, work until told to stop, and say goodbye."""
+        """Join the run, work until told to stop, and sign off."""
         try:
             await repeat(context, "run", partial(self._join, context, learner))
             if self._run is None or context.stop.is_set():
@@ -332,7 +332,7 @@ class Trainer:
         )
 
     async def _announce(self, context: Context, shift: _Shift) -> None:
-        """Say that this trainer is alive; end with the run if told to."""
+        """Announce this trainer periodically; end with the run if configured."""
         device = shift.task.device if shift.task else None
         with self._outage_limit.requesting():
             await self._outbox.announce(
@@ -351,7 +351,7 @@ class Trainer:
 
 
 class _Shift:
-    """The tasks that a trainer does in its run, one at a time."""
+    """Performs a trainer's tasks, one at a time."""
 
     def __init__(
         self, shared: AttemptContext, leases: Leases, delivery: Delivery, client: Client
@@ -361,12 +361,12 @@ class _Shift:
         self.leases = leases
         self._delivery = delivery
         self._client = client
-        self.task: Assignment | None = None  # in hand
+        self.task: Assignment | None = None  # being performed
         self.answers = 0
 
     @property
     def given_up_in_a_row(self) -> int:
-        """How many tasks in a row this trainer gave up, on several devices.
+        """The tasks given up in a row on several devices, for announcements.
 
         0 while a device may be the cause.
         """
@@ -377,12 +377,12 @@ class _Shift:
         return self.task is None and not self._shared.failures.rests
 
     def _goes_on(self) -> bool:
-        """Whether a new task is wanted as soon as the one in hand is answered."""
+        """Whether to request the next task together with the present answer."""
         rests = self._shared.failures.rests
         return not (self._context.stop.is_set() or rests or self.leases.is_due)
 
     async def step(self) -> None:
-        """Perform one task, if there is one."""
+        """Take and perform one task, if there is one."""
         await self._shared.failures.rest()
         if self._context.stop.is_set():
             return

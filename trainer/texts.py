@@ -44,7 +44,7 @@ _DEVICES = 143
 
 @dataclass(frozen=True)
 class Role:
-    """Everything that one speaker says in one play, words separated by single blanks."""
+    """The text of one speaker in one play, with words separated by single blanks."""
 
     play: str
     speaker: str
@@ -119,7 +119,7 @@ def roles_in(folder: Path) -> list[Role]:
 
 
 def pick_roles(roles: Sequence[Role], devices: int) -> list[Role]:
-    """The roles chosen as devices by the module's rule, in the order given.
+    """Pick a role per device by the module's rule, keeping their order.
 
     Raises DataError if there are fewer sufficiently long roles than devices.
     """
