@@ -1,27 +1,18 @@
-"""Notes about uploads in Redis, with which any replica can continue; and stopping uploads."""
+"""Notes about uploads in Redis, with which any replica can continue an upload."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Set
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.partial_blobs import PartialBlob
-from fedstream.coordinator.gateway import offers
-from fedstream.coordinator.gateway.device_sessions import NotHeld
-from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.core import reasons
-from fedstream.protocol.messages import Receipt, UpdateReport
+from fedstream.protocol.messages import UpdateReport
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held
-    from fedstream.coordinator.gateway.receipts import Receipts
-    from fedstream.coordinator.gateway.run_cache import RunCache
-    from fedstream.coordinator.gateway.tasks import Tasks
 
 EXPIRE_S: Final = 600.0  # expiry of an incomplete upload after its last chunk
 
@@ -71,70 +62,3 @@ class UploadNote(BaseModel):
     def at(self, chunks: int) -> int:
         """The number of bytes in the first ``chunks`` chunks."""
         return min(chunks * CHUNK, self.length)
-
-
-Revoked: TypeAlias = "Callable[[], Awaitable[Set[int]]]"
-
-
-class StoppedUpload(Exception):
-    """The task has ended, so its update is no longer needed."""
-
-    def __init__(self, receipt: Receipt) -> None:
-        super().__init__(receipt.state)
-        self.receipt = receipt
-
-
-class UploadStops:
-    """Stops uploads whose update is no longer needed; called between chunks."""
-
-    def __init__(
-        self,
-        sessions: DeviceSessions,
-        run_cache: RunCache,
-        tasks: Tasks,
-        receipts: Receipts,
-        revoked: Revoked,
-    ) -> None:
-        """``revoked``: reads the revoked devices."""
-        self._sessions = sessions
-        self._run_cache = run_cache
-        self._tasks = tasks
-        self._receipts = receipts
-        self._revoked = revoked
-
-    async def admit(self, device: int, blob: PartialBlob) -> None:
-        """Raise Refusal if a device was revoked since its request began.
-
-        A replica that holds the task gives it up by itself; a replica that has only the upload's
-        note would accept the rest.
-        """
-        if device in await self._revoked():
-            await blob.discard()
-            raise Refusal(403, "revoked", "the operator has revoked this device")
-
-    async def go_on(self, device: int, task: str, attempt: str) -> None:
-        """Check, like a heartbeat, whether the rest of an upload is still needed.
-
-        Raises StoppedUpload if its task has ended, or ends now.
-        """
-        try:
-            held = self._sessions.held(task, device)
-        except NotHeld:  # ended, or at another replica
-            if (receipt := await self._receipts.now(task, attempt)) is not None:
-                raise StoppedUpload(receipt) from None
-            return
-        if (why := await self._why_over(held, attempt)) is not None:
-            await self._tasks.give_up(held, why)
-            # A decision on an answer through another replica takes precedence.
-            decided = await self._receipts.now(task, attempt)
-            raise StoppedUpload(decided or Receipt(state="given up", reason=why))
-
-    async def _why_over(self, held: Held, attempt: str) -> str | None:
-        """The reason to give up a held task; None for none."""
-        run, head = self._run_cache.run, self._run_cache.head
-        if self._run_cache.is_over:
-            return reasons.RUN_FINISHED
-        if (why := await self._tasks.overdue(held)) is not None:
-            return why
-        advice = offers.advice(held, attempt, run, head, self._tasks.now())
-        return reasons.BECAME_STALE if advice.why == "too stale" else None

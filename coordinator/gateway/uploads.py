@@ -25,16 +25,14 @@ from fedstream.coordinator.gateway import upload_answers, upload_requests
 from fedstream.coordinator.gateway.device_sessions import NotHeld
 from fedstream.coordinator.gateway.handover import HeldElsewhere
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.upload_answers import OffsetRefused, UploadEnd
-from fedstream.coordinator.gateway.upload_locks import TakenOver, UploadLocks
-from fedstream.coordinator.gateway.upload_notes import (
-    EXPIRE_S,
-    Source,
+from fedstream.coordinator.gateway.upload_answers import (
+    OffsetRefused,
     StoppedUpload,
-    UploadNote,
+    UploadEnd,
     UploadStops,
-    upload_blob,
 )
+from fedstream.coordinator.gateway.upload_locks import TakenOver, UploadLocks
+from fedstream.coordinator.gateway.upload_notes import EXPIRE_S, Source, UploadNote, upload_blob
 from fedstream.coordinator.gateway.upload_requests import Chunks, TooLong, UploadPart
 from fedstream.core.errors import BlobMissing
 from fedstream.core.formats import F32
@@ -55,8 +53,8 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
+    from fedstream.coordinator.gateway.upload_answers import Revoked
     from fedstream.coordinator.gateway.upload_locks import UploadLock
-    from fedstream.coordinator.gateway.upload_notes import Revoked
     from fedstream.core.formats import Format
     from fedstream.protocol.messages import UpdateReport
 
