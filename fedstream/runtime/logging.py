@@ -3,8 +3,8 @@
 One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
 ``structlog.contextvars`` (task, device, version) appear on every line of the asyncio task.
 
-Warnings and errors are rate-limited by kind (:mod:`fedstream.runtime.limits`), so that whatever
-causes them can't fill the disk. The next of our own lines that passes says how many were left out.
+Warnings and errors are rate-limited by kind (:mod:`fedstream.runtime.limits`), so that they can't
+fill the disk. The next logged line of a kind has the number of dropped ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOUD = ("warning", "error", "critical", "exception")
 
 
 class LogSettings(Section):
-    """What is logged, and in what form."""
+    """The table ``[log]``: level and form of log lines."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
@@ -54,7 +54,7 @@ class LogSettings(Section):
 class _Lines:
     """A stream that drops lines it can't write, instead of raising.
 
-    Services wait while the disk is full, and log that: the log lines must not end them.
+    Services log that they wait for a full disk; these lines must not end the services.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -123,7 +123,7 @@ def configure(settings: LogSettings, **bound: object) -> None:
         structlog.contextvars.merge_contextvars,
         bind,
         structlog.processors.add_log_level,
-        # Maybe: a task's outcome is logged after a wait, but stamped with when it happened.
+        # A task's outcome is logged after a wait, but with the time of the outcome.
         structlog.processors.MaybeTimeStamper(fmt="iso", utc=True),
     ]
     ending: list[Processor]

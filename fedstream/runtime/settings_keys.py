@@ -34,11 +34,11 @@ class Key:
     name: str
     values: str  # type and limits, in words
     default: str  # '' if it is required
-    about: str  # one line; '' if nothing is said
+    about: str  # one line; '' without a docstring
 
 
 def keys_of(table: type[BaseModel], *, besides: Iterable[str] = ()) -> list[Key]:
-    """The keys that users set in a table; without ``besides``."""
+    """The keys that users set in a table, except ``besides``."""
     said = _docstrings(table)
     left_out = set(besides)
     return [
@@ -93,7 +93,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _docstrings(table: type) -> dict[str, str]:
-    """The first lines of the strings below the fields, which Python itself forgets."""
+    """The first lines of the fields' docstrings, which Python doesn't keep."""
     found: dict[str, str] = {}
     for one in reversed(table.__mro__):
         try:

@@ -1,9 +1,8 @@
-"""What services must agree on about a training task: its length, its lease, who trains, wire
-formats.
+"""Settings of training tasks that services share: length, lease, participation, wire formats.
 
-Schedulers, anarchic trainers and simulations draw from it how often each device takes part and how
-long it trains (H, the number of local steps). Anarchic Federated Learning, section 3: each worker
-may use 'a time-varying number of local update steps', and decides when it takes part.
+Schedulers, anarchic trainers and simulations draw participating devices and the lengths of tasks
+(H, the number of local steps) from them. Anarchic Federated Learning, section 3: each worker may
+use 'a time-varying number of local update steps', and decides when it takes part.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fedstream.core.errors import Undecodable
 from fedstream.core.formats import ENCODINGS, Format, format_of
 from fedstream.runtime.config import Section
 
-StepCount = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more than any task does
+StepCount = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more than any task takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class FixedSteps(Section):
     n: StepCount = 5
 
     def draw(self, _rng: random.Random) -> Length:
-        """Always the same."""
+        """Always the same length."""
         return Length(steps=self.n)
 
 
@@ -68,18 +67,18 @@ class Epochs(Section):
     n: StepCount = 1
 
     def draw(self, _rng: random.Random) -> Length:
-        """Always the same."""
+        """Always the same length."""
         return Length(epochs=self.n)
 
 
 class Seconds(Section):
-    """As many steps as the device manages in this time, at least one."""
+    """As many steps as fit into this time, at least one."""
 
     kind: Literal["seconds"] = "seconds"
     s: Annotated[float, Field(gt=0)] = 1.0
 
     def draw(self, _rng: random.Random) -> Length:
-        """Always the same."""
+        """Always the same length."""
         return Length(seconds=self.s)
 
 
@@ -87,22 +86,22 @@ Steps = Annotated[FixedSteps | UniformSteps | Epochs | Seconds, Field(discrimina
 
 
 class ParticipationGroup(Section):
-    """How often some devices take part, and how long they train."""
+    """The rate and length of training of some devices."""
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     rate: Annotated[float, Field(gt=0)] = 1.0
     """relative to devices in no group, whose rate is 1"""
     steps: Steps | None = None
-    """None: the usual ones"""
+    """None: the usual length"""
 
 
 class Rated(Sequence[int]):
-    """Devices that keep a running total of their rates, so that a draw need not add them up."""
+    """Devices with a running total of their rates, so that a draw need not sum them."""
 
     @property
     @abstractmethod
     def is_rated(self) -> bool:
-        """Whether they do: not if all rates are the usual one."""
+        """Whether rates differ, so that there is a running total."""
 
     @abstractmethod
     def place_at(self, share: float) -> int:
@@ -110,7 +109,7 @@ class Rated(Sequence[int]):
 
 
 class Participation:
-    """How often every device takes part, and how long it trains."""
+    """The rate and length of training of every device."""
 
     def __init__(self, usual: Steps, groups: Sequence[ParticipationGroup] = ()) -> None:
         """Raises ValueError if a device is in two groups."""
@@ -129,9 +128,9 @@ class Participation:
         return list(map(self._rates.get, devices, repeat(1.0)))
 
     def shares(self, devices: int) -> list[int] | None:
-        """The rates of devices 0 to ``devices`` - 1 as whole numbers, in exactly their proportion.
+        """The rates of devices 0 to ``devices`` - 1 as integers in exact proportion.
 
-        None: they are all the same.
+        None: all rates are equal.
         """
         if not self._rates:
             return None
@@ -156,15 +155,15 @@ class Participation:
         return rng.choices(range(len(devices)), self.rates(devices))[0]
 
     def length(self, rng: random.Random, device: int) -> Length:
-        """How long a device trains this time."""
+        """Draw the length of a device's next task."""
         return self._steps.get(device, self._usual).draw(rng)
 
 
 class LeaseSettings(Section):
-    """A task's lease, renewed after a quarter of its time; once it expires, others may take over.
+    """The table ``[lease]``: a task's lease, renewed after a quarter of its time.
 
-    Trainers renew from the event loop while they train in a thread, so the lease need only outlast
-    a pause of the process, not the task.
+    Once it expires, other trainers may take the task over. Trainers renew from the event loop while
+    they train in a thread, so the lease need only outlast a pause of the process, not the task.
     """
 
     seconds: Annotated[float, Field(gt=0)] = 15.0
@@ -172,11 +171,11 @@ class LeaseSettings(Section):
 
 
 class WireSettings(Section):
-    """How updates and models are sent; ``+zstd`` after a format's name compresses as well."""
+    """The table ``[wire]``: formats and digests; ``+zstd`` after a format's name compresses."""
 
-    update: str = "f32"  # of this trainer's: those of one run may differ
-    model: str = "f32"  # what is trained from: f32, bf16 or int8
-    # What identifies models and updates; once a run has begun, it keeps its own.
+    update: str = "f32"  # of updates; may differ between trainers
+    model: str = "f32"  # of published models: f32, bf16 or int8
+    # Digest algorithm of models and updates, fixed at the beginning of a run.
     digest: DigestAlgorithm = "blake3"
 
     @field_validator("update", "model")
@@ -206,10 +205,10 @@ class WireSettings(Section):
 
     @property
     def of_updates(self) -> Format:
-        """The format that updates are sent in."""
+        """The format of updates."""
         return format_of(self.update)
 
     @property
     def of_models(self) -> Format:
-        """The format that models are published in."""
+        """The format of published models."""
         return format_of(self.model)

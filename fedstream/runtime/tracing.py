@@ -1,9 +1,9 @@
 """OpenTelemetry traces: a task's way through all services, as spans of one trace.
 
-No message carries a trace. Its id and those of its spans follow from the run and the task, so the
-spans that separate processes report join by themselves, and all processes sample the same tasks.
+No message carries a trace. The ids of a trace and its spans are derived from the run and the task,
+so the spans of separate processes join by themselves, and all processes sample the same tasks.
 Spans are made from the steps that services log with ``log.tasks`` (:meth:`Context.trace`), and sent
-by a thread with a bounded queue: a receiver that is slow or away costs spans, never a task.
+by a thread with a bounded queue: a slow or absent receiver loses spans, and delays no task.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MARKS = 4096  # tasks whose last step is remembered
 
 
 class TracingSettings(Section):
-    """Where traces go; off unless ``endpoint`` is set."""
+    """The table ``[tracing]``; traces are off unless ``endpoint`` is set."""
 
     endpoint: Annotated[str, Field(pattern="^https?://")] | None = None  # OTLP over HTTP
-    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the tasks
+    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # sampled share of the tasks
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def span_times(
 ) -> list[SpanTimes]:
     """The spans that end with a step, the root last.
 
-    ``begun``: when the task was made; ``at``: when the step was decided; ``before``: the service's
-    own step before it, if it had one; ``seconds``: how long the device trained.
+    ``begun``: creation of the task; ``at``: decision on the step; ``before``: the service's
+    previous step, if any; ``seconds``: duration of the device's training.
     """
     whole = SpanTimes(ROOT, begun, now)
     match what:
@@ -166,10 +166,10 @@ class Spans:
         )
 
     def close(self) -> None:
-        """Send what is left, for three seconds at most, and end the thread that sends."""
+        """Send the remaining spans, for three seconds at most, and end the sending thread."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
-        if closing.is_alive():  # else its threads would go on trying
+        if closing.is_alive():  # else its thread would keep retrying
             self._exporter.shutdown()
             closing.join(_SEND_S)
