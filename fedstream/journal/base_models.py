@@ -1,8 +1,8 @@
-"""The models that a journal's updates were trained from: x_tau, exactly as its device had it.
+"""The models x_tau that a journal's updates were trained from, as the devices received them.
 
-An update names its x_tau by version and digest. Whoever follows a journal from its beginning comes
-past every version, so it only has to keep those that updates still to come were trained from: as
-many as devices trained at the same time, however long the run.
+An update names its x_tau by version and digest. Reading a journal from its beginning passes every
+version, so only the versions that later updates were trained from must be kept: as many as devices
+trained at the same time, for any length of the run.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from fedstream.strategies.vectors import IN_MEMORY, on_disk
 
 
 class BaseModels:
-    """Keeps versions from when they are made until the last update trained from them.
+    """Keeps each version until the last update trained from it.
 
-    ``uploads``: the updates to come; each is to be passed to :meth:`of` once, in any order. Models
+    ``uploads``: the later updates, each of which is passed to :meth:`of` once, in any order. Models
     beyond ``in_memory`` bytes are in unnamed temporary files (in ``TMPDIR``).
     """
 
     def __init__(self, uploads: Iterable[Upload], *, in_memory: int = IN_MEMORY) -> None:
-        self._uses = Counter(upload.tau for upload in uploads)  # by version, still to come
+        self._uses = Counter(upload.tau for upload in uploads)  # later updates by version
         self._kept: dict[int, tuple[str, Model]] = {}  # version -> digest and model
         self._free: list[Model] = []
-        self._lent: list[Model] = []  # given out last, and not needed after that
+        self._lent: list[Model] = []  # returned last, and reusable afterwards
         self._in_memory = in_memory
         self._bytes = 0  # allocated
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version that an update to come was trained from."""
+        """The oldest version that a later update was trained from."""
         return min(self._uses, default=None)
 
     def add(
         self, version: int, digest: str, model: Model, how: Format = F32, sends: Sends = "model"
     ) -> None:
-        """Copy a version as devices were given it, if an update to come was trained from it.
+        """Copy a version as published, if a later update was trained from it.
 
-        ``digest``: the model's own. ``how``: the format it was published in, in a run of
-        a strategy that takes ``sends``. Raises FedstreamError.
+        ``digest``: of the float32 model. ``how``: the format of publication. ``sends``: whether the
+        strategy takes models or deltas. Raises FedstreamError.
 
-        It replaces another model of the same number, as after one was adopted from Redis.
+        Replaces an earlier model of the same version, as after an adoption from Redis.
         """
         if version not in self._uses:
             return
@@ -62,7 +62,7 @@ class BaseModels:
         self._kept[version] = digest, copied
 
     def of(self, upload: Upload) -> Model | None:
-        """x_tau of an update, valid until the next is asked for; None if it did not come by."""
+        """x_tau of an update, valid until the next call; None if the journal lacks it."""
         self._free += self._lent
         self._lent = []
         digest, model = self._kept.get(upload.tau, ("", None))

@@ -1,4 +1,4 @@
-"""What each device contributed to a run: statistics of its updates, and their directions."""
+"""Each device's contribution to a run: statistics of its updates, and their directions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstream.journal.records import Standing, Taken, is_used
 from fedstream.journal.segment import Segment
 from fedstream.strategies.mixing import norm
 
-_SAMPLE = 1 << 16  # numbers of a model that stand for its direction
+_SAMPLE = 1 << 16  # sampled parameters that represent a direction
 
 
 @dataclass
@@ -33,17 +33,17 @@ class Spread:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of values."""
         return len(self.values)
 
     @property
     def mean(self) -> float | None:
-        """Their mean."""
+        """The mean."""
         return self.total / self.count if self.count else None
 
     @property
     def most(self) -> float | None:
-        """The largest."""
+        """The largest value."""
         return max(self.values, default=None)
 
     def percentile(self, share: float) -> float | None:
@@ -61,9 +61,9 @@ class DeviceContribution:
     staleness: Spread = field(default_factory=Spread)
     weight: Spread = field(default_factory=Spread)
     loss: Spread = field(default_factory=Spread)
-    norm: Spread = field(default_factory=Spread)  # of what was sent, x_new or a delta
+    norm: Spread = field(default_factory=Spread)  # of the sent model or delta
     distance: Spread = field(default_factory=Spread)  # the norm of its direction
-    cosine: Spread = field(default_factory=Spread)  # of its direction and the model's later one
+    cosine: Spread = field(default_factory=Spread)  # with the model's later movement
     compared: array[int] = field(default_factory=lambda: array("q"))  # their versions, in order
 
 
@@ -91,12 +91,12 @@ def stats(
     read: Read = lambda _bytes: None,
     until: int | None = None,
 ) -> dict[int, DeviceContribution]:
-    """Each device's share, by device number. ``until``: in the versions up to this one.
+    """Each device's contribution, by device. ``until``: only in versions up to this one.
 
     ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
     after the one that contains the update; it leaves out updates followed by fewer versions. At
-    most 65,536 evenly spaced numbers stand for a large model, so memory holds the directions of
-    ``ahead`` versions whatever the models' size; besides, it holds seven numbers per update.
+    most 65,536 evenly spaced parameters represent a large model, which bounds the memory for the
+    directions of ``ahead`` versions; in addition, there are seven numbers per update.
     """
     shares: dict[int, DeviceContribution] = {}
     courses: deque[_Direction] = deque()
@@ -108,7 +108,7 @@ def stats(
             wanted = _count(share, message, move)
             if wanted is not None:
                 arriving.append((message.upload.device, wanted))
-        if isinstance(message, Standing) or move.after is None:  # the course breaks off here
+        if isinstance(message, Standing) or move.after is None:  # no later movement to compare with
             courses.clear()
             arriving.clear()
         elif move.is_made:
@@ -123,7 +123,7 @@ def stats(
 
 
 def _count(share: DeviceContribution, message: Taken, move: Move) -> Floats | None:
-    """Count an update; return its direction if its weights are there."""
+    """Count an update; return its direction if its weights are recorded."""
     share.outcomes[message.outcome] += 1
     if not is_used(message):
         return None
@@ -142,7 +142,7 @@ def _count(share: DeviceContribution, message: Taken, move: Move) -> Floats | No
 
 
 def sampled(parameters: Floats) -> Floats:
-    """At most 65,536 evenly spaced numbers, which stand for a vector's direction."""
+    """At most 65,536 evenly spaced values of a vector, which represent its direction."""
     return parameters[:: -(-parameters.size // _SAMPLE) or 1]
 
 
@@ -155,6 +155,6 @@ def _compare(course: _Direction, later: Floats, shares: Mapping[int, DeviceContr
 
 
 def cosine(one: Floats, other: Floats) -> float | None:
-    """The cosine of the angle between two vectors; None for a zero vector, without a direction."""
+    """The cosine of the angle between two vectors; None if either is zero."""
     both = norm(one) * norm(other)
     return float(np.dot(one, other)) / both if both > 0 else None

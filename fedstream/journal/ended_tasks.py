@@ -1,11 +1,10 @@
-"""How older tasks ended: an index beside the journal.
+"""An index of the ends of older tasks, beside the journal.
 
-When Redis falls back in time, tasks that ended long ago come again, and a task may have only one
-record however old that Redis is. The journal has all the ends; the index (SQLite,
-``ended.sqlite``) finds one without reading the journal. Ends that leave memory are written here
-before the segment whose standing first omits them. If the index is missing, damaged or behind the
-journal, it is rebuilt from the journal. It is never ahead of the journal: a task whose record was
-lost in a power cut has not ended.
+When Redis falls back, tasks that ended long ago come again, but a task may have only one record.
+The journal has all ends; the index (SQLite, ``ended.sqlite``) finds one without reading the
+journal. Ends that leave memory are written to the index before the segment whose standing first
+omits them. A missing, damaged or outdated index is rebuilt from the journal. The index is never
+ahead of the journal: a task whose record was lost in a power cut has not ended.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ class EndedTasks:
         self.path = folder / NAME
         self.forgotten = 0  # tasks that ended before this version may be missing
         self._database: sqlite3.Connection | None = None
-        self._using = Lock()  # the thread that works may outlive the task that awaits it
+        self._using = Lock()  # the working thread may outlive the awaiting task
         self._opening: object | None = None  # the newest call of open(); None: closed since
         self._waiting: dict[str, End] = {}
-        self._greatest = ""  # of the task ids in it
+        self._greatest = ""  # greatest task id in the index
         self._begins: dict[str, int] = {}  # segment -> its first version, oldest first
 
     def open(self, lineage: str, chain: Sequence[Segment]) -> list[str]:
-        """Open a journal's index, or rebuild it; return what of the journal it could not read.
+        """Open a journal's index, or rebuild it; return the unreadable parts of the journal.
 
         Raises JournalError.
         """
@@ -87,17 +86,17 @@ class EndedTasks:
             database.close()
             return False
         with self._using:
-            if self._opening is not opening:  # nobody waits for this any more
+            if self._opening is not opening:  # a newer call has replaced this one
                 database.close()
                 return True
             self._database, self._greatest = database, greatest or ""
         return True
 
     def _made_of(self, chain: Sequence[Segment], lineage: str) -> list[str]:
-        """Rebuild the index from a journal; return what could not be read.
+        """Rebuild the index from a journal; return the journal's unreadable parts.
 
-        Leaves out the newest segment's records: recovery remembers their ends, after it has checked
-        the payloads, which are not checked here.
+        Leaves out the newest segment's records, whose ends recovery keeps in memory after checking
+        the payloads.
         """
         unread = []
         for row in chain[0].done() if chain else ():
@@ -115,15 +114,15 @@ class EndedTasks:
         return unread
 
     def add(self, end: End) -> None:
-        """Add how a task ended. Raises JournalError."""
+        """Add the end of a task. Raises JournalError."""
         self._waiting[end.task] = end
         self._greatest = max(self._greatest, end.task)
         if len(self._waiting) >= _WAITING:
             self._write()
 
     def get(self, task: str) -> End | None:
-        """How a task ended, if it is in the index. Raises JournalError."""
-        if task > self._greatest:  # ids are ordered by time: a new task's is the greatest
+        """The end of a task, or None if it isn't in the index. Raises JournalError."""
+        if task > self._greatest:  # a new task: ids are ordered by time
             return None
         if task in self._waiting:
             return self._waiting[task]
@@ -173,7 +172,7 @@ class EndedTasks:
         return gone.rowcount
 
     def close(self) -> None:
-        """Close the file; the ends that were not written are in the journal."""
+        """Close the file, dropping unwritten ends, which the journal has."""
         with self._using:
             if self._database is not None:
                 self._database.close()
@@ -184,7 +183,7 @@ class EndedTasks:
     def _failed(self, error: Exception) -> JournalError:
         if "full" in str(error):
             return JournalFull(f"{self.path}: {error}")
-        # Damage that opening it did not show; or the cache may have pages that the disk never got.
+        # Damage that opening the file did not show, or cached pages that never reached the disk.
         if type(error) is sqlite3.DatabaseError or "disk I/O" in str(error):
             with suppress(OSError):
                 self.path.unlink()

@@ -1,4 +1,4 @@
-"""Inspecting a journal afterwards: it is only read, record by record."""
+"""Inspecting a journal, record by record, without writing to it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedstream.journal.records import EntryRecord, Standing, Taken, is_used
 from fedstream.journal.segment import Cut, Record, Segment
 from fedstream.journal.updates import update_of
 
-_LATER = 100  # later versions in which to look for an update that the other run took now
+_LATER = 100  # later versions searched for an update of the other run
 
 
-Read: TypeAlias = Callable[[int], object]  # is told how many bytes were read
+Read: TypeAlias = Callable[[int], object]  # called with the number of read bytes
 
 
 def _unheard(_bytes: int) -> None:
-    """Ignore how many bytes were read."""
+    """Ignore the number of read bytes."""
 
 
 # models
@@ -35,14 +35,14 @@ class Move:
 
     record: Record
     message: Standing | EntryRecord
-    before: Model | None  # that an update was mixed into; None: unknown for lack of weights
+    before: Model | None  # that the update was mixed into; None: unknown without weights
     update: Model | None
     after: Model | None  # of the message's version
     reweighed: bool = False  # this machine computes a minimally different weight
 
     @property
     def is_made(self) -> bool:
-        """Whether its version begins with this record."""
+        """Whether this record makes a version."""
         return self.message.digest is not None
 
 
@@ -57,11 +57,11 @@ def moves(
 ) -> Iterator[Move]:
     """A segment's standing and its records, each with its models rebuilt and checked.
 
-    ``models=False`` only checks the payloads against their digests, and rebuilds nothing. Nor can
-    anything be rebuilt from the first update without weights on. ``read`` is told each record's
-    bytes when it was read. ``rebuild``: goes along, and is the caller's to copy between two moves;
-    with ``after`` it has followed the segment up to this record, and only what comes then is
-    yielded. Raises JournalError.
+    ``models=False`` only checks the payloads against their digests, and rebuilds nothing. After the
+    first update without weights, nothing can be rebuilt. ``read``: called with the bytes of each
+    read record. ``rebuild``: the state to advance, which the caller may copy between two moves;
+    with ``after``, it has followed the segment up to this record, and only later moves are yielded.
+    Raises JournalError.
     """
     rebuild = rebuild or Rebuild(segment)
     room = Model(segment.layout)  # for one update at a time
@@ -87,7 +87,7 @@ def moves(
 
 
 def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
-    """All moves, but for standings that continue the segment before: these are only checked."""
+    """All moves, except standings that continue their predecessor, which are only checked."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         check_joint(segment, ended)
@@ -125,15 +125,15 @@ def model_at(chain: Sequence[Segment], version: int, read: Read = _unheard) -> t
 
 @dataclass
 class Verdict:
-    """What was found in a segment."""
+    """The result of verifying a segment."""
 
     segment: str
     first: int  # version
     last: int
     records: int = 0
-    versions: int = 0  # that are in no earlier segment
-    bytes: int = 0  # that count
-    behind: int = 0  # bytes after the cut: a fenced writer's, never read
+    versions: int = 0  # versions in no earlier segment
+    bytes: int = 0  # counted bytes
+    behind: int = 0  # bytes of a fenced writer after the cut
     torn: int = 0  # bytes from a torn record to the end of the file
     reweighed: int = 0  # updates whose weight this machine computes minimally differently
     unweighted: bool = False  # updates without weights: models were not rebuilt
@@ -143,7 +143,7 @@ class Verdict:
 def verify(
     chain: Sequence[Segment], *, models: bool = True, read: Read = _unheard
 ) -> Iterator[Verdict]:
-    """Verify what counts of each segment, going on to the next after damage."""
+    """Verify the counted part of each segment, continuing with the next after damage."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         said = segment.standing
@@ -166,7 +166,7 @@ def verify(
 
 
 def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool, read: Read) -> str:
-    """Fill in the verdict; return the digest that the segment ends with. Raises JournalError."""
+    """Fill in the verdict; return the digest at the segment's end. Raises JournalError."""
     digest = segment.standing.digest
     for move in moves(segment, cut, models=models, read=read):
         message = move.message
@@ -192,7 +192,7 @@ def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool,
 
 @dataclass(frozen=True, slots=True)
 class RecordedVersion:
-    """A version, what went into it, and by which rule."""
+    """A version, its updates, and its rule."""
 
     version: int
     digest: str
@@ -204,7 +204,7 @@ class RecordedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two runs diverge: the first version that differs, and why."""
+    """The divergence of two runs: the first different version, and the reason."""
 
     why: Literal["same", "prefix", "start", "adopted", "update", "order", "weight", "rule"]
     text: str
@@ -292,7 +292,7 @@ def _explained(
     after_y: Sequence[RecordedVersion],
     first: int,
 ) -> Divergence:
-    """Why two versions differ although their predecessors are the same."""
+    """Explain why two versions differ although their predecessors are the same."""
     version = min(x.version, y.version)
     if x.adopted or y.adopted:
         who = "both" if x.adopted and y.adopted else "A" if x.adopted else "B"
@@ -320,18 +320,18 @@ def _explained(
 
 
 def _content(update: Taken) -> tuple[int, str]:
-    """What identifies an update across runs: not its task's id, which is never used twice."""
+    """A key that identifies an update across runs, which have different task ids."""
     return update.upload.device, update.upload.digest
 
 
 def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The parameters in which two strategies differ, in words; '' if there are none."""
+    """The different parameters of two strategies, for people; '' if there are none."""
     keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
     return "".join(f"; strategy.{key} is {a.get(key)} in A, {b.get(key)} in B" for key in keys)
 
 
 def _named(version: RecordedVersion) -> str:
-    """The updates of a version, in words: the first three, and how many more."""
+    """The updates of a version, for people: the first three, and the number of others."""
     names = [
         f"device {one.upload.device} (task {one.upload.task}, {one.upload.digest[:8]})"
         for one in version.updates[:3]

@@ -1,4 +1,11 @@
-"""Reading many records at once, with as little work for each as checking them takes."""
+"""Reading many records at once, and their messages in groups of one shape.
+
+The messages of a journal have the same keys in the same order, and most numbers have the same
+encoded length as in the previous message. So one message is parsed to get its shape: the bytes that
+determine the structure. Messages with the same structural bytes have the same shape, and numpy
+reads their numbers at once. The constraints on numbers are intervals, so only the messages with the
+least and the greatest number of each field are decoded and validated.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +23,27 @@ from fedstream.journal.errors import JournalDamaged
 from fedstream.journal.frames import FRAME_BYTES, filled, frame_of, whole_parts
 from fedstream.journal.records import EntryRecord, QuarantineSet, RoundClosed, Taken
 
-Path: TypeAlias = tuple[str | int, ...]  # of a value: the keys that lead to it
+Path: TypeAlias = tuple[str | int, ...]  # keys that lead to a value
 NumberArray: TypeAlias = npt.NDArray[Any]
 
 _FREE = frozenset(
     {"entry", "task", "attempt", "trainer", "base", "layout", "digest", "given"}
 )  # keys of texts that differ from one message to the next
-_FEW = 32  # messages that are not worth a shape
-_POOR = 8  # shapes that fit no more than that; then the rest is read one by one
-_DEEP = 4  # levels; ours have 3
+_FEW = 32  # with fewer messages, a shape isn't worthwhile
+_POOR = 8  # poorly fitting shapes, after which messages are read one by one
+_DEEP = 4  # most levels; our messages have 3
 _WORD = 8  # bytes that are compared at once
 _BLOCK = 256 << 10  # bytes of messages that are compared while they are in the cache
-_FIXED = 0xFF  # all bits of the byte say what is where
-_SMALL = 0x80  # only its first bit: it says that the others are a number
+_FIXED = 0xFF  # mask: all bits are structure
+_SMALL = 0x80  # mask: only the first bit, which marks a small number
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Messages of one shape: they differ in the numbers, and in texts that name something."""
+    """Messages of one shape, which differ in numbers and in free texts."""
 
-    places: npt.NDArray[np.int64]  # in the sequence that was read, ascending
-    sample: EntryRecord  # one of them; what is not in ``numbers`` is the same in all
+    places: npt.NDArray[np.int64]  # indices of the messages, ascending
+    sample: EntryRecord  # one message; fields not in ``numbers`` are equal in all
     numbers: Mapping[Path, NumberArray]
 
 
@@ -48,9 +55,9 @@ class _Shape:
 
 
 def alike(messages: Sequence[bytes]) -> Iterator[Alike]:
-    """Queue entries' encoded messages, in groups. Raises JournalDamaged if one is not valid.
+    """Group encoded messages of queue entries by shape. Raises JournalDamaged for an invalid one.
 
-    Of the texts that name something, only the samples' are checked: they are in no group.
+    Free texts are checked in the samples only, and are not part of a group.
     """
     lengths = np.fromiter(map(len, messages), np.int64, len(messages))
     poor = 0
@@ -77,7 +84,7 @@ def alike(messages: Sequence[bytes]) -> Iterator[Alike]:
 
 
 def _fitting(table: npt.NDArray[np.uint8], shape: _Shape) -> npt.NDArray[np.bool_]:
-    """Which rows have the shape."""
+    """A mask of the rows that have the shape."""
     words = table.view(np.uint64)
     step = max(1, _BLOCK // table.shape[1])
     other = np.empty((min(step, len(words)), words.shape[1]), np.uint64)
@@ -126,7 +133,7 @@ def _decoded(message: bytes) -> EntryRecord:
 
 
 def _shape_of(message: bytes, wide: int) -> _Shape | None:
-    """The shape of a message, filled up to ``wide`` bytes; None for one that is none of ours."""
+    """The shape of a message, padded to ``wide`` bytes; None for a foreign message."""
     mask = bytearray([_FIXED]) * wide
     numbers: dict[Path, tuple[int, str]] = {}
     try:
@@ -140,7 +147,7 @@ def _shape_of(message: bytes, wide: int) -> _Shape | None:
 
 
 class _Foreign(Exception):
-    """Not what messages are made of."""
+    """A msgpack type that messages don't contain."""
 
 
 _NUMBERS = {0xCB: ">f8", 0xCC: "u1", 0xCD: ">u2", 0xCE: ">u4", 0xCF: ">u8"}
@@ -152,7 +159,7 @@ _LONG = {0xD9: (_TEXT, 1), 0xDA: (_TEXT, 2), 0xDC: (_LIST, 2), 0xDE: (_MAP, 2)}
 def _taken_apart(
     data: bytes, at: int, path: Path, mask: bytearray, numbers: dict[Path, tuple[int, str]]
 ) -> int:
-    """Note where the numbers of a msgpack value are, and what else may differ; return its end.
+    """Note the places of a msgpack value's numbers and free texts; return its end.
 
     Raises _Foreign; IndexError if it is cut off.
     """
@@ -187,7 +194,7 @@ def _taken_apart(
 
 
 def _header(data: bytes, at: int) -> tuple[str, int, int]:
-    """What begins here: a text, a list or a map; its length, and where its content begins."""
+    """Parse the header of a text, list or map; return kind, length and begin of its content."""
     kind = data[at]
     if 0xA0 <= kind <= 0xBF:
         return _TEXT, kind & 0x1F, at + 1
@@ -206,19 +213,19 @@ _MESSAGE = 1024  # bytes that are read for a frame and its message; most are sho
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """Consecutive records: where each one is, and its encoded message."""
+    """Consecutive records: offsets and encoded messages."""
 
     offsets: list[int]
     messages: list[bytes]
     end: int  # offset after the last of them
-    chain: bytes  # the chain's value there
+    chain: bytes  # checksum of the last record
 
 
 def batch_at(file: int, salt: bytes, at: int, end: int, chain: bytes) -> RecordBatch:
-    """The whole records from an offset on, each following the one before it, at most ``BATCH``.
+    """Read at most ``BATCH`` whole consecutive records from an offset on.
 
-    ``salt``: 8 bytes, as hashed; ``end``: where the last one must end; ``chain``: what the first
-    must follow. Fewer where a record is not whole. Raises OSError.
+    ``salt``: the 8 hashed bytes; ``end``: limit of the last record; ``chain``: the first record's
+    previous checksum. Stops before a record that is not whole. Raises OSError.
     """
     offsets: list[int] = []
     messages: list[bytes] = []
