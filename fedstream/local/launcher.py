@@ -1,5 +1,5 @@
-"""How a local run's services come to life: forked from one process where that is safe, else each
-as an interpreter of its own."""
+"""Starting a local run's services: forked from one process where that is safe, else each as an
+interpreter of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SERVER = "fedstream.local.fork_server"
 
 
 class ServiceProcess(Protocol):
-    """A process that was started, as :class:`asyncio.subprocess.Process` has it."""
+    """A started process, with the interface of :class:`asyncio.subprocess.Process`."""
 
     @property
     def pid(self) -> int:
@@ -46,7 +46,7 @@ class ServiceProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """What starts services."""
+    """Starts services."""
 
     async def start(
         self, words: Sequence[str], environment: Mapping[str, str], log: Path
@@ -77,7 +77,7 @@ class Interpreters:
 
 
 class Forked:
-    """A service that the fork server started."""
+    """A service forked by the fork server."""
 
     def __init__(self, pid: int, server: _Server) -> None:
         self.pid = pid
@@ -117,7 +117,7 @@ def _executed() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 class _Server:
-    """One fork server's process, and what it has started."""
+    """A fork server's process, and the services that it has started."""
 
     def __init__(
         self, channel: socket.socket, process: fork_server.ForkedServer | subprocess.Popen[bytes]
@@ -131,12 +131,12 @@ class _Server:
         self.ended = False
 
     async def start(self, request: Mapping[str, object]) -> Forked:
-        """Have one started. Raises OSError."""
+        """Request a service's start. Raises OSError."""
         loop = asyncio.get_running_loop()
         if not self._reading:
             self._reading = True
             loop.add_reader(self._channel, self._read)
-        # One after the other: while the server imports, the socket has no room for many.
+        # One at a time: while the server imports, the socket has no room for many requests.
         async with self._turn:
             self._channel.send(json.dumps(request).encode())
             asked: asyncio.Future[Forked] = loop.create_future()
@@ -165,7 +165,7 @@ class _Server:
             case {"pid": int(pid)}:
                 self._alive[pid] = found = Forked(pid, self)
                 asked = self._asked.popleft()
-                if asked.done():  # nobody waits for it any more
+                if asked.done():  # no longer awaited
                     found.kill()
                 else:
                     asked.set_result(found)
@@ -175,7 +175,7 @@ class _Server:
                     asked.set_exception(OSError(why))
 
     def lost(self) -> None:
-        """The server is gone: so are those that it has started."""
+        """Note that the server and its services have ended."""
         self.ended = True
         asyncio.get_running_loop().remove_reader(self._channel)
         for pid, life in self._alive.items():
@@ -190,17 +190,17 @@ class _Server:
         self.close()
 
     def close(self) -> None:
-        """End it."""
+        """End the server."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
 
 
 class ForkServer:
-    """Starts services by forking, which loads torch once for all of them; begins at once.
+    """Starts services by forking, which loads torch once for all of them.
 
-    If the server dies, so do its services, and the next start begins another one: an interpreter of
-    its own, because by then this process has done things that forks must not inherit.
+    If the server dies, its services die too, and the next start begins a new server as an
+    interpreter of its own, because by then this process has state that forks must not inherit.
     """
 
     def __init__(self) -> None:
@@ -231,6 +231,6 @@ class ForkServer:
 
 
 def new_launcher() -> AbstractContextManager[Launcher]:
-    """What this system starts services with. Elsewhere than on Linux, forking is not safe with
-    the libraries that torch loads, or not possible."""
+    """The launcher for this system. Except on Linux, forking is impossible or unsafe with
+    torch's libraries."""
     return ForkServer() if sys.platform == "linux" else nullcontext(Interpreters())

@@ -133,9 +133,9 @@ class RedisServer:
             return False
 
     def start(self) -> None:
-        """Start it and wait until it answers (about 50 ms). Raises FedstreamError.
+        """Start the server and wait until it answers (about 50 ms). Raises FedstreamError.
 
-        On Linux, it is killed when the calling thread ends, for whatever reason.
+        On Linux, it is killed when the calling thread ends.
         """
         binary = self._binary or find_server()
         self._password = secrets.token_urlsafe(32)

@@ -73,7 +73,7 @@ class Settings(Section):
     task: TaskSettings = TaskSettings()
     strategy: StrategySettings = FedAsyncSettings()
     solver: SolverSettings = Sgd()
-    solvers: SolverGroups = ()  # for devices that train differently
+    solvers: SolverGroups = ()  # solvers of groups of devices
     participation: tuple[ParticipationGroup, ...] = ()  # rate and length of some devices' tasks
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
@@ -172,7 +172,7 @@ class Settings(Section):
 
     @property
     def policy(self) -> Policy | Rounds:
-        """The scheduler's policy as configured, or else the strategy's default."""
+        """The configured policy, or the strategy's default."""
         policy = self.scheduler.policy
         if policy is None:
             policy = Rounds() if self.strategy.rounds == "always" else InFlight()
@@ -182,22 +182,20 @@ class Settings(Section):
 
     @property
     def rule(self) -> Strategy:
-        """The strategy as this run uses it: in rounds it drops late updates."""
+        """The strategy for this run; in rounds, it drops late updates."""
         if isinstance(self.policy, Rounds) and self.strategy.max_staleness is None:
             return self.strategy.model_copy(update={"max_staleness": 0})
         return self.strategy
 
     @property
     def staleness(self) -> SimulatedStaleness:
-        """The simulation's staleness as configured, or else the policy's default."""
+        """The simulation's configured staleness, or the policy's default."""
         if self.simulation.staleness is not None:
             return self.simulation.staleness
         return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
 
     def with_absolute_paths(self) -> Settings:
-        """The same for any working directory: the files and folders that are read by their
-        absolute paths.
-        """
+        """The same settings for any working directory, with absolute paths of read files."""
         task = _absolute(self.task, "data_root")
         file, _, attribute = task.name.rpartition(":")
         if file.endswith(".py"):
@@ -227,7 +225,7 @@ _TableT = TypeVar("_TableT", bound=BaseModel)
 
 
 def _absolute(table: _TableT, *keys: str) -> _TableT:
-    """A table of the configuration with these files, if they are given, by absolute paths."""
+    """A table of the configuration with these paths, if set, made absolute."""
     files: dict[str, object] = {}
     for key in keys:
         match getattr(table, key):

@@ -1,4 +1,4 @@
-"""The parts of a configuration that come from somebody else's program, and their sources."""
+"""The plug-ins that a configuration can name or names, and their sources."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ REGISTRIES: dict[str, Registry[Any]] = {
 
 
 class Listed(NamedTuple):
-    """Something that a configuration can name without a path."""
+    """A plug-in that a configuration can name without a path."""
 
     key: str
     name: str
     source: str
-    """built in, or the package and what it announces"""
+    """built in, or the package and its entry point"""
     problem: str
-    """why it can't be used; '' if it can"""
+    """why it is unusable; '' if usable"""
 
 
 def listed() -> Iterator[Listed]:
-    """What can be named at each key. Loads what installed packages announce."""
+    """The plug-ins for each key. Loads the entry points of installed packages."""
     for key, registry in REGISTRIES.items():
         announced = registry.announced()
         for name in registry.names():
@@ -67,9 +67,9 @@ def _package(entry: EntryPoint) -> str:
 
 
 def part_sources(settings: Settings) -> dict[str, str]:
-    """SHA-256 of the file behind each own solver, partition and policy, by configuration key.
+    """SHA-256 of the file of each user's solver, partition and policy, by configuration key.
 
-    For the record: unlike strategies, they are not needed to replay a run.
+    Recorded for information: unlike strategies, these are not needed to replay a run.
     """
     policy, partition = settings.scheduler.policy, settings.task.partition
     named: dict[str, tuple[Registry[Any], str | None]] = {
@@ -83,7 +83,7 @@ def part_sources(settings: Settings) -> dict[str, str]:
 
 
 def doubts(settings: Settings) -> Iterator[str]:
-    """What is allowed, but probably not meant; the user is told as the run starts."""
+    """Warnings about allowed but probably unintended settings, shown at a run's start."""
     for key, s in vars(settings.strategy).items():
         if isinstance(s, StalenessFunction):
             try:

@@ -103,7 +103,7 @@ def devices_of(settings: Settings, task: Task) -> int:
 
 
 def _check_steps(settings: Settings, task: Task) -> None:
-    """Raise ConfigError if the strategy needs to know what the task's training does not say."""
+    """Raise ConfigError if the strategy needs steps that the task's training doesn't return."""
     rule = settings.strategy
     if not task.exact_steps and (rule.by_steps or rule.controls):
         why = (
@@ -153,7 +153,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         devices=devices,
         versions=settings.run.versions,
         seed=settings.run.seed,
-        created=0.0,  # the updater says when
+        created=0.0,  # set by the updater
         max_staleness=rule.max_staleness,
         sends=rule.sends,
         by_steps=rule.by_steps,
@@ -324,7 +324,7 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
 
 
 def http_of(role: str, settings: Settings) -> HttpSettings:
-    """Where a service listens, under which names, and its limits on clients."""
+    """A service's addresses, names and limits on clients."""
     http = settings.http
     if role == "coordinator" and http.has_token and not http.hosts:
         # A page under another name has no token, and no cookie for us.

@@ -72,7 +72,7 @@ _RULES: TypeAdapter[Strategy] = TypeAdapter(StrategySettings)
 def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
     """The strategy that a journal recorded by name and parameters, for a run with ``devices``.
 
-    Raises ConfigError; NotTrusted if it is a program's that may not be run (``runtime.plugins``).
+    Raises ConfigError; NotTrusted if its program may not be run (``runtime.plugins``).
     """
     try:
         settings = _RULES.validate_python(dict(recorded), context=RECORDED)
@@ -86,7 +86,7 @@ def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
 
 
 def sources_of(rule: Strategy) -> dict[str, str]:
-    """SHA-256 of the file that defines each rule of somebody else's, by its key below ``strategy``.
+    """SHA-256 of the file that defines each user's rule, by its key below ``strategy``.
 
     Empty if the strategy and its staleness function are built in.
     """
@@ -100,6 +100,6 @@ def sources_of(rule: Strategy) -> dict[str, str]:
 
 
 def names_in(recorded: Mapping[str, Any]) -> list[str]:
-    """The names in a recorded strategy that might be a program's."""
+    """The names in a recorded strategy that may belong to a program."""
     inner = [table.get("kind") for table in recorded.values() if isinstance(table, Mapping)]
     return [name for name in (recorded.get("name"), *inner) if isinstance(name, str)]

@@ -1,4 +1,4 @@
-"""Rules that step along the mean of a batch: what FedBuff, AFA-CD and SCAFFOLD share.
+"""FedBuff, and the base of rules that step along the mean of a batch (AFA-CD, SCAFFOLD).
 
 Devices send deltas x_new - x_tau. With f_i the factor that a rule gives update i, K arrivals make
 
@@ -25,7 +25,7 @@ from fedstream.strategies.vectors import DeviceVectors
 class Batch(Strategy):
     """A rule that makes a version of K updates.
 
-    A subclass defines how much an update weighs by ``weigh``, or its ``factor`` if that needs more
+    A subclass defines an update's weight by ``weigh``, or by ``factor`` if the weight needs more
     than versions and samples.
     """
 
