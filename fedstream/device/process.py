@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def attestation_in(named: str | None) -> Attestation | None:
-    """The attestation that ``FORMAT:FILE`` names. Raises ConfigError."""
+    """Read the attestation named by ``FORMAT:FILE``. Raises ConfigError."""
     if named is None:
         return None
     format_, _, file = named.partition(":")
@@ -55,21 +55,21 @@ def attestation_in(named: str | None) -> Attestation | None:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Who a device is, where its gateway is, and how it trains."""
+    """A device's gateway, identity and training."""
 
     address: GatewayAddress
     key: Path
     folder: Path
     load: Callable[[], Task]  # called once, in the thread that trains
     solvers: Solvers
-    devices: DeviceSettings  # how it pretends to be slow, or to drop out
-    run_devices: int | None = None  # task.devices; None: as the task says
+    devices: DeviceSettings  # simulated latency, drop-outs and availability
+    run_devices: int | None = None  # task.devices; None: decided by the task
     threads: int = 1  # of torch
     place: Processor = "cpu"
     invite: str | None = None  # None: it has enrolled before
     attestation: Attestation | None = None  # shown with the invite
     once: bool = False  # end after one answered task
-    save_s: float = 30.0  # between two savings of training's state
+    save_s: float = 30.0  # between two saves of training's state
 
 
 async def live(
@@ -77,12 +77,12 @@ async def live(
 ) -> None:
     """Work until the run is over, or until one task is answered if ``options.once``.
 
-    Cancel it to stop: it then gives its task up. ``say`` gets a line about what happened, ``show``
-    a few words about what is going on. Raises FedstreamError.
+    Cancel it to stop: it then gives its task up. ``say``: called with a line about an event,
+    ``show``: with a short status. Raises FedstreamError.
     """
     connection = Connection(options.address, say)
     key, folder = own_key(options.key), DeviceFolder(options.folder)
-    # One thread, because the learner's is always the same one.
+    # One thread, as the learner must always be used by the same one.
     thread = ThreadPoolExecutor(1, "training")
     try:
         with folder.occupied():
@@ -112,7 +112,7 @@ async def _enrolled(
     options: DeviceOptions,
     say: Callable[[str], None],
 ) -> OwnGateway:
-    """The gateway, which knows this device. Raises ConfigError without an invite."""
+    """Enrol the device if necessary; return its gateway. Raises ConfigError without an invite."""
     known, pem, url = folder.identity(), pem_of(key.public_key()), str(connection.base)
     if known is not None and known.key == pem:
         gateway = OwnGateway(connection, key, known.device)
@@ -122,7 +122,7 @@ async def _enrolled(
             if refusal.reason != UNKNOWN or options.invite is None:
                 raise
         else:
-            if known.url != url:  # it may be another run's gateway
+            if known.url != url:  # perhaps another run's gateway
                 folder.enrolled(replace(known, url=url))
             say(f"device {known.device} of run {known.run}")
             return gateway

@@ -42,7 +42,7 @@ _WIDTH = 50  # models at once: with more, their minibatches don't fit the cache
 _SIZES = (_WIDTH, 20, 10)  # preferred group sizes; few, because each is traced separately
 _REGRESSIONS = 100  # logistic regressions at once, in parts of at most _PART
 _PART = 25  # with more, minibatches don't fit the cache; with fewer, Python's overhead dominates
-_OFTEN = 20  # steps of one shape before it is traced
+_OFTEN = 20  # steps of one shape before the shape is traced
 LEAST = 3  # with fewer devices, training one by one is as fast
 _PARAMETERS = 100_000  # larger models use the whole machine on their own
 _ROWS_BYTES = 2 << 30  # limit for all devices' data, which is copied into one block
@@ -383,7 +383,7 @@ class _Gradients:
         self._traces: dict[tuple[torch.Size, ...], Callable[..., Any]] = {}
 
     def __call__(self, *given: torch.Tensor) -> Any:
-        """Compute them for each model on its minibatch; ``given`` starts with the parameters."""
+        """Gradients and loss of each model on its minibatch; ``given``: parameters first."""
         shapes = tuple(tensor.shape for tensor in given)
         trace = self._traces.get(shapes)
         if trace is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def use_of_torch(settings: SimulationSettings) -> Iterator[None]:
-    """Configure torch as the settings say, and restore it afterwards.
+    """Configure torch by the settings inside the block.
 
     Raises ConfigError if the settings ask for CUDA and there is none.
     """
@@ -85,7 +85,7 @@ class Training:
             and stacked.suits(task, self.module, settings.solver)
         ):
             rows = None
-            with suppress(DataError):  # whoever trains on that device finds it again
+            with suppress(DataError):  # training on that device raises it again
                 rows = stacked.rows_of(self._given, devices, simulation.device)
             if rows is not None:
                 self._group = stacked.StackedTraining(
@@ -249,7 +249,7 @@ class Measuring:
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn whatever the user's task raises into a DataError that says what it concerned.
+    """Turn an error of the user's task into a DataError that names the step ``what``.
 
     Its ``trace`` is the traceback from the user's first frame on.
     """

@@ -1,4 +1,4 @@
-"""Which sinks a run has: from the tables ``[[sinks]]`` to sinks with names of their own."""
+"""The tables ``[[sinks]]``, and the names and parameters of a run's sinks."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SINKS: Registry[type[SinkSettings]] = Registry(
 )
 SomeSink = Annotated[SinkSettings, OneOf(SINKS)]
 
-# Not parameters of a run: where and how its processes run, and what may be secret.
+# Tables that are no parameters of a run: deployment, and possible secrets.
 _APART = {"redis", "http", "log", "tracing", "sinks"}
 
 
 def added(sinks: Sequence[SinkSettings], kinds: Iterable[str]) -> list[dict[str, Any]]:
-    """Tables of the sinks that are configured, and of ``kinds`` that aren't, with defaults."""
+    """Tables of the configured sinks, and default tables of other ``kinds``."""
     there = [sink.model_dump(mode="json", exclude_none=True) for sink in sinks]
     known = {sink.kind for sink in sinks}
     return there + [{"kind": kind} for kind in dict.fromkeys(kinds) if kind not in known]
 
 
 def named(sinks: Sequence[SinkSettings]) -> list[Named]:
-    """The sinks by name: their kind, with a number from the second of a kind on."""
+    """Name the sinks by kind, with a number from the second of a kind on."""
     seen = Counter[str]()
     found = []
     for settings in sinks:
@@ -59,7 +59,7 @@ def parameters(settings: BaseModel) -> dict[str, TrackedValue]:
 
 
 def flat(tables: Mapping[str, Any]) -> dict[str, TrackedValue]:
-    """The same of the tables of a run.toml."""
+    """The parameters in the tables of a run.toml."""
     return dict(_flat({name: one for name, one in tables.items() if name not in _APART}, ""))
 
 
