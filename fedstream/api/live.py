@@ -47,7 +47,7 @@ _OTHERS = (
     "journal",
     "progress",
 )
-_TAIL = 4096  # characters of what a process that failed printed
+_TAIL = 4096  # characters kept of a failed process's output
 
 
 def run(
@@ -122,7 +122,7 @@ def run(
     file = None if config is None else Path(config)
     settings = PythonRequest(
         file, named, Path(), trainers, port
-    ).settings()  # what is wrong, before all
+    ).settings()  # raises for wrong settings first
     with run_folder.for_run(settings.run.name, out) as folder:
         if task is not None and not isinstance(task, str):
             named += options(None, {"task": name_for_others(task, folder)})
@@ -164,7 +164,7 @@ class _Process:
         return record
 
     def _played(self, printed: IO[bytes], display: ProgressDisplay) -> int:
-        """Start the process and show what it tells until it ends; returns its exit code."""
+        """Start the process and show its messages until it ends; return its exit code."""
         process = subprocess.Popen(
             # -P: a user's redis.py or random.py must not shadow the library
             [sys.executable, "-P", "-m", "fedstream.api"],
@@ -178,7 +178,7 @@ class _Process:
         )
         with process:
             self._process = process
-            if self._interrupted:  # before there was a process
+            if self._interrupted:  # before the process started
                 process.send_signal(signal.SIGINT)
             try:
                 assert process.stdin is not None  # noqa: S101
@@ -211,7 +211,7 @@ class _Process:
 
 
 def _why(code: int, printed: IO[bytes]) -> str:
-    """Why the run's process ended without a result."""
+    """The reason why the run's process ended without a result."""
     printed.seek(max(0, printed.seek(0, os.SEEK_END) - _TAIL))
     last = printed.read().decode(errors="replace").strip()
     how = how_it_ended(code) + (f":\n{last}" if last else "")

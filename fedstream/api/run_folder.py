@@ -18,7 +18,7 @@ _MODE = 0o700  # updates and models reveal something about people's data
 
 @contextmanager
 def for_run(name: str, out: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """A folder that only this user may enter, removed again if the block raises and left it empty.
+    """A folder for this user alone, removed if the block raises and leaves it empty.
 
     ``out``: the folder to use, which may exist; None: a new one, ``runs/NAME-TIME``. Raises
     ConfigError if it cannot be made.
@@ -36,7 +36,7 @@ def for_run(name: str, out: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 
 def _new(name: str) -> Path:
-    """Make a folder of our own, although several runs may begin within one second."""
+    """Make a new folder, also if several runs begin within one second."""
     first = report.default_out(name, datetime.now().astimezone())
     with report.usable(first):
         first.parent.mkdir(parents=True, exist_ok=True)

@@ -120,7 +120,7 @@ def device(
 
 
 async def _lived(options: DeviceOptions, stop: Stop) -> None:
-    """Be a device until a signal comes, which ends it in order."""
+    """Run the device until a signal stops it in order."""
     from fedstream.device.process import live
 
     loop = asyncio.get_running_loop()

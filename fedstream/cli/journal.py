@@ -40,7 +40,7 @@ Dir = Annotated[
 
 @contextmanager
 def _bar(what: str, total: int, *, quiet: bool) -> Iterator[Advance]:
-    """Progress bar over the bytes of a journal."""
+    """A progress bar over a journal's bytes."""
     with progress(what, total, quiet=quiet, parts=False) as step:
         yield adding(step, total)
 

@@ -1,4 +1,4 @@
-"""Commands about runs afterwards and beside each other."""
+"""Commands about recorded runs: list, compare, ui, report, track."""
 
 from __future__ import annotations
 

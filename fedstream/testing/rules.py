@@ -1,4 +1,4 @@
-"""Checks for staleness functions, partitions and scheduling policies; and what all checks raise."""
+"""Checks for staleness functions, partitions and scheduling policies; the error of all checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedstream.trainer.partitions import PARTITIONS, Partition, split
 
 
 class Fault(AssertionError):
-    """What is wrong with a rule of somebody's own."""
+    """An error in a user's rule."""
 
 
 S = TypeVar("S", bound=Section)
@@ -46,7 +46,7 @@ def made(registry: Registry[Any], part: type[S] | S, keys: Mapping[str, object])
         ) from error
     except FedstreamError as error:
         raise Fault(f"{name}: {error}") from error
-    except Exception as error:  # it is abstract, or a validator of its own fails
+    except Exception as error:  # an abstract class, or a failing validator
         raise Fault(f"{name}: {name}() raised {words(error)}") from error
     if keys:
         raise Fault(f"{name}: {next(iter(keys))} has no effect on an object: give the class")
@@ -96,10 +96,9 @@ def check_partition(
     seed: int = 0,
     **parameters: object,
 ) -> None:
-    """Check that a partition is one, and depends on its arguments alone. Raises Fault.
+    """Check that a partition is valid, and depends only on its arguments. Raises Fault.
 
-    ``parameters`` are those of the function or class. By default there are 40 samples of each of 10
-    classes.
+    ``parameters``: of the function or class. By default there are 40 samples of each of 10 classes.
     """
     name = getattr(partition, "__name__", type(partition).__name__)
     try:
@@ -119,11 +118,11 @@ def check_partition(
 def check_policy(
     policy: type[Policy] | Policy, *, situations: int = 100, seed: int = 0, **keys: object
 ) -> None:
-    """Check that a policy is a function of what it sees, live and in a simulation. Raises Fault.
+    """Check that a policy is a function of its input, live and in a simulation. Raises Fault.
 
-    In ``situations`` drawn from ``seed``, it must decide the same when it is asked twice, and
-    nothing impossible; a simulation of as many answers must come to its end, twice the same.
-    ``policy`` is an object, or a class and the ``keys`` that it needs.
+    In ``situations`` drawn from ``seed``, the policy must decide the same when asked twice, and
+    return only valid values; a simulation of as many answers must end, with the same result twice.
+    ``policy``: an object, or a class and its ``keys``.
     """
     name = policy.__name__ if isinstance(policy, type) else type(policy).__name__
     try:
@@ -140,7 +139,7 @@ def check_policy(
 
 
 def _situation(rng: random.Random) -> Situation:
-    """A run at any moment, with up to 20 devices."""
+    """Draw the state of a run with up to 20 devices."""
     devices = tuple(range(rng.randint(1, 20)))
     began, last = rng.uniform(0, 1e9), rng.uniform(0, 100)
     open_ = rng.sample(devices, rng.randint(0, len(devices)))
@@ -167,7 +166,7 @@ def _situation(rng: random.Random) -> Situation:
 
 
 def _decided(policy: Policy, seen: Situation, seed: int) -> tuple[object, ...]:
-    """The plan, without tasks' ids, which the time gives."""
+    """The plan, without tasks' ids, which depend on the time."""
     what = plan(policy, Participation(FixedSteps()), _FREE, seed, seen)
     tasks = [(trigger.device, trigger.seed) for trigger in what.triggers]
     return what.limit, tasks, what.wake_at, what.last
