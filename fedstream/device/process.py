@@ -72,7 +72,7 @@ class DeviceOptions:
     save_s: float = 30.0  # between two saves of training's state
 
 
-async def live(
+async def run_device(
     options: DeviceOptions, say: Callable[[str], None], show: Callable[[str], None]
 ) -> None:
     """Work until the run is over, or until one task is answered if ``options.once``.

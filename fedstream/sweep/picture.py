@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.history.pictures import COLOURS, STYLE, line_style
+from fedstream.history.table import or_nan
 from fedstream.runtime.text import escaped
 from fedstream.sweep.results import Ranked, Ranking
 from fedstream.sweep.trials import words
@@ -56,7 +56,7 @@ def _curves(axes: Axes, found: Sequence[Ranked], ranking: Ranking) -> None:
         points = min(len(curve["updates"]) for curve in runs)
         x = [fmean(float(curve["updates"][at] or 0) for curve in runs) for at in range(points)]
         values = np.array(
-            [[_number(value) for value in curve[ranking.metric][:points]] for curve in runs]
+            [[or_nan(value) for value in curve[ranking.metric][:points]] for curve in runs]
         )
         axes.plot(
             x,
@@ -118,7 +118,3 @@ def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> No
     least, most = min(places.values(), default=0.0), max(places.values(), default=0.0)
     if numeric and least > 0 and most / least >= _LOG_FROM:
         axes.set_xscale("log")
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
