@@ -46,7 +46,7 @@ class Tokens:
             except ConfigError as error:
                 if self._stamp is not None:
                     structlog.get_logger().warning(
-                        "correct the token file: it can't be used, so the tokens before it stay",
+                        "unusable token file, so its previous tokens stay valid: correct it",
                         reason=str(error),
                     )
                 found = None  # read again next time, as a stamp doesn't show permissions

@@ -269,7 +269,7 @@ class GatewayApp:
             case FedstreamError():
                 if self._opened is not None:
                     self._opened.context.log.error("request failed", path=path, exc_info=error)
-                return Refusal(500, "internal", "internal error: the gateway's log says which")
+                return Refusal(500, "internal", "internal error: see the gateway's log")
             case _:
                 return None
 

@@ -275,7 +275,7 @@ class Gateway:
                 self._unread = self._outbox.unread
                 if self._growing == _GROWING:
                     context.log.warning(
-                        "no coordinator reads what this gateway says, so its devices get no tasks: "
+                        "no coordinator reads this gateway's inbox, so its devices get no tasks: "
                         "is its site in coordinator.sites, and does a coordinator run?",
                         site=self._settings.site,
                         unread=self._unread,

@@ -178,7 +178,7 @@ class Uploads:
                 return note.source  # begun at a replica that is away
         if held.attempt != attempt:
             raise Refusal(
-                404, "unknown task", f"attempt {attempt} is not the one in hand: check in again"
+                404, "unknown task", f"attempt {attempt} is not the current one: check in again"
             )
         return Source(device=device, seed=held.task.seed, stream=held.stream, entry=held.entry.id)
 
@@ -352,7 +352,7 @@ class Uploads:
             ) from None
         except TooLong:
             await mine.blob.discard()
-            raise Refusal(400, "length", "more bytes came than the upload was to have") from None
+            raise Refusal(400, "length", "more bytes than the upload has") from None
         if completes and not chunks.is_whole:
             raise Refusal(400, "length", f"the upload ends after {chunks.received} bytes")
 

@@ -186,7 +186,7 @@ class ModelStore:
         async for piece in response.content.iter_chunked(_PIECE):
             if part.have + len(piece) > part.size:
                 part.drop()
-                raise NotNow("the gateway sent more bytes of the model than it said")
+                raise NotNow("the gateway sent more bytes of the model than announced")
             await asyncio.to_thread(part.append, piece)
             self._show(f"downloading the model: {part.have / part.size:.0%}")
 

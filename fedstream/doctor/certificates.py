@@ -196,7 +196,7 @@ def _judged(looks: dict[Address, _Look], now: float) -> Iterator[Finding]:
             unsigned = "redis.tls.ca must name the authority that signed it"
             yield problem(_ABOUT, f"of {at}: {distrust(look.wrong, unsigned)}", _REPLACE)
         elif shown is None:
-            yield not_checked(_ABOUT, f"{at}: redis.url says not to look at certificates")
+            yield not_checked(_ABOUT, f"{at}: redis.url disables the check of certificates")
         else:
             if look.is_anothers:
                 named = f"is not for {hosts}: it {in_words(shown.names)}"

@@ -196,7 +196,7 @@ class _Look:
             warning(
                 "redis databases",
                 f"{in_words(database, keys)}, which take memory, and nobody cleans up there",
-                f"look whose they are: redis-cli -n {database} --scan",
+                f"find their owner: redis-cli -n {database} --scan",
             )
             for database, keys in (await elsewhere(self._client)).items()
         ]

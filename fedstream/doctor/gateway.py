@@ -145,6 +145,6 @@ def site(settings: Settings, user: str) -> Finding:
     named = ", ".join(f'"{one}"' for one in (*sites, name))
     return problem(
         about,
-        f"{name!r} is not in coordinator.sites: nobody reads what its devices say",
+        f"{name!r} is not in coordinator.sites: no coordinator reads its inbox",
         f"set coordinator.sites = [{named}]",
     )

@@ -124,7 +124,7 @@ def again(letter: Letter, now: float) -> Trigger:
     if message is None:
         raise FedstreamError(f"it is unreadable ({letter.unreadable}), so nothing can be retried")
     if isinstance(message, GiveUp):
-        raise FedstreamError("it says that a device gave up its task: there is nothing to retry")
+        raise FedstreamError("it reports a task that its device gave up: there is nothing to retry")
     if isinstance(message, Withdraw):
         raise FedstreamError(
             "it only gives up overdue tasks; the scheduler does that again by itself"

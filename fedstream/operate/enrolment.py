@@ -77,7 +77,7 @@ async def invite(
                 f"device {detail} is revoked; first: fedstream devices admit {detail}"
             )
         case "finished":
-            raise FedstreamError("the run is finished: nobody can take part any more")
+            raise FedstreamError("the run is finished, so no device can take part")
         case _:
             raise _unknown(verdict, detail, client, keys)
 

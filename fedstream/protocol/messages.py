@@ -198,7 +198,7 @@ class Advice(Body):
     @model_validator(mode="after")
     def _agree(self) -> Advice:
         if self.go_on == (self.why is not None):
-            raise ValueError("why says why not to go on")
+            raise ValueError("why must give the reason to stop")
         return self
 
 

@@ -230,9 +230,9 @@ class FleetRoutes:
         if self._greetings.passes(device) is None:
             return
         log = self._running.context.log.bind(device=device, flower=version[:40])
-        log.info("supernode came")
+        log.info("supernode arrived")
         if not f"{version}.".startswith(tuple(f"{one}." for one in protobuf.TESTED)):
-            log.warning("supernode of a Flower that was not tested", tested=protobuf.TESTED)
+            log.warning("supernode of an untested release of Flower", tested=protobuf.TESTED)
 
     async def _activate(self, device: int, _said: Any) -> Any:
         return protobuf.message("NodeResponse", node_id=device + _FIRST_NODE)

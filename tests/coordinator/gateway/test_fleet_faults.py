@@ -386,7 +386,7 @@ async def test_releases_that_were_not_tested_are_named_in_the_log(
                 node.release = release
                 activate = "/v1/fleet/activate-node", "ActivateNodeRequest"
                 assert await node.status(*activate, public_key=pem(node.key)) == 200
-    came = [one["flower"] for one in logs if one["event"] == "supernode came"]
+    came = [one["flower"] for one in logs if one["event"] == "supernode arrived"]
     assert came == ["1.40.0", "1.4.0", "2.0.0"]
     warned = [one["flower"] for one in logs if one["log_level"] == "warning"]
     assert warned == ["1.4.0", "2.0.0"]
