@@ -309,7 +309,7 @@ class Recovery:
         return state
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
-        """Complete a journal without weights by Redis's model, or to adopt, by a checkpoint's."""
+        """Add the missing model of a journal without weights: Redis's, or a checkpoint's to adopt."""
         before = found.checkpoint
         if head is not None:
             # If the next version was journalled but not published, the queue has its update.

@@ -565,7 +565,7 @@ class NamedSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, table: object) -> object:
-        """Name an object made by a program by the place of its class's definition."""
+        """Name an object that a program made after the place where its class is defined."""
         tag = cls.naming_key
         if isinstance(table, dict) and tag not in table and cls.model_fields[tag].default == "":
             return {tag: name_of(cls), **table}

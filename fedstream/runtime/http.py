@@ -421,9 +421,9 @@ def _as_json(refused: Counter | None) -> Middleware:
 
 
 def _refusing_old_versions(refused: Counter | None) -> Middleware:
-    """Make a middleware that refuses HTTP/1.0, where a proxy may see another end of a request.
+    """Make a middleware that refuses HTTP/1.0, whose request bodies end ambiguously.
 
-    aiohttp accepts chunked bodies in HTTP/1.0; others don't.
+    aiohttp accepts chunked bodies in HTTP/1.0, but a proxy may not.
     """
 
     @web.middleware
