@@ -5,8 +5,8 @@ Chunks move 2 to 5 times faster than a single value of 100 MB and stay far below
 reused. It has an expiry that admission removes, so leftovers of a crashed writer go away by
 themselves.
 
-A blob states its size. An encoded model's states its format, size and digest instead, in a field of
-its own: a release that knows no formats finds no size, as if the blob were missing, and waits.
+A blob's field ``size`` has its size. An encoded model has a field with its format, size and digest
+instead: to a release that knows no formats the blob seems to be missing, and it waits.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _CHUNKS = b"chunks"
 def chunks_of(size: int) -> int:
     """The number of chunks in which this release writes ``size`` bytes.
 
-    Whoever names the blob says it too, as another release may choose another size of chunks.
+    An entry that names a blob has this number too: another release may choose another chunk size.
     """
     return -(-size // CHUNK)
 
 
 def _statement(size: int, encoded: Encoded | None) -> tuple[bytes, bytes]:
-    """The field that says what a blob is, and what it says."""
+    """The field with the blob's size, or with an encoded model's description, and its value."""
     return (_ENCODED, encoded.text.encode()) if encoded else (SIZE, b"%d" % size)
 
 
@@ -58,7 +58,7 @@ async def write(
 ) -> None:
     """Write the payload's bytes under ``key``, expiring ``expire_s`` seconds after the last write.
 
-    ``encoded``: what they are, if they are an encoded model.
+    ``encoded``: format, size and digest of an encoded model; None: plain bytes.
     """
     data = payload.buffer.data
     states = _statement(data.nbytes, encoded)
@@ -101,12 +101,12 @@ async def read(
 ) -> None:
     """Read the blob under ``key`` into a payload of its size and check its size and digest.
 
-    ``digest``: of the bytes; None: the caller checks it. ``chunks``: how many there are, as stated
-    where the blob is named; None: the release that wrote it doesn't state it, so assume this
-    release's chunk size. ``encoded``: what it is, if it is an encoded model. Accepts chunks of any
-    length, so use it only for blobs that no site can write: models, and updates whose lengths
-    admission has checked. Raises BlobMissing if the blob is not there, BlobDamaged if its bytes are
-    not those announced; the payload's bytes are then undefined.
+    ``digest``: of the bytes; None: the caller checks the digest. ``chunks``: the number of chunks
+    that the entry states; None: an earlier release wrote the entry, so this release's chunk size is
+    assumed. ``encoded``: as for :func:`write`. Accepts chunks of any length, so use it only for
+    blobs that no site can write: models, and updates whose lengths admission has checked. Raises
+    BlobMissing if there is no blob, BlobDamaged if size or digest differ; the payload's bytes are
+    then undefined.
     """
     data = into.buffer.data
     size = data.nbytes
@@ -128,22 +128,22 @@ async def read(
             if size <= CHUNK:
                 digester.update(data[begin:at])
                 continue
-            # Beside the loop, which hashing would block, and while the next chunks arrive.
+            # In a thread, as hashing would block the event loop, and while the next chunks arrive.
             if hashing is not None:
                 await hashing
             hashing = asyncio.ensure_future(asyncio.to_thread(digester.update, data[begin:at]))
     finally:
         if hashing is not None:
-            await hashing  # it reads the model
+            await hashing  # the thread still reads the payload
     _check(key, at, size, digest and digester.digest(), digest)
 
 
 async def read_chunk(
     client: Client, key: str, number: int, size: int, *, encoded: Encoded | None = None
 ) -> bytes:
-    """Read one chunk of a blob of ``size`` bytes that has chunks of this release's length.
+    """Read one chunk of a blob of ``size`` bytes in chunks of this release's size.
 
-    Nothing is known of its bytes but how many they are. ``encoded``: as for :func:`read`. Raises
+    Checks the chunk's length and not its content. ``encoded``: as for :func:`write`. Raises
     BlobMissing, BlobDamaged.
     """
     field, expected = _statement(size, encoded)
@@ -157,7 +157,7 @@ async def read_chunk(
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An update to be read: where it is, what it should be, and where its bytes go."""
+    """An update to read: its key, its expected size and digest, and the buffer for its bytes."""
 
     key: str
     into: Payload
@@ -166,16 +166,16 @@ class Wanted:
 
     @property
     def numbers(self) -> range:
-        """Its chunks'."""
+        """The numbers of its chunks."""
         return range(chunks_of(self.into.buffer.nbytes) if self.chunks is None else self.chunks)
 
 
 async def read_together(
     client: Client, wanted: Sequence[Wanted]
 ) -> list[BlobMissing | BlobDamaged | None]:
-    """Read small blobs in one exchange: for each, what :func:`read` would raise, or None.
+    """Read small blobs in one exchange; return for each the error of :func:`read`, or None.
 
-    They are small if all of them together are a few MiB: hashed on the event loop.
+    Small means a few MiB in total, because this hashes on the event loop.
     """
     asked: list[Command] = []
     places: list[memoryview | None] = []
@@ -185,13 +185,13 @@ async def read_together(
         places += (None, *(data for _ in numbers))
     try:
         replies = iter(await client.pipeline(asked, into=places))
-    except Foreign:  # a site wrote something else under one of the keys: ask for each alone
+    except Foreign:  # a site wrote another type under one of the keys: read one blob at a time
         return [await _failure(client, one) for one in wanted]
     return [_failure_in(one, list(islice(replies, 1 + len(one.numbers)))) for one in wanted]
 
 
 def _failure_in(one: Wanted, said: list[Any]) -> BlobMissing | BlobDamaged | None:
-    """Why what a blob said, and the bytes that came, are not as wanted; None if they are."""
+    """The error in a blob's replies; None if size and bytes are as wanted."""
     size = one.into.buffer.nbytes
     try:
         length = _length(one.key, _statement(size, None)[1], said)
@@ -210,14 +210,14 @@ async def _failure(client: Client, one: Wanted) -> BlobMissing | BlobDamaged | N
 
 
 def _asking(key: str, field: bytes, numbers: range) -> list[Command]:
-    """The commands that fetch what a blob says in ``field``, and chunks."""
+    """The commands that read ``field`` of a blob, and chunks."""
     return [("HGET", key, field), *(("HGET", key, n) for n in numbers)]
 
 
 def _length(key: str, expected: bytes, said: Sequence[Any]) -> int:
     """Total length of the chunks in the replies to :func:`_asking`.
 
-    Raises BlobMissing, or BlobDamaged if the blob says that it is anything else than ``expected``.
+    Raises BlobMissing, or BlobDamaged if the field's value isn't ``expected``.
     """
     stated, *lengths = said
     if stated is None:
@@ -246,10 +246,10 @@ async def _of(
     commands: Sequence[Command],
     into: Sequence[memoryview | None] | None = None,
 ) -> list[Any]:
-    """Send commands about a blob. Raises BlobDamaged if the key holds something else."""
+    """Send commands that read a blob. Raises BlobDamaged if the key holds another type."""
     try:
         return await client.pipeline(commands, into=into)
-    except Foreign as error:  # a site may write anything under an update's key
+    except Foreign as error:  # a site may write a value of any type under an update's key
         raise BlobDamaged(f"{key} is not a blob") from error
 
 
@@ -258,7 +258,7 @@ async def keep(
 ) -> bool:
     """Remove the blob's expiry and return whether all ``size`` bytes are there.
 
-    Checks only the chunks' lengths; reads no chunk. ``chunks``, ``encoded``: as for :func:`read`.
+    Checks the chunks' lengths without reading them. ``chunks``, ``encoded``: as for :func:`read`.
     """
     field, expected = _statement(size, encoded)
     parts = (field, *range(chunks_of(size) if chunks is None else chunks))
@@ -271,7 +271,7 @@ async def keep(
 
 
 async def stated(client: Client, key: str) -> tuple[int | None, Encoded | None]:
-    """Read what a published blob says of itself: its chunks, and what it is if encoded."""
+    """Read a published blob's number of chunks, and the description of an encoded model."""
     chunks, encoded = await client.call("HMGET", key, _CHUNKS, _ENCODED)
     return (
         None if chunks is None else int(chunks),
@@ -280,7 +280,7 @@ async def stated(client: Client, key: str) -> tuple[int | None, Encoded | None]:
 
 
 async def recall(client: Client, key: str, into: Payload) -> bool:
-    """Read the handed-out blob under ``key``, which states its own digest; False if none.
+    """Read a blob that states its own digest, as handed-out vectors do; False if there is none.
 
     Raises BlobDamaged or BlobMissing if the blob is replaced meanwhile: read it again.
     """

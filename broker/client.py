@@ -5,7 +5,7 @@ and strand entries that an ``XREADGROUP`` delivered. So this client drives redis
 directly: each command is sent once, a missing reply raises :class:`Unavailable`, and the caller
 decides whether a retry is safe. Replies have RESP2 shapes, always as bytes.
 
-With sentinels or a cluster (:mod:`fedstream.broker.places`), the client asks which node to use
+With sentinels or a cluster (:mod:`fedstream.broker.discovery`), the client asks which node to use
 before it connects, and again after a failure. It resends a command to another node only if the
 first node said that it did not execute it.
 """
@@ -28,9 +28,9 @@ from redis.crc import key_slot
 
 from fedstream.broker.clock import Clock, uptime
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
+from fedstream.broker.discovery import Address, Cluster, Discovery, Sentinels
 from fedstream.broker.failures import is_elsewhere, meaning, said_by_redis
-from fedstream.broker.link import READ, BulkPlace, Link
-from fedstream.broker.places import Address, Cluster, Guide, Sentinels
+from fedstream.broker.link import READ, BulkPlace, Link, Started
 from fedstream.broker.settings import (
     RedisSettings,
     SentinelSettings,
@@ -38,7 +38,6 @@ from fedstream.broker.settings import (
     check_password_file,
     passwords,
 )
-from fedstream.broker.started import Started
 from fedstream.core.errors import (
     BrokerError,
     ConfigError,
@@ -53,10 +52,10 @@ __all__ = ["Client", "RedisSettings"]
 _ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
 _BROKEN = (exceptions.RedisError, OSError, TimeoutError)  # what a connection fails with
 _HOPS = 4  # redirects to follow before giving up
-_CLOCK_S = 2.0  # after so long, the next commands take a TIME along
+_CLOCK_S = 2.0  # then the next pipeline also sends TIME
 _TIME: Command = ("TIME",)
-# Options allowed in a URL. redis-py also accepts options that take an object, but keeps the text
-# as it is and fails later with a traceback.
+# Options allowed in a URL. redis-py also accepts options whose value is an object, keeps the text
+# instead, and fails later with a traceback.
 _OPTIONS = {
     "connection_class",
     "host",
@@ -102,34 +101,34 @@ class Client:
     def __init__(
         self, settings: RedisSettings, name: str = "", *, loads_scripts: bool = True
     ) -> None:
-        """``loads_scripts``: whether this user may load scripts; trainers wait for a service to."""
+        """``loads_scripts``: whether this user may load scripts; a trainer waits for a service."""
         self.loads_scripts = loads_scripts
         options = _options(settings)
         self._make = options.pop("connection_class")
         self._options = options | {
             "protocol": 2,
             "decode_responses": False,
-            "socket_timeout": None,  # a single time-out covers the whole exchange instead
+            "socket_timeout": None,  # one time-out covers the whole exchange instead
             "socket_connect_timeout": settings.timeout_s,
             "driver_info": None,
             "client_name": name or None,
         }
         self._timeout_s = settings.timeout_s
         self._idle: list[Link] = []
-        self._buffer = memoryview(bytearray(READ))  # of all links: each uses it within a call
+        self._buffer = memoryview(bytearray(READ))  # shared: each link uses it only within a call
         self._closed = False
-        self._lost = False  # Redis was lost, and no connection was made since
+        self._lost = False  # Redis was lost and is not connected again
         self.reconnects = 0  # reconnections after Redis was lost
-        # When the certificates end of Redis and the Sentinels, in seconds since 1970.
+        # When the certificates of Redis and the Sentinels expire, in seconds since 1970.
         self.certificates: dict[Address, float] = {}
-        self.clock = Clock()  # Redis's, which connections and commands keep right
+        self.clock = Clock()  # corrected by new connections and pipelines
         self._asked = 0.0  # when Redis was last asked for its time; uptime
-        self.warn: Callable[[str], object] | None = None  # told once if Redis refuses TIME
+        self.warn: Callable[[str], object] | None = None  # called once if Redis refuses TIME
         place = (str(options.get("host", "localhost")), int(options.get("port", 6379)))
-        self._place: Address | None = place  # None: ask the guide
+        self._place: Address | None = place  # None: ask sentinels or cluster
         self._path = options.get("path")
         self.database = int(options.get("db") or 0)
-        self._guide: Guide | None = None
+        self._guide: Discovery | None = None
         self._guide_options: dict[str, Any] = {}
         self._login = settings
         self._guide_login: RedisSettings | SentinelSettings = settings
@@ -167,7 +166,7 @@ class Client:
         return [self._place] if self._place is not None else []
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """A context like that of new connections, from the files as they are now; None: no TLS."""
+        """A new TLS context from the current certificate files; None: no TLS."""
         found = getattr(self._make(**self._options), "ssl_context", None)
         return cast(ssl.SSLContext, found.get()) if found is not None else None
 
@@ -203,10 +202,10 @@ class Client:
 
         Raises the first error among the replies. ``wait_s``: seconds the commands may block.
         ``most``: limit in bytes on all replies together, accurate to one read of 256 KiB, for
-        replies whose length others control. Beyond it ReplyTooLarge is raised, although Redis
-        executes every command. ``into``: for commands whose replies are all bulks or nil: for each
-        the buffer that its bytes go into, behind what the commands just before put there; the
-        length is returned. None: returned as usual. What exceeds a buffer is dropped.
+        replies whose length a site controls. Beyond the limit, this raises ReplyTooLarge although
+        Redis executes every command. ``into``: a buffer for each command's reply, which must be a
+        bulk string or nil; the returned reply is then its length. Commands in a row with the same
+        buffer append to it, and bytes beyond its end are dropped. None: the reply is returned.
         """
         return self._exchange(commands, wait_s, most, into)
 
@@ -215,11 +214,11 @@ class Client:
     ) -> Started:
         """Send several commands in one write, of which the last ``late`` may block for ``wait_s``.
 
-        Returns as soon as the others' replies are there; the last ones' are waited for by
-        :meth:`Started.rest`. ``most`` is as for :meth:`pipeline`. If one of the others fails, this
-        raises its error at once, as :meth:`pipeline` would, and closes the connection: what the
-        last ones did is then not known. Only if another node is the right one, all are waited for,
-        and sent there.
+        Returns once the replies to the first commands are there; :meth:`Started.rest` waits for the
+        last ones. ``most`` is as for :meth:`pipeline`. If one of the first commands fails, this
+        raises its error at once and closes the connection, and the outcome of the last commands is
+        unknown. If another node must execute them, this waits for all replies and resends the
+        commands there.
         """
         generation = self._generation
         early: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
@@ -279,7 +278,7 @@ class Client:
         into: Sequence[BulkPlace] | None = None,
         hops: int = 0,
     ) -> list[Any]:
-        """Raise the first error among replies, or follow it to the right node: its replies."""
+        """Raise the first error among replies, or resend to the right node for its replies."""
         failure = _first_error(replies)
         if failure is None:  # or it is within a reply
             return replies
@@ -291,11 +290,11 @@ class Client:
         raise self._failed(failure) from failure
 
     def _failed(self, failure: exceptions.ResponseError) -> BrokerError:
-        """What an error among the replies means."""
+        """Translate an error reply, and forget the node if it is the wrong one."""
         translated = self._translated(failure)
         if is_elsewhere(failure):
-            # Without a guide, the host name may resolve to another node by now: a Kubernetes
-            # Service, a managed Redis.
+            # Without sentinels or a cluster, the host name may resolve to another node by now: a
+            # Kubernetes Service, a managed Redis.
             self._lost = True
             self._forget(None if self._guide else self._place)
         return translated
@@ -325,10 +324,9 @@ class Client:
     ) -> list[Any]:
         """Send commands and return the replies.
 
-        If the clock was not read for some time, a TIME goes along, unless its reply would be late
-        or not fit in.
+        Also sends TIME if the clock is due, unless the commands block or bound their replies.
 
-        ``once``: a node for this exchange alone. ``hops``: redirects that were followed to it.
+        ``once``: a node for this exchange alone. ``hops``: redirects followed so far.
         """
         sent = tuple(asking(commands)) if once and once.asking else commands
         generation = self._generation
@@ -361,7 +359,7 @@ class Client:
         return replies
 
     def _read_clock(self, reply: Any, sent: float) -> None:
-        """Take Redis's time from the reply to a TIME that was sent at ``sent`` (uptime)."""
+        """Correct the clock by the reply to a TIME command sent at ``sent`` (uptime)."""
         if not isinstance(reply, Exception):
             self.clock.read(_seconds(reply), sent)
         elif isinstance(reply, exceptions.NoPermissionError) and self.warn is not None:
@@ -372,7 +370,7 @@ class Client:
             self.warn = None
 
     def _rested(self) -> Link | None:
-        """An idle connection that Redis has not closed since (its ``timeout`` setting)."""
+        """An idle connection that is still open; None if there is none."""
         while self._idle:
             link = self._idle.pop()
             if link.is_open:
@@ -392,7 +390,7 @@ class Client:
                 link = await self._connected(once.place if once else None)
         except (*_BROKEN, LoginRefused) as error:
             meant = self._lost_redis(error, generation)
-            # What Sentinels say has its meaning already.
+            # Errors of Sentinels are translated already.
             login = self._guide_login if meant is error else self._login
             if isinstance(meant, LoginRefused) and self._may_pass(meant, login):
                 meant = Unavailable(f"{meant}; waiting for files that Redis accepts")
@@ -401,8 +399,9 @@ class Client:
         return link, seconds - (time.monotonic() - began)
 
     def _may_pass(self, refusal: LoginRefused, login: RedisSettings | SentinelSettings) -> bool:
-        """Whether a file of ours may only be older than what Redis has: passwords and certificates
-        are replaced while we run. Before we were let in, a refusal is a mistake.
+        """Whether a refused login may succeed later, with a replaced password or certificate.
+
+        A refusal before the first successful login is a mistake in the configuration.
         """
         if not self._was_let_in:
             return False
@@ -411,7 +410,7 @@ class Client:
         return login.password_file is not None and login.password is None
 
     def _put_back(self, link: Link, generation: int, once: _Elsewhere | None = None) -> None:
-        """Keep a link whose exchange is over, or close it if it leads to another node."""
+        """Keep a link after its exchange, or close it if it leads to an earlier node."""
         if self._closed or once is not None or generation != self._generation:
             link.abort()
         else:
@@ -425,10 +424,10 @@ class Client:
         most: float,
         generation: int,
     ) -> None:
-        """Close a link whose exchange failed, at once, and raise what that means.
+        """Close a link whose exchange failed, at once, and raise the translated error.
 
-        Returns if it was cancelled. Unsent data is discarded: the caller may reuse its memory, or
-        no longer want the commands executed; and a late reply must not reach the next caller.
+        Returns without raising if the exchange was cancelled. Discards unsent data, as the caller
+        may reuse its memory, and late replies, which must not reach the next caller.
         """
         link.abort()
         if isinstance(error, ReplyTooLarge):
@@ -438,7 +437,7 @@ class Client:
             raise self._lost_redis(error, generation) from error
 
     def _lost_redis(self, error: Exception, generation: int) -> BrokerError:
-        """What the failure of a connection of this generation means."""
+        """Translate the failure of a connection of this generation."""
         translated = self._translated(error)
         self._lost = True
         if self._guide is not None and generation == self._generation:
@@ -463,14 +462,14 @@ class Client:
         except BaseException:
             link.abort()
             raise
-        self._read_clock(reply, sent)  # any other error will come again
+        self._read_clock(reply, sent)  # another error recurs with the first command
         if self._lost:
             self._lost = False
             self.reconnects += 1
         return link
 
     def _taken_over(self, connection: Connection) -> Link:
-        """The link of a connection whose handshake redis-py has done."""
+        """Take the transport of a connection after redis-py's handshake, as a link."""
         reader, writer = connection._reader, connection._writer  # noqa: SLF001
         if reader is None or writer is None or reader.at_eof() or writer.transport.is_closing():
             raise exceptions.ConnectionError("Connection closed by server.")  # or reset
@@ -484,7 +483,7 @@ class Client:
         options: dict[str, Any],
         login: RedisSettings | SentinelSettings,
     ) -> Connection:
-        """Connect, and log in with the first of the passwords that is accepted."""
+        """Connect, and log in with the first password that Redis accepts."""
         tries: list[str | None] = [*passwords(login)] or [options.get("password")]
         *others, last = tries
         for password in others:
@@ -513,9 +512,9 @@ class Client:
         return cast(Connection, connection)
 
     async def read_certificates(self) -> None:
-        """Bring :attr:`certificates` up to date: open connections may have begun with older ones.
+        """Update :attr:`certificates` by new handshakes: open connections may have older ones.
 
-        A server that is not trusted any more keeps its entry, one that can't be reached loses it.
+        An untrusted server keeps its entry; an unreachable server loses it.
         """
         current = () if self._place is None else (self._place,)
         places = {*self.places, *current, *self.certificates}
@@ -552,7 +551,7 @@ class Client:
                 await _disconnect(connection)
 
     def _forget(self, place: Address | None = None) -> None:
-        """Use ``place`` from now on, or ask the guide if None; close idle connections."""
+        """Use ``place`` from now on (None: ask sentinels or cluster); close idle connections."""
         self._place = place
         self._generation += 1
         for link in self._idle:
@@ -563,7 +562,7 @@ class Client:
         return meaning(error, address or self.address, is_guided=self._guide is not None)
 
     def hurry(self, seconds: float) -> None:
-        """Cap the time-out at ``seconds`` from now on, so that a good-bye can't delay shutdown."""
+        """Cap the time-out at ``seconds`` from now on: a last message must not delay shutdown."""
         self._timeout_s = min(self._timeout_s, seconds)
 
     async def close(self) -> None:
@@ -579,7 +578,7 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
     try:
         options: dict[str, Any] = {"connection_class": Connection, **parse_url(settings.url)}
     except ValueError as error:
-        # Don't show the error: part of a password may look like a port, and it quotes that.
+        # Don't show the error: it quotes the port, which may be part of a password.
         unquoted = "special characters of a password must be percent-encoded, or in redis.password"
         why = unquoted if "@" in settings.url else error
         raise ConfigError(f"redis.url: {shown!r} is not allowed: {why}") from error
@@ -612,7 +611,7 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
 
 
 async def shown_certificate(place: Address, context: ssl.SSLContext) -> Mapping[str, Any]:
-    """The certificate that a server shows; empty if the context verifies none. Raises OSError."""
+    """A server's certificate; empty if the context verifies none. Raises OSError."""
     _, writer = await asyncio.open_connection(*place, ssl=context)
     shown: Mapping[str, Any] | None = writer.get_extra_info("peercert")
     writer.transport.abort()
@@ -620,7 +619,7 @@ async def shown_certificate(place: Address, context: ssl.SSLContext) -> Mapping[
 
 
 def _ends(shown: Mapping[str, Any], context: ssl.SSLContext) -> float:
-    """When a certificate, or the authority of ours that signed it, ends (seconds since 1970)."""
+    """When a certificate or the trusted authority that signed it expires (seconds since 1970)."""
     chain = [shown, *(one for one in context.get_ca_certs() if one["subject"] == shown["issuer"])]
     return min(ssl.cert_time_to_seconds(one["notAfter"]) for one in chain)
 
@@ -642,7 +641,7 @@ async def _disconnect(
 
 
 async def _check_role(connection: Connection) -> None:
-    """Raise ReadOnlyError unless this is the master: a sentinel's answer may be stale."""
+    """Raise ReadOnlyError unless the node is a master: a sentinel's answer may be stale."""
     await connection.send_command("ROLE", check_health=False)
     role, *_ = await connection.read_response(disconnect_on_error=False)
     if role != b"master":
@@ -660,7 +659,7 @@ def _first_error(replies: Sequence[Any]) -> exceptions.ResponseError | None:
 
 
 def _raise_passing(replies: Sequence[Any]) -> None:
-    """Raise what redis-py takes for the connection's error, such as LOADING."""
+    """Raise the first error that redis-py counts as a connection error, such as LOADING."""
     for reply in replies:
         if isinstance(reply, exceptions.ConnectionError):
             raise reply

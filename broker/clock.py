@@ -1,7 +1,6 @@
-"""Redis's clock, by which all of a run's services tell the time.
+"""Redis's clock, which all services of a run share.
 
-Their machines' own clocks may be wrong, and so differ; a time that one service writes and another
-compares must be of one clock.
+Machines' clocks differ, and services compare times that other services wrote.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ else:
 
 
 class Clock:
-    """What Redis's clock shows, counted on from the answers to TIME by this machine's uptime."""
+    """An estimate of Redis's clock, from replies to TIME and this machine's uptime."""
 
     def __init__(self) -> None:
-        self._ahead: float | None = None  # of the machine's uptime, in seconds; None: not known
+        self._ahead: float | None = None  # seconds ahead of the uptime; None: not known
 
     def read(self, at: float, sent: float) -> None:
-        """Note that Redis's clock showed ``at`` (seconds since 1970) since ``sent`` (uptime).
+        """Note that a TIME command sent at ``sent`` (uptime) returned ``at`` (seconds since 1970).
 
-        An answer that is late tells little, so the clock is corrected only as far as it must be
-        wrong.
+        A late reply gives only loose bounds; the estimate moves just far enough to fit them.
         """
         least, most = at - uptime(), at - sent
         ahead = (least + most) / 2 if self._ahead is None else self._ahead
         self._ahead = min(max(ahead, least), most)
 
     def now(self) -> float:
-        """Seconds since 1970; by this machine's own clock until Redis has answered once."""
+        """Redis's time in seconds since 1970; this machine's time before the first reply."""
         return time.time() if self._ahead is None else uptime() + self._ahead

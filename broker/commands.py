@@ -11,7 +11,7 @@ Buffer = bytes | memoryview
 Argument = bytes | memoryview | str | int | float
 Command = tuple[Argument, ...]
 
-ASKING: Command = ("ASKING",)  # ahead of a command to a node that imports its slot
+ASKING: Command = ("ASKING",)  # precedes a command to a node that imports the slot
 
 
 # hiredis's stub takes tuples of one element only.
@@ -61,5 +61,5 @@ def _in_parts(commands: Sequence[Command]) -> list[Buffer]:
 
 
 def _arguments(some: Command) -> bytes:
-    """Some arguments of a command, without the header that says how many there are."""
+    """Encode some arguments of a command, without the header with their number."""
     return _packed(some).partition(b"\r\n")[2]

@@ -1,4 +1,4 @@
-"""What the errors of Redis and of connections mean to the services, as pure functions."""
+"""Translate the errors of Redis and of connections into fedstream's errors. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't
 # MISCONF: a snapshot failed. BUSY: a script has run for too long. Errors raised inside a script
 # don't start with the code.
 _PASSING = re.compile(r"\b(NOREPLICAS|MISCONF|BUSY|TRYAGAIN|CLUSTERDOWN|MASTERDOWN|LOADING) ")
-# Errors that mean this is now the wrong node, including those raised inside scripts by Redis 7,
-# later releases and Valkey. UNBLOCKED: the stream we blocked on is gone, or the node was demoted.
+# Errors of a node that is no longer the right one, including errors inside scripts (Redis 7 and
+# later, Valkey). UNBLOCKED: the stream we blocked on is gone, or the node was demoted.
 _ELSEWHERE = (
     exceptions.AskError,
     exceptions.ReadOnlyError,
@@ -39,10 +39,10 @@ _UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
 
 def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
-    """What a node's error, or a connection's, means to the services.
+    """The BrokerError for an error of a node or of a connection.
 
-    ``address``: of the node, for the message. ``is_guided``: whether sentinels or a cluster say
-    which node to use.
+    ``address``: of the node, for the message. ``is_guided``: whether sentinels or a cluster name
+    the node.
     """
     if isinstance(error, BrokerError):
         return error
@@ -85,12 +85,12 @@ def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
 
 
 def said_by_redis(error: Exception) -> Exception:
-    """The error itself, or the one that redis-py wraps: its handshake's, on Unix sockets."""
+    """The error itself, or the handshake error that redis-py wraps on Unix sockets."""
     if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
         return error.__cause__
     return error
 
 
 def is_elsewhere(error: Exception) -> bool:
-    """Whether the error says that this is not, or no longer, the right node."""
+    """Whether the error means that the node is not, or no longer, the right one."""
     return isinstance(error, _ELSEWHERE) or bool(_ELSEWHERE_TOO.search(str(error)))

@@ -1,4 +1,4 @@
-"""Names of all the keys that a run has in Redis.
+"""Names of all keys of a run in Redis.
 
 All keys of a run share the hash tag ``{run}``, so they live in one slot of a cluster and a script
 may touch any of them.
@@ -50,26 +50,26 @@ class Keys:
         # state: hashes, sets and sorted sets
         self.run = prefix + "run"  # the run's record: state, layout, target
         self.head = prefix + "head"  # the newest version
-        self.kept = prefix + "kept"  # versions whose blob is still there
+        self.kept = prefix + "kept"  # blob of a kept model -> its version
         self.lineage = prefix + "lineage"  # version -> digest as given, of the newest versions
         self.open = prefix + "open"  # task -> trigger, for all tasks not yet ended
         self.admitted = prefix + "admitted"  # task -> the attempt that was admitted
         self.ended = prefix + "ended"  # the newest ended tasks, ordered by id
         self.counts = prefix + "counts"  # tasks by outcome and reason, strays, encoded updates
         self.tokens = prefix + "tokens"  # role -> fencing token; "look" during a repair
-        self.trainers = prefix + "trainers"  # trainer -> its latest description of itself
-        self.alive = prefix + "alive"  # trainer -> when it was last heard from, Redis's clock
+        self.trainers = prefix + "trainers"  # trainer -> its latest announcement
+        self.alive = prefix + "alive"  # trainer -> time of its last message, by Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
         self.failing = (
             prefix + "failing"
-        )  # device -> failed tasks in a row, until when it rests, why
-        self.pool = prefix + "pool"  # trainers that own nothing: they serve the unowned devices
-        self.concurrent = prefix + "concurrent"  # gateway's replica -> how many devices it owns
-        self.working = prefix + "working"  # trainer -> what its newest heartbeat says of its work
+        )  # device -> failed tasks in a row, end of its rest, last reason
+        self.pool = prefix + "pool"  # trainers without devices: they serve the unowned devices
+        self.concurrent = prefix + "concurrent"  # gateway's replica -> number of its devices
+        self.working = prefix + "working"  # trainer -> its newest heartbeat
         self.rates = prefix + "rates"  # each site's activity in the second under ''
         self.letters = prefix + "letters"  # site|id of each letter in `dead`
         self.sites = prefix + "sites"  # sites that have an inbox
-        self.sinks = prefix + "sinks"  # sink -> how far its tracker is
+        self.sinks = prefix + "sinks"  # sink -> its cursor
         # streams
         self.triggers = prefix + "triggers"
         self.tasks = prefix + "tasks"
@@ -77,10 +77,10 @@ class Keys:
         self.models = prefix + "models"
         self.events = prefix + "events"
         self.dead = prefix + "dead"
-        self.changes = prefix + "changes"  # names of tasks and devices that changed, in order
+        self.changes = prefix + "changes"  # log: names of changed tasks and devices, in order
 
     def inbox(self, site: str) -> str:
-        """The stream of a site's messages; its trainers can append to it and no more."""
+        """The stream of a site's messages; the site's trainers can only append to it."""
         return f"{self.prefix}inbox:{site}"
 
     def tasks_of(self, owner: str) -> str:
@@ -90,7 +90,7 @@ class Keys:
     def owned(self, trainer: str) -> str:
         """The digest of the list of devices registered for a trainer (see :func:`member`).
 
-        Before it, until when heartbeats may do for the list, in ms since 1970.
+        The value also has the time until which heartbeats may replace the list, in ms since 1970.
         """
         return f"{self.prefix}owned:{trainer if '/' in trainer else f'{POOL}/{trainer}'}"
 
@@ -107,7 +107,7 @@ class Keys:
         return f"{self.prefix}update:{blob}"
 
     def queued(self, blob: str) -> str:
-        """The blob of an admitted update, out of its site's reach until the updater is done."""
+        """The blob of an admitted update, which its site can no longer touch."""
         return f"{self.prefix}queued:{blob}"
 
     def device(self, device: int) -> str:
@@ -119,7 +119,7 @@ class Keys:
         return f"{self.device(device)}:{digest}"
 
     def control(self, site: str, device: int) -> str:
-        """A site's copy of the device state, taken when it was sent a task for the device."""
+        """A site's copy of the device state, made when the site gets a task for the device."""
         return f"{self.prefix}control:{site}/{device}"
 
     def workspace(self, site: str, task: str) -> str:
@@ -127,35 +127,35 @@ class Keys:
         return f"{self.prefix}workspace:{site}/{task}"
 
     def enrolled(self, site: str) -> str:
-        """The devices that a gateway knows: device -> its public key, and when it enrolled."""
+        """The devices of a gateway: device -> public key, and time of enrolment."""
         return f"{self._gateway(site)}devices"
 
     def invites(self, site: str) -> str:
-        """Who may enrol at a gateway: device -> the digest of its invite, and until when."""
+        """The invites of a gateway: device -> digest of its invite, and expiry."""
         return f"{self._gateway(site)}invites"
 
     def revoked(self, site: str) -> str:
-        """The devices that a gateway turns away: device -> since when."""
+        """The revoked devices of a gateway: device -> time of revocation."""
         return f"{self._gateway(site)}revoked"
 
     def enrolments(self, site: str) -> str:
-        """A text that changes whenever a gateway's devices do, so that what is known is known."""
+        """A text that changes with the gateway's registers; then replicas read them anew."""
         return f"{self._gateway(site)}changed"
 
     def moves(self, site: str) -> str:
-        """The stream in which a gateway's replicas tell which devices have come to them."""
+        """The stream in which a gateway's replicas announce devices that came to them."""
         return f"{self._gateway(site)}moves"
 
     def secret(self, site: str) -> str:
-        """What the replicas of a gateway sign tokens with."""
+        """The secret with which the replicas of a gateway sign tokens."""
         return f"{self._gateway(site)}secret"
 
     def nonce(self, site: str, nonce: str) -> str:
-        """A nonce that a gateway has seen, for as long as its request would be accepted."""
+        """A nonce that a gateway has seen; it expires when its request would be refused anyway."""
         return f"{self._gateway(site)}nonce:{nonce}"
 
     def upload_note(self, site: str, upload: str) -> str:
-        """What a gateway keeps of an update that arrives in parts, by its task and attempt."""
+        """A gateway's note about an upload in parts, by the update's task and attempt."""
         return f"{self._gateway(site)}upload:{upload}"
 
     def _gateway(self, site: str) -> str:

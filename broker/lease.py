@@ -1,4 +1,4 @@
-"""Leases: roles that one process holds at a time, with a token that fences its predecessors."""
+"""Leases: one process at a time holds a role, and a token fences its predecessors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _GOODBYE_S = 2.0
 _ACQUIRE = Script("acquire")
 _HOLD = Script("hold")
 _YIELD = Script("yield")
-SCRIPTS = (_ACQUIRE, _HOLD, _YIELD)  # that the holder of a role runs
+SCRIPTS = (_ACQUIRE, _HOLD, _YIELD)  # for the roles that need a lease
 
 
 class Lease:
-    """A role held under a name, with a token that grows with each holder and guards each write.
+    """A role and the name of its holder, with a token that grows with each holder.
 
-    The lease only decides who may try; correctness rests on the token. A holder that was paused
-    past the end of its lease finds itself fenced when it resumes.
+    Redis checks the token with each write, and correctness depends on the token alone: a holder
+    that was paused past the end of its lease is fenced when it resumes.
     """
 
     def __init__(self, client: Client, keys: Keys, role: str, name: str, *, seconds: float) -> None:
@@ -40,7 +40,7 @@ class Lease:
         return f"{self.number}:{self.nonce}"
 
     async def acquire(self, *, at_least: int = 0) -> bool:
-        """Take the role unless another holds it: whether it was taken.
+        """Take the role unless another process holds it; return whether it was taken.
 
         The token's number is above ``at_least``.
         """
@@ -57,7 +57,7 @@ class Lease:
         return self.number > 0
 
     async def hold(self) -> bool:
-        """Renew the lease. False: Redis lost the token, acquire again. Raises Fenced."""
+        """Renew the lease. False if Redis lost the token: acquire again. Raises Fenced."""
         holder = f"{self.name}|{self.nonce}"
         reply = await _HOLD(
             self._client, self._keys, self.role, self.token, holder, self._milliseconds
@@ -67,7 +67,7 @@ class Lease:
         return bool(reply == b"held")
 
     async def release(self) -> None:
-        """Give up the lease, so that a successor need not wait for it to expire.
+        """Give up the lease, so that a successor need not wait for its expiry.
 
         This is the holder's last call, with a short time-out in case Redis hangs.
         """

@@ -1,16 +1,16 @@
-"""One open connection to Redis: commands out, and their replies in.
+"""One open connection to Redis, which sends commands and receives their replies.
 
-An exchange wakes its caller once, when the last reply is there, and takes one time-out however many
-replies there are. A model's bytes are received where they belong, without a copy in between.
+An exchange wakes its caller once, after the last reply, and has one time-out for any number of
+replies. The bytes of a model are received directly into its memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import inf
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import hiredis
 
@@ -18,36 +18,36 @@ from fedstream.broker.commands import Buffer
 from fedstream.core.errors import ReplyTooLarge
 
 READ = 1 << 18  # bytes taken from a connection at once
-_STAGED = 1 << 16  # the same while bulks are received; what is beyond goes straight to its place
-_SENT = 1 << 20  # bytes that the system takes at once: a chunk
-_LINE = 1 << 16  # bytes of a line at most; none of Redis's is nearly as long
+_STAGED = 1 << 16  # the same for bulks; the bytes after it are received into their buffer
+_SENT = 1 << 20  # bytes of the system's send buffer: a chunk fits
+_LINE = 1 << 16  # bytes of a line at most; Redis's lines are far shorter
 _CLOSED = "Connection closed by server."
 _NOT_YET = object()
-BulkPlace = memoryview | None  # where a bulk goes; None: returned as bytes
+BulkPlace = memoryview | None  # the buffer for a bulk; None: return it as bytes
 _END = b"\r\n"
 
 
 class Bulks:
-    """Receives a number of bulk replies: as bytes, or into buffers.
+    """Receives bulk replies as bytes or into buffers.
 
-    The bytes beyond a buffer are dropped, and the reply says how many there were.
+    Drops bytes beyond a buffer's end; the reply of a bulk in a buffer is the bulk's length.
     """
 
     def __init__(
         self, expected: int, into: Sequence[BulkPlace], error: Callable[[str], Exception]
     ) -> None:
-        """``into``: where each reply goes; see :meth:`Link.exchange`.
+        """``into``: the buffer of each reply; see :meth:`Link.exchange`.
 
-        ``error`` makes an exception from an error reply's text.
+        ``error``: makes an exception from the text of an error reply.
         """
-        self.replies: list[Any] = []  # bytes, or lengths; None: nil; or errors
+        self.replies: list[Any] = []  # bytes, a length, None for nil, or an error
         self._expected = expected
         self._places = iter(into)
         self._place: BulkPlace = None
-        self._into = memoryview(b"")  # what is left of the place
+        self._into = memoryview(b"")  # the rest of the current buffer
         self._error = error
         self._line = bytearray()  # the beginning of a line, or the first reply
-        self._left = 0  # bytes of the current bulk still to come, and of the line's end after it
+        self._left = 0  # missing bytes of the current bulk, its line end included
         self._length = 0  # of the current bulk
         self._next_place()
 
@@ -58,27 +58,27 @@ class Bulks:
 
     @property
     def room(self) -> memoryview | None:
-        """Where the next bytes belong; None: they are to be passed to :meth:`feed`."""
+        """The memory for the next bytes; None: pass them to :meth:`feed`."""
         if not self._left or self._place is None:
             return None
-        # The last bytes come with the line's end, and with what follows.
+        # The last bytes are received together with the line's end and the next reply.
         direct = min(self._left - len(_END), len(self._into)) - 1
         return self._into[:direct] if direct >= _STAGED else None
 
     def filled(self, count: int) -> None:
-        """So many bytes were written to :attr:`room`."""
+        """Note that ``count`` bytes were written to :attr:`room`."""
         self._into = self._into[count:]
         self._left -= count
 
     def feed(self, data: memoryview) -> None:
-        """Take bytes as they came. Raises ValueError unless they are bulk replies."""
+        """Parse received bytes. Raises ValueError unless they are bulk replies."""
         while data:
             if self.is_complete:
                 raise ValueError("more replies than commands")
             data = self._bytes(data) if self._left else self._header(data)
 
     def _bytes(self, data: memoryview) -> memoryview:
-        """Take bytes of the current bulk; return the rest."""
+        """Consume bytes of the current bulk; return the rest."""
         content = data[: max(0, self._left - len(_END))]
         if self._place is None:
             self._line += content
@@ -104,7 +104,7 @@ class Bulks:
             self._into = memoryview(b"") if place is None else place
 
     def _header(self, data: memoryview) -> memoryview:
-        """Take bytes of a line; return the rest."""
+        """Consume bytes of a line; return the rest."""
         had = len(self._line)
         self._line += data[:_LINE]
         end = self._line.find(_END, max(0, had - 1))
@@ -116,7 +116,7 @@ class Bulks:
         self._line.clear()
         if kind == b"-":
             self._reply(self._error(text.decode(errors="replace")))
-        elif kind == b"+":  # to a command sent ahead, such as ASKING
+        elif kind == b"+":  # the reply to a preceding command, such as ASKING
             self.replies.append(text)
         elif kind != b"$":
             raise ValueError(f"a reply of kind {kind.decode(errors='replace')!r}, expected a bulk")
@@ -134,36 +134,36 @@ class Link(asyncio.BufferedProtocol):
     def __init__(
         self, writer: asyncio.StreamWriter, error: Callable[[str], Exception], buffer: memoryview
     ) -> None:
-        """Take a stream's connection over, once its handshake is done.
+        """Take over the connection of a stream after its handshake.
 
-        ``error`` makes an exception from an error reply's text. ``buffer``: ``READ`` bytes, used
-        only within a call, so connections may share it.
+        ``error``: makes an exception from the text of an error reply. ``buffer``: ``READ`` bytes,
+        used only within a call, so connections may share it.
         """
-        self._writer = writer  # kept: when it goes, it closes the connection
+        self._writer = writer  # kept, as its deletion would close the connection
         self._transport = transport = cast(asyncio.Transport, writer.transport)
         self._loop = asyncio.get_running_loop()
         self._error = error
         self._buffer = buffer
         self._reader = hiredis.Reader(replyError=self._erred, notEnoughData=_NOT_YET)
         self._waiter: asyncio.Future[list[Any]] | None = None  # None: no exchange
-        self._early: asyncio.Future[list[Any]] | None = None  # None: nobody waits for it, or done
-        self._until = 0.0  # when the exchange has taken too long, on the loop's clock
+        self._early: asyncio.Future[list[Any]] | None = None  # None: not requested, or done
+        self._until = 0.0  # time-out of the exchange, by the loop's clock
         self._alarm: asyncio.TimerHandle | None = None
-        self._rings = inf  # when the alarm does; infinity: there is none
-        self._soon = 0  # replies that it gets
+        self._rings = inf  # time of the alarm; infinity: none is set
+        self._soon = 0  # replies for the early future
         self._wait_s = 0.0  # seconds that the last commands may block
         self._replies: list[Any] = []
         self._expected = 0
-        self._left = inf  # bytes that the replies may still have
+        self._left = inf  # bytes left for the replies
         self._bulks: Bulks | None = None
-        self._direct = False  # the last buffer handed out was the bulks' own
+        self._direct = False  # the last buffer handed out belongs to the bulks
         self.received = 0  # replies in the last exchange that failed
         self.has_erred = False  # an error is among the replies of the last exchange
         self.is_open = True  # another exchange can be tried
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX:
-            # By default it takes 200 KB, and Redis wakes up for each part of what is longer. TCP's
-            # buffers grow by themselves.
+            # A Unix socket takes 200 KB by default, and Redis wakes up for each part of a longer
+            # command. TCP's buffers grow by themselves.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT)
         transport.pause_reading()
         transport.set_protocol(self)
@@ -181,18 +181,18 @@ class Link(asyncio.BufferedProtocol):
         late: int = 1,
         wait_s: float = 0.0,
     ) -> asyncio.Future[list[Any]]:
-        """Send encoded commands; the future gets so many replies, error replies among them.
+        """Send encoded commands; the future gets ``expected`` replies, error replies included.
 
-        ``most``: limit in bytes on all replies together, accurate to one read. ``into``: for
-        commands that all reply with a bulk or nil: the buffer that each goes into, behind what the
-        replies just before put there; None: it is returned as bytes.
-        The future gets a TimeoutError after ``seconds``, ReplyTooLarge, or an OSError: the
-        connection must then be aborted, as also if the future is cancelled. Raises ConnectionError.
+        ``most``: limit in bytes on all replies together, accurate to one read. ``into``: a buffer
+        for each reply, all of which must be a bulk or nil; replies in a row with the same buffer
+        append to it; None: return bytes. The future fails with TimeoutError after ``seconds``,
+        with ReplyTooLarge or with OSError. The caller must then abort the connection, and also if
+        it cancels the future. Raises ConnectionError.
 
-        ``early``: gets all replies but the last ``late`` as soon as they are there, or the same
-        error. The others may then come ``wait_s`` later than ``seconds``.
+        ``early``: a future that gets all replies but the last ``late``, as soon as they are there,
+        or the same error. The last replies may take ``wait_s`` longer than ``seconds``.
         """
-        if not self.is_open:  # nothing would ever tell us so again
+        if not self.is_open:  # the transport reports a loss only once
             raise ConnectionError(_CLOSED)
         waiter: asyncio.Future[list[Any]] = self._loop.create_future()
         if not expected:
@@ -216,15 +216,15 @@ class Link(asyncio.BufferedProtocol):
         return waiter
 
     def abort(self) -> None:
-        """Close the connection at once; what was not sent is dropped."""
+        """Close the connection at once, dropping unsent data."""
         self._close()
         self._over()
         self._transport.abort()
 
-    # what the transport calls
+    # called by the transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes are to be received."""
+        """The memory for the next received bytes."""
         if self._bulks is None:
             self._direct = False
             return self._buffer
@@ -236,7 +236,7 @@ class Link(asyncio.BufferedProtocol):
         """Take the bytes that were received."""
         waiter = self._waiter
         if waiter is None or waiter.done():
-            self.abort()  # nobody asked for these
+            self.abort()  # bytes without a request
             return
         self._left -= nbytes
         try:
@@ -257,7 +257,7 @@ class Link(asyncio.BufferedProtocol):
             self._fail(ReplyTooLarge())
 
     def _taken(self, count: int) -> bool:
-        """Parse bytes; return whether all replies are there."""
+        """Parse received bytes; return whether the exchange is complete."""
         bulks = self._bulks
         if bulks is not None:
             if self._direct:
@@ -291,10 +291,11 @@ class Link(asyncio.BufferedProtocol):
         return self._error(text)
 
     def _ring_at(self, time: float) -> None:
-        """Have the alarm ring at a time of the loop's clock, and no sooner.
+        """Set the alarm to a time of the loop's clock.
 
-        Exchanges are far shorter than their time-outs. So an exchange does not stop the alarm when
-        it is over: it rings at most once in a time-out, and then waits for a later exchange's end.
+        Exchanges are far shorter than their time-outs, so the end of an exchange does not cancel
+        the alarm. The alarm rings at most once per time-out, and is then set anew for the exchange
+        under way.
         """
         if self._alarm is not None:
             self._alarm.cancel()
@@ -307,7 +308,7 @@ class Link(asyncio.BufferedProtocol):
         if self._waiter is None:
             return
         if self._wait_s and self._early is None and self._until <= self._loop.time():
-            self._until += self._wait_s  # only the command that may block is outstanding
+            self._until += self._wait_s  # only the blocking command is outstanding
             self._wait_s = 0.0
         if self._until > self._loop.time():
             self._ring_at(self._until)
@@ -315,22 +316,61 @@ class Link(asyncio.BufferedProtocol):
             self._fail(TimeoutError())
 
     def _close(self) -> None:
-        """Let nobody use the connection again."""
+        """Mark the connection as unusable."""
         self.is_open = False
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm, self._rings = None, inf
 
     def _fail(self, error: Exception) -> None:
-        """Give the error to who waits. It was raised for nobody, if the exchange was given up."""
+        """Fail the pending futures with the error."""
         waiting, self.received = (self._early, self._waiter), len(self._replies)
         self._over()
         for future in waiting:
             if future is not None and not future.done():
                 future.set_exception(error)
-                future.exception()  # asyncio would log it, if nobody asked for this one
+                future.exception()  # retrieved, as asyncio logs errors that nobody retrieves
 
     def _over(self) -> None:
-        """End the exchange: its memory is the caller's again."""
+        """End the exchange and drop references to the caller's memory."""
         self._waiter = self._early = self._bulks = None
         self._replies = []
+
+
+class Started:
+    """The replies to executed commands, and one or more blocking commands still under way.
+
+    Use it in a ``with`` block, or close it: both close the connection unless :meth:`rest` or
+    :meth:`last` was called.
+    """
+
+    def __init__(
+        self,
+        replies: list[Any],
+        link: Link | None,
+        rest: Callable[[], Awaitable[list[Any]]],
+    ) -> None:
+        self.replies = replies  # to all commands but the blocking ones
+        self._link = link
+        self._rest = rest
+
+    async def last(self) -> Any:
+        """Wait for the last command's reply. Call it once. Raises as ``pipeline`` does."""
+        return (await self.rest())[-1]
+
+    async def rest(self) -> list[Any]:
+        """Wait for the replies to the blocking commands. Call it once. Raises as ``pipeline``."""
+        self._link = None  # _rest closes the link if it fails
+        return (await self._rest())[len(self.replies) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, unless :meth:`rest` or :meth:`last` was called."""
+        if self._link is not None:
+            self._link.abort()
+            self._link = None

@@ -12,8 +12,8 @@ Beyond that it can read the run's record, the newest version, the models, and a 
 the devices that the site was sent tasks for. It can't load scripts: services do that. It can't
 read, claim or delete an inbox entry or an update, not even its own.
 
-A gateway is such a trainer of a site of its own, and keeps the register of the devices that
-enrolled at it. Its replicas share a user.
+A gateway is a trainer of a site of its own that also keeps the register of its enrolled devices.
+Its replicas share a user.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fedstream.broker.ledger import (
     trainer,
     updater,
 )
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Rights
 from fedstream.broker.scripts import Script
 from fedstream.broker.settings import in_lines
 from fedstream.core.messages import POOL
 
 # Commands that any of our connections may need: PING and ROLE as checks, TIME for the run's clock,
-# the others to set it up. Not SELECT: a user's keys are the same in every database, and clean-up
-# looks in the run's alone.
+# the others for the handshake. Not SELECT: a user's key rights hold in every database, but clean-up
+# covers only the run's database.
 _CONNECTION = (
     "ping",
     "role",
@@ -62,10 +62,10 @@ RIGHTS = {
     "operator": operator.RIGHTS,
 }
 ROLES = tuple(RIGHTS)
-# Roles that many runs do without: a user only for those with a password.
+# Roles that many runs do without; each gets a user only if it has a password.
 OPTIONAL = ("gateway", "sinks")
 
-# The sites whose users have the name of their role alone.
+# Sites whose users are named after the role alone.
 _OWN = {"trainer": POOL, "gateway": GATEWAY}
 
 # Rights of Redis's own processes where sentinels are used, from Redis's documentation, and of the
@@ -93,7 +93,7 @@ def commands(rights: Rights) -> list[str]:
 def rights_of(role: str, site: str | None = None) -> list[Rights]:
     """A role's rights: its own, then its selectors.
 
-    ``site``: whose, for trainers and gateways; None: the pool, or a run's only gateway.
+    ``site``: of trainers and gateways; None: the pool, or a run's only gateway.
     """
     site = site or (GATEWAY if role == "gateway" else POOL)
     tasks = ("tasks", f"tasks:{POOL}/*") if site == POOL else (f"tasks:{site}/*",)
@@ -113,7 +113,7 @@ def rights_of(role: str, site: str | None = None) -> list[Rights]:
 def rules(role: str, run: str, site: str | None = None) -> str:
     """A role's rights in a run as ACL rules, to be placed after the user's password.
 
-    ``site``: the site, for trainers and gateways.
+    ``site``: of trainers and gateways.
     """
     first, *apart = (_rules(one, Keys(run).prefix) for one in rights_of(role, site))
     return " ".join(["resetkeys resetchannels", first, *(f"({one})" for one in apart)])
@@ -141,14 +141,14 @@ def acl(
 ) -> str:
     """An ACL file for a server dedicated to this run, with a user for each role and site.
 
-    ``passwords`` are by role; ``sites`` gives those of sites other than the pool, by site, and
-    ``gateways`` those of gateways whose site has another name than the role. A user may have
-    several passwords, one a line. The file contains only their hashes. There is also a user
-    ``health``, which can only send PING (not answered while a script hangs) and has no password,
-    since a probe can't supply one.
+    ``passwords``: by role. ``sites``: passwords by site, for trainers of sites other than the pool.
+    ``gateways``: passwords by site, for gateways whose site isn't named after the role. A user may
+    have several passwords, one a line; the file contains only their hashes. The user ``health`` can
+    only send PING (not answered while a script hangs) and has no password, since a probe can't
+    supply one.
     """
-    # Nobody can log in as `default`, but Redis loads the append-only file with its rights: without
-    # them it drops what scripts wrote (redis/redis#14541).
+    # Nobody can log in as `default`, but Redis loads the append-only file with this user's rights
+    # and would otherwise drop the writes of scripts (redis/redis#14541).
     lines = ["user default off resetpass allkeys allchannels +@all"]
     for name in (*ROLES, *PARTS):
         if name in passwords:
@@ -163,7 +163,7 @@ def acl(
 
 
 def _hashes(password: str) -> str:
-    """The passwords in a secret as an ACL file has them."""
+    """The passwords in a secret, in the form of an ACL file."""
     return " ".join(f"#{hashlib.sha256(one.encode()).hexdigest()}" for one in in_lines(password))
 
 

@@ -1,21 +1,21 @@
-"""The Lua scripts: changes of state that belong together, checked and made in one step.
+"""The Lua scripts: each checks and makes several changes of state in one step.
 
 A script's first line names the keys it touches, ``-- keys: open counts``; the script sees them as
-``key.open`` and ``key.counts``. Keys of variable number (blobs) follow them, as ``rest``. Code
-shared by several scripts is in ``lua/prelude.lua``: each gets the functions that it uses, because
-Redis makes them anew whenever it runs a script.
+``key.open`` and ``key.counts``. Keys of variable number (blobs) follow them, as ``rest``. Functions
+shared by several scripts are in ``lua/prelude.lua``. Each script is sent with only the functions
+that it uses, because Redis defines them anew at each run.
 
 Redis requires read and write access to every declared key of a script. So a key that a script only
 reads or only writes, for a user with no other right to it, is named in a second line,
 ``-- undeclared: run head``, and assembled in the script from the run's prefix; Redis still checks
 the commands on it. Undeclared keys lie in the run's slot like the others.
 
-Redis decides when a script starts whether it is out of memory, and if so fails the script's first
-write that takes memory. So every script that takes memory makes such a write (``guard``) before it
-frees or deletes anything: out of memory, it does nothing at all rather than half its work.
+Redis checks its memory limit when a script starts. If it is reached, the script's first write that
+takes memory fails. So every script that takes memory makes such a write (``guard``) before it
+deletes anything: out of memory, the script changes nothing, and never does half its work.
 
-A script names a task's reason as Python does, ``reasons.TOO_STALE``: the text takes the name's
-place when the script is loaded, so a script knows none by heart and running it costs no more.
+A script names a reason as Python does, ``reasons.TOO_STALE``. Loading the script replaces the name
+by the reason's text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedstream.core import reasons
 from fedstream.core.errors import NoScript
 
 _LUA = files(__package__) / "lua"
-# A set is a text in which a script searches for "|" .. reason .. "|".
+# A set becomes one text, in which a script searches for "|" .. reason .. "|".
 _REASONS = reasons.named() | {"OF_THE_RUN": f"|{'|'.join(sorted(reasons.OF_THE_RUN))}|"}
 _FUNCTION = re.compile(r"^local function (\w+)\(.*?^end$", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(r"\b(\w+)\(")
@@ -41,7 +41,7 @@ _REASON = re.compile(r"\breasons\.(\w+)")
 
 
 def _shared_by(body: str) -> str:
-    """The prelude without the functions that a script does not call, itself or by others."""
+    """The prelude's functions that a script calls, directly or through other functions."""
     text = (_LUA / "prelude.lua").read_text()
     functions = {found[1]: found[0] for found in _FUNCTION.finditer(text)}
     waiting, used = [body], set[str]()
@@ -106,10 +106,10 @@ class Script:
 async def run(client: Client, command: Command, *, ahead: Sequence[Command] = ()) -> Any:
     """Run a script by its command; load all scripts and retry only if Redis doesn't have it.
 
-    Raises NoScript if this user may not load scripts: a service will.
+    Raises NoScript if this user may not load scripts; a service will load them.
 
-    ``ahead``: commands sent before the script in the same write. If one of them fails, its error is
-    raised, but the script has run all the same: it must check their effect itself.
+    ``ahead``: commands sent before the script in the same write. If one of them fails, this raises
+    its error, but the script has run all the same, so the script must check their effect.
     """
     try:
         return (await client.pipeline([*ahead, command]))[-1]

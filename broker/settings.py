@@ -1,4 +1,4 @@
-"""Where Redis is, and how to get in: the table ``redis`` of the configuration."""
+"""The table ``[redis]``: Redis's address, login and TLS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstream.core.errors import ConfigError
 
 _NODE = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::(\d{1,5}))?")
 
-# A secret is never dumped; it is passed on to other processes in the environment.
+# Secrets are never dumped; other processes get them in the environment.
 Secret = Annotated[SecretStr | None, Field(exclude=True)]
 
 
@@ -22,15 +22,15 @@ class _Table(BaseModel):
 
 
 class TlsSettings(_Table):
-    """Files in PEM; for ``rediss://``. They are read anew for every connection."""
+    """PEM files for ``rediss://``, read anew for every connection."""
 
-    ca: str | None = None  # authorities for Redis's certificate, in addition to the system's
-    cert: str | None = None  # client certificate, if Redis asks for one
+    ca: str | None = None  # authorities that may sign Redis's certificate, besides the system's
+    cert: str | None = None  # client certificate, if Redis requires one
     key: str | None = None
 
 
 class SentinelSettings(_Table):
-    """The sentinels that know which Redis is the master."""
+    """The sentinels, which name the master."""
 
     nodes: tuple[str, ...] = ()  # "host:port", or "host": port 26379
     master: str = "fedstream"
@@ -40,7 +40,7 @@ class SentinelSettings(_Table):
 
 
 class RedisSettings(_Table):
-    """Where Redis is, who we are there, and how long its answers may take."""
+    """Redis's address, our login, and time-outs."""
 
     # With sentinels, only the scheme and database are used; with a cluster, any node will do.
     url: str = "redis://127.0.0.1:6379/0"
@@ -50,13 +50,13 @@ class RedisSettings(_Table):
     tls: TlsSettings | None = None
     sentinel: SentinelSettings | None = None
     cluster: bool = False
-    # For one round trip, or one window of chunks. Liveness expects a sign of life within 30 s.
+    # For one round trip or one window of chunks. Liveness expects a heartbeat within 30 s.
     timeout_s: float = Field(default=10.0, gt=0, le=20)
 
     @field_validator("sentinel")
     @classmethod
     def _sentinel_has_nodes(cls, sentinel: SentinelSettings | None) -> SentinelSettings | None:
-        """None for a password alone: a deployment may hand it out whether or not it is needed."""
+        """Drop a table with only a password, which a deployment may set without sentinels."""
         if sentinel is None or sentinel.nodes:
             return sentinel
         if sentinel.model_fields_set - {"password", "password_file"}:
@@ -65,7 +65,7 @@ class RedisSettings(_Table):
 
     @model_validator(mode="after")
     def _agree(self) -> RedisSettings:
-        """Check that keys don't contradict each other; the message names both."""
+        """Check that keys don't contradict each other; the error names both."""
         scheme = self.url.partition("://")[0]
         if self.sentinel is not None and self.cluster:
             raise ValueError(
@@ -88,7 +88,7 @@ class RedisSettings(_Table):
 
     @property
     def is_named(self) -> bool:
-        """Whether any setting says where Redis is or how to log in; False if all are defaults."""
+        """Whether any address or login is set; False if all are defaults."""
         login = (self.username, self.password, self.password_file)
         others = (*login, self.tls, self.sentinel)
         return (
@@ -106,9 +106,9 @@ def address(node: str) -> tuple[str, int]:
 
 
 def passwords(login: RedisSettings | SentinelSettings) -> list[str]:
-    """The passwords to try, in this order; none: it is the URL's, or there is none.
+    """The passwords to try, in order; empty: use the URL's password, if any.
 
-    There are several while a password is being replaced. Raises OSError if the file can't be read.
+    There are several while a password is being replaced. Raises OSError if the file is unreadable.
     """
     if login.password is not None:
         return in_lines(login.password.get_secret_value())
@@ -118,12 +118,12 @@ def passwords(login: RedisSettings | SentinelSettings) -> list[str]:
 
 
 def in_lines(secret: str) -> list[str]:
-    """The passwords in a secret: one a line, the newest first."""
+    """The passwords in a secret: one a line, newest first."""
     return [line for line in secret.replace("\r", "").split("\n") if line]
 
 
 def check_password_file(key: str, login: RedisSettings | SentinelSettings) -> None:
-    """Check that the file, if there is one, has a password now. Raises ConfigError."""
+    """Check that a configured password file has a password. Raises ConfigError."""
     if login.password_file is not None and login.password is None:
         _tried(key, login.password_file)
         if not passwords(login):
@@ -131,7 +131,7 @@ def check_password_file(key: str, login: RedisSettings | SentinelSettings) -> No
 
 
 def check_files(tls: TlsSettings) -> None:
-    """Check that the files are usable. Raises ConfigError if one can't be read now."""
+    """Check that the TLS files are readable and valid. Raises ConfigError."""
     context = ssl.create_default_context()
     if tls.ca is not None:
         _tried("redis.tls.ca", tls.ca)

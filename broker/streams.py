@@ -1,7 +1,7 @@
-"""Streams: readers, consumer groups, and recovery of entries that a crashed consumer left.
+"""Streams: readers, consumer groups, and recovery of a crashed consumer's entries.
 
 Work streams have no length limit: an entry is deleted when it is acknowledged. Blocking reads are
-short and end by themselves, so that stopping never cancels a read that Redis has already answered.
+short and time out by themselves, so that stopping never loses the reply of a cancelled read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
+from fedstream.broker.link import Started
 from fedstream.broker.scripts import Script
-from fedstream.broker.started import Started
 from fedstream.core.errors import BrokerError
 
 BLOCK_MS = 1000
@@ -28,7 +28,7 @@ _RELEASE = Script("release")
 
 
 def time_in(entry: str) -> float:
-    """When Redis stored an entry, in seconds since 1970, from its id."""
+    """The time at which Redis stored an entry, from its id, in seconds since 1970."""
     return int(entry.partition("-")[0]) / 1000
 
 
@@ -42,18 +42,18 @@ class Entry:
 
     @property
     def time(self) -> float:
-        """When Redis stored the entry, in seconds since 1970."""
+        """The time at which Redis stored the entry, in seconds since 1970."""
         return time_in(self.id)
 
 
 def entries_of(rows: Any) -> list[Entry]:
-    """Entries from a reply; without our field, ``data`` is empty, which decodes to no message."""
+    """Entries from a reply; a foreign entry has empty ``data``, which is no valid message."""
     return [_entry(*row) for row in rows]
 
 
 def _entry(id_: bytes, fields: list[bytes], size: int | None = None) -> Entry:
-    """An entry from a reply; ``size`` is given if Redis left out its fields."""
-    if size is None and len(fields) == 2 and fields[0] == b"m":  # as all but foreign ones are
+    """An entry from a reply. ``size``: given for an entry whose fields a script left out."""
+    if size is None and len(fields) == 2 and fields[0] == b"m":  # not foreign
         return Entry(id_.decode(), fields[1], 1 + len(fields[1]))
     data = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"m", b"")
     return Entry(id_.decode(), data, sum(map(len, fields)) if size is None else size)
@@ -61,11 +61,11 @@ def _entry(id_: bytes, fields: list[bytes], size: int | None = None) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A read of streams that goes behind other commands, in one exchange with them."""
+    """A read of streams that follows other commands in the same exchange."""
 
     command: Command
-    wait_s: float  # that it may block
-    begun: Callable[[Started], object]  # is told once the other commands were executed
+    wait_s: float  # the longest block, in seconds
+    begun: Callable[[Started], object]  # called once the other commands were executed
 
 
 class Reader:
@@ -89,8 +89,8 @@ class Reader:
         return ("XREAD", "COUNT", count, *block, "STREAMS", *self._after, *self._after.values())
 
     def found(self, reply: Any) -> dict[str, list[Entry]]:
-        """The new entries in a reply; the next read begins behind them."""
-        # A stream that was restored without entries (an older state of Redis) comes with none.
+        """The new entries in a reply; the next read begins after them."""
+        # A stream that was restored without entries (an older state of Redis) has an empty row.
         found = {name.decode(): entries_of(rows) for name, rows in reply or () if rows}
         for name, entries in found.items():
             self._after[name] = entries[-1].id
@@ -107,7 +107,7 @@ class Group:
     def __init__(
         self, client: Client, stream: str, group: str, consumer: str, *, largest: int | None = None
     ) -> None:
-        """``largest``: bytes above which an entry's data is dropped, for streams others fill."""
+        """``largest``: drop the data of an entry with more bytes, in streams that sites fill."""
         self._client = client
         self._largest = largest
         self.stream = stream
@@ -141,15 +141,15 @@ class Group:
     async def claim(
         self, *, idle_ms: int, most: int, own: bool = False, quiet: bool = False, count: int = 10
     ) -> tuple[list[Entry], list[tuple[Entry, int]]]:
-        """Claim entries idle for ``idle_ms``: (entries, [(poison, deliveries)]).
+        """Claim entries idle for ``idle_ms``; return (entries, [(poison, deliveries)]).
 
-        ``own``: claim only this consumer's entries, delivered before it crashed or lost the reply,
-        however short their idle time. ``quiet``: count no delivery, because Redis was at fault and
-        not the entry. An entry already delivered ``most`` times is poison: reported, not claimed.
+        ``own``: claim this consumer's entries, regardless of idle time, which it got before a crash
+        or whose reply it lost. ``quiet``: count no delivery, because Redis was at fault and not the
+        entry. An entry already delivered ``most`` times is poison: it is returned but not claimed.
         Without a consumer name, nothing is claimed.
 
-        With ``largest``, a larger entry is claimed without its data, however often it was
-        delivered, and one claim ends after the bytes of ``PARTS`` such entries.
+        With ``largest``, a larger entry is claimed without its data at any number of deliveries,
+        and one claim ends after ``PARTS`` times ``largest`` bytes.
         """
         taken, poison = await CLAIM(
             self._client,
@@ -166,13 +166,13 @@ class Group:
         return entries_of(taken), [(_entry(*row), int(times)) for row, times in poison]
 
     async def renew(self, entry: Entry) -> bool:
-        """Renew the lease on an entry; False if it is another consumer's, or done."""
+        """Renew the lease on an entry; False if another consumer has it or it is acknowledged."""
         return bool(
             await _RENEW(self._client, {"stream": self.stream}, self.group, self.consumer, entry.id)
         )
 
     async def renew_all(self, entries: Sequence[str]) -> set[str]:
-        """Renew the leases on many entries, given by id: those that are still this consumer's."""
+        """Renew the leases on entries, by id; return the ids that this consumer still has."""
         key = {"stream": self.stream}
         parts = [entries[at : at + RENEWED] for at in range(0, len(entries), RENEWED)]
         commands = [_RENEW_ALL.command(key, self.group, self.consumer, *part) for part in parts]
@@ -180,13 +180,13 @@ class Group:
         return {id_.decode() for reply in replies for id_ in reply}
 
     async def is_empty(self) -> bool:
-        """Whether the stream has no entry, waiting or in anybody's hands."""
+        """Whether the stream has no entry, neither undelivered nor pending."""
         return not await self._client.call("XRANGE", self.stream, "-", "+", "COUNT", 1)
 
     async def take_over(self, entries: Sequence[str]) -> list[Entry]:
-        """Make entries this consumer's, given by id, whoever has them: those still there.
+        """Assign entries, by id, to this consumer, regardless of their present consumer.
 
-        Counts no delivery.
+        Counts no delivery. Returns the entries that still exist.
         """
         claim: Command = (
             "XCLAIM",
@@ -207,9 +207,9 @@ class Group:
         return [entry for some in rows for entry in entries_of(some) if entry.id.encode() in ours]
 
     async def release(self, entry: Entry) -> bool:
-        """Hand an entry back for anyone to claim at once; False if it is another consumer's.
+        """Hand an entry back, claimable at once; False if another consumer has it.
 
-        Takes back the delivery count: a consumer told to stop doesn't prove the entry poison.
+        Undoes the counted delivery: a consumer that stops on request says nothing about the entry.
         """
         return bool(
             await _RELEASE(
@@ -218,7 +218,7 @@ class Group:
         )
 
     async def release_others(self, kept: Entry) -> bool:
-        """Hand back all entries but one that this consumer has; False if there are no others."""
+        """Hand back all of this consumer's entries but one; False if there are no others."""
         try:
             rows = await self._client.call(
                 "XPENDING", self.stream, self.group, "-", "+", 100, self.consumer
@@ -231,9 +231,9 @@ class Group:
         return any([await self.release(other) for other in others])
 
     async def reap(self, *, idle_ms: int) -> list[str]:
-        """Remove consumers idle for ``idle_ms`` without pending entries: their names.
+        """Remove consumers idle for ``idle_ms`` without pending entries; return their names.
 
-        A consumer that is still alive is unharmed: its next read adds it again.
+        The next read of a removed consumer that is still alive adds it again.
         """
         reaped = await REAP(self._client, {"stream": self.stream}, self.group, idle_ms)
         return [name.decode() for name in reaped]

@@ -1,7 +1,7 @@
 """Workspaces: the saved progress of interrupted tasks, each a string under a key of its site.
 
-Any trainer of the site may write anything there, so readers say how much they are willing to read.
-What is in a workspace is the trainers' business (:mod:`fedstream.trainer.workspace`).
+Any trainer of the site may write any bytes there, so reads are bounded. The format is that of
+:mod:`fedstream.trainer.workspace`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from fedstream.broker.commands import Command
 
 
 def reading(key: str, *, most: int) -> Command:
-    """The command that reads a workspace, for a pipeline; its reply is b"" if there is none.
+    """The command that reads at most ``most + 1`` bytes of a workspace.
 
-    Of a workspace of more than ``most`` bytes, it is the first ``most + 1``.
+    More than ``most`` bytes in the reply mean that the workspace is too large; b"" means that there
+    is none.
     """
     return ("GETRANGE", key, 0, most)
 
@@ -25,7 +26,7 @@ async def read(client: Client, key: str, *, most: int) -> bytes:
 
 
 async def write(client: Client, key: str, data: bytes | memoryview, *, expire_s: float) -> None:
-    """Write a workspace over the one before, expiring ``expire_s`` seconds from now."""
+    """Write a workspace, replacing the previous one; it expires after ``expire_s`` seconds."""
     await client.call("SET", key, data, "PX", round(expire_s * 1000))
 
 

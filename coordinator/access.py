@@ -18,16 +18,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Tokens:
-    """The tokens that are accepted: of a setting, or of a file, which is read when it has changed.
+    """The accepted tokens, from a setting or from a file, which is reread after a change.
 
-    One a line: two while a token is being replaced, the new one first.
+    The file has one token a line: two while a token is being replaced, the new one first.
     """
 
     def __init__(
         self, token: SecretStr | None, file: str | None = None, operator: SecretStr | None = None
     ) -> None:
-        """``file`` counts if there is no ``token``. ``operator``: the tokens that operators act
-        with, which none of these may be. Raises ConfigError if one is, or can't be used.
+        """``file``: used if there is no ``token``. ``operator``: the operators' tokens. Raises
+        ConfigError if an operator's token is also accepted here, or if a token is invalid.
         """
         self._text = token.get_secret_value() if token is not None else ""
         self._file = Path(file) if file is not None and token is None else None
@@ -36,7 +36,7 @@ class Tokens:
         self._tokens = self._read()
 
     def now(self) -> list[str]:
-        """The tokens; those before, while the file can't be used, which the log says once."""
+        """The tokens. While the file is unusable, which is logged once, its previous tokens."""
         if self._file is None:
             return self._tokens
         found = stamp([self._file])
@@ -46,15 +46,15 @@ class Tokens:
             except ConfigError as error:
                 if self._stamp is not None:
                     structlog.get_logger().warning(
-                        "correct the token file: it can't be used, so the tokens before it stay",
+                        "unusable token file, so its previous tokens stay valid: correct it",
                         reason=str(error),
                     )
-                found = None  # to be read again next time: a stamp doesn't show permissions
+                found = None  # read again next time, as a stamp doesn't show permissions
             self._stamp = found
         return self._tokens
 
     def has(self, token: str) -> bool:
-        """Whether this is one of them."""
+        """Whether the token is accepted."""
         return any(is_same(one, token) for one in self.now())
 
     def _read(self) -> list[str]:
@@ -76,7 +76,7 @@ class Tokens:
 
 
 def tokens_of(http: HttpSettings, operator: SecretStr | None = None) -> Tokens | None:
-    """The tokens for the coordinator; None if it is open. ``operator``: the operators' tokens.
+    """The coordinator's tokens; None if it is open. ``operator``: the operators' tokens.
 
     Raises ConfigError.
     """

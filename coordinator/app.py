@@ -1,6 +1,6 @@
 """The coordinator's HTTP API: the run's status, and models as safetensors.
 
-Its memory does not grow with the run: the register is paged, and downloads share a model's copy.
+Memory does not grow with the run: the register is paged, and downloads share a copy of the model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fedstream.runtime.http import problem
 
 _DIGITS = 18  # more than any version has
 _PAGE = 100  # trainers of the register in one response
-_PAGE_BYTES = 1 << 16  # of their entries, whose length they choose themselves
+_PAGE_BYTES = 1 << 16  # of their entries, whose length the trainers choose
 _RETRY_S = 2
 
 
 def status(name: str, view: Tally) -> dict[str, Any]:
-    """A run's status as plain data, from a view with inboxes; for HTTP and `fedstream status`."""
+    """A run's status as plain data, for HTTP and `fedstream status`; the tally needs inboxes."""
     run, head = view.run, view.head
     return {
         "run": name,
@@ -73,8 +73,7 @@ def page(
 ) -> tuple[dict[str, Mapping[str, Any]], int]:
     """A page of the register from the first name after ``after``, and how many names remain.
 
-    Pages are limited in bytes too; a trainer's entry that is too long by itself is replaced by its
-    size.
+    Pages are also limited in bytes; an entry that alone is too long is replaced by its size.
     """
     names = sorted(name for name in register if name > after)
     found: dict[str, Mapping[str, Any]] = {}
@@ -92,9 +91,9 @@ def page(
 
 
 class App:
-    """The routes of the coordinator. ``downloads``: of models, at most so many at once.
+    """The routes of the coordinator. ``downloads``: the most concurrent downloads of models.
 
-    If there is a token, status and models require it.
+    Status and models require a token if one is configured.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class App:
         """GET routes under /v1."""
         return (
             web.get("/v1/runs/{run}", guarded(self._answering(self._status), self._tokens)),
-            # For autoscalers, which have no token: only open tasks, live trainers and the state.
+            # Autoscalers have no token, so this route tells only open tasks, trainers and state.
             web.get("/v1/runs/{run}/scaling", self._answering(self._scaling)),
             web.get("/v1/models/{version}", guarded(self._answering(self._model), self._tokens)),
         )
@@ -135,7 +134,7 @@ class App:
         return answer
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
-        """The status and a page of the register: ``?limit=N`` at most, after ``?after=NAME``."""
+        """The status and a page of the register: ``?limit=N`` names after ``?after=NAME``."""
         if answer := self._another(request):
             return answer
         after, limit = request.query.get("after", ""), request.query.get("limit", str(_PAGE))
@@ -150,8 +149,8 @@ class App:
     async def _scaling(self, request: web.Request) -> web.StreamResponse:
         """The number of open tasks, for autoscalers (KEDA).
 
-        It is 0 rather than an error before the run exists and after it has finished: on an error,
-        an autoscaler keeps the trainers that it has.
+        0, not an error, before the run exists and after it has finished: on an error, an autoscaler
+        keeps its trainers.
         """
         if answer := self._another(request):
             return answer
@@ -171,7 +170,7 @@ class App:
         return problem(404, f"this deployment serves run {self._keys.name!r}, not {name[:80]!r}")
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        """A model as safetensors. Its digest is the ETag: a current copy is not sent again."""
+        """A model as safetensors. The ETag is its digest, so a current copy is not sent again."""
         wanted = request.match_info["version"]
         if wanted != "latest" and not (wanted.isdecimal() and len(wanted) < _DIGITS):
             return problem(400, f"{wanted[:40]!r} is not a version; expected a number or 'latest'")
@@ -185,7 +184,7 @@ class App:
             except BlobMissing:
                 now = await self._ledger.head()
                 if now is None or now.version == head.version or wanted != "latest":
-                    break  # else the latest was evicted meanwhile: try the new one
+                    break  # else the latest was deleted meanwhile: try the new one
         kept = (await self._ledger.kept()).values()
         return problem(404, f"version {wanted} is not available; kept versions: {_ranges(kept)}")
 

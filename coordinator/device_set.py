@@ -1,4 +1,4 @@
-"""A set of devices in order, in which the n-th is found without going through all of them."""
+"""An ordered set of devices with fast access to the n-th."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from itertools import compress
 from typing import Self, overload
 
-from fedstream.runtime.tasks import Rated
+from fedstream.runtime.task_settings import Rated
 
 
 class DeviceSet(Rated):
@@ -19,7 +19,7 @@ class DeviceSet(Rated):
     def __init__(
         self, limit: int, members: Iterable[int] = (), shares: Sequence[int] | None = None
     ) -> None:
-        """``shares``: every device's rate, for draws in proportion; None: they are all the same."""
+        """``shares``: the rate of every device, for proportional draws; None: equal rates."""
         self._limit = limit
         self._has = bytearray(limit)
         for device in members:
@@ -27,7 +27,7 @@ class DeviceSet(Rated):
         self._size = sum(self._has)
         self._sums = _tree(self._has)
         self._shares = shares
-        # Whole numbers: sums of floats would drift away from what is in the set.
+        # Integers, as sums of floats would drift.
         held = [] if shares is None else [s * has for s, has in zip(shares, self._has, strict=True)]
         self._total = sum(held)
         self._totals = _tree(held)
@@ -53,7 +53,7 @@ class DeviceSet(Rated):
         return device
 
     def __enter__(self) -> Self:
-        """Put back at the end what is discarded inside the block; nothing must be added there."""
+        """Restore, after the block, the devices discarded inside it. Add none inside it."""
         self._discarded = []
         return self
 
@@ -104,11 +104,11 @@ class DeviceSet(Rated):
 
     @property
     def is_rated(self) -> bool:
-        """Whether devices were given shares."""
+        """Whether devices have shares."""
         return self._shares is not None
 
     def place_at(self, share: float) -> int:
-        """The place at which the running total of shares exceeds this part, below 1, of them."""
+        """The place where the running total of shares exceeds ``share`` (below 1) of the total."""
         above, below = share.as_integer_ratio()
         return self.index(self._found(self._totals, above * self._total // below))
 
@@ -124,7 +124,7 @@ class DeviceSet(Rated):
 
 
 def _tree(values: Sequence[int]) -> list[int]:
-    """Sums of values: number i is the sum of (i & -i) of them, up to the one before i."""
+    """A Fenwick tree of values: element i is the sum of (i & -i) values that end before i."""
     sums = [0, *values]
     for at in range(1, len(sums)):
         above = at + (at & -at)

@@ -1,4 +1,4 @@
-"""Model downloads over HTTP: each model is in memory once, however many clients read it."""
+"""Model downloads over HTTP: each model is in memory once for any number of clients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from safetensors import numpy as safetensors
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.newest import read_model
+from fedstream.broker.published import read_model
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Layout, Model
 from fedstream.runtime.http import SLICE
 
-_MODELS = 2  # distinct, in memory at a time: the next version may come while one is being read
+_MODELS = 2  # distinct models in memory: a new version may come during a download
 
 
 class Busy(FedstreamError):
@@ -29,7 +29,7 @@ class Busy(FedstreamError):
 
 
 class _Body:
-    """A model as safetensors, kept only while someone reads it."""
+    """A model as safetensors, kept only while a client downloads it."""
 
     __slots__ = ("__weakref__", "data")
 
@@ -61,7 +61,7 @@ class Downloads:
             self._now -= 1
 
     async def body(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
-        """Get a model, sharing the copy that is being read or loaded, if any.
+        """Get a model, sharing an existing copy or a load under way.
 
         Raises Busy, BlobMissing, BlobDamaged.
         """
@@ -75,13 +75,13 @@ class Downloads:
         return await asyncio.shield(making)
 
     def _is_made(self, digest: str, making: asyncio.Task[_Body]) -> None:
-        """Retrieve a load's exception, which asyncio would log if all clients had gone away."""
+        """Retrieve a load's exception, which asyncio would log if no client were left."""
         del self._making[digest]
         if not making.cancelled():
             making.exception()
 
     async def _made(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
-        """Read and check a model, one at a time: each briefly needs a few copies in memory."""
+        """Read and check a model, one at a time, as this briefly needs several copies."""
         async with self._turn:
             if len(self._bodies) >= _MODELS:
                 raise Busy(f"{_MODELS} other versions are being read: try again later")
@@ -103,7 +103,7 @@ class Downloads:
 async def send(
     request: web.Request, data: memoryview, headers: dict[str, str], status: int = 200
 ) -> web.StreamResponse:
-    """Send bytes slice by slice, as the client reads them. The connection aborts slow readers."""
+    """Send bytes in slices as the client reads them. The connection aborts slow clients."""
     response = web.StreamResponse(status=status, headers=headers)
     response.content_type = "application/octet-stream"
     response.content_length = len(data)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedstream.broker.keys import member
+from fedstream.broker.ledger.base import Pending
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.ledger.plumbing import Pending
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.sites import Site
 from fedstream.core import reasons
@@ -44,13 +44,13 @@ Decided: TypeAlias = "tuple[Pending[Any], Callable[[Any], None]]"
 
 LARGEST = 1 << 18  # bytes of an entry in a site's inbox
 _EVENTS = 10  # per second and site
-_LAYOUT_S = 1.0  # between two looks whether there is another run, with another layout
+_LAYOUT_S = 1.0  # between two reads of the run's layout
 _TEXT = 8000  # characters
-_LOSS = 1e30  # most that an untrusted device's loss counts as
+_LOSS = 1e30  # largest counted loss of an untrusted device
 
 
 class Entries:
-    """Makes decisions on entries, and reports their outcomes."""
+    """Decides on entries, and reports the outcomes."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Entries:
         anarchic: bool,
         lr_of: Callable[[int, int], float] | None = None,
     ) -> None:
-        """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
-        configured learning rate, if the rule divides by it; None: sites may use any.
+        """``anarchic``: devices decide for themselves when to train. ``lr_of``: the configured
+        learning rate of a device, for a rule that divides by it; None: any rate is accepted.
         """
         self._ledger = ledger
         self._settings = settings
         self._context = context
         self._anarchic = anarchic
         self._lr_of = lr_of
-        # Of both there are few labels: verdicts and reasons are closed sets.
+        # Few labels: verdicts and reasons are closed sets.
         self._answers = EventCounts(
             "fedstream_answers",
             "Trainers' answers, by admission's verdict.",
@@ -82,12 +82,12 @@ class Entries:
             ["verdict"],
             registry=context.registry,
         )
-        self._idle: set[str] = set()  # trainers without devices that were reported
-        self._layout: Layout | None = None  # of the run, once an encoded update needed it
-        self._layout_at = 0.0  # when it was read last
+        self._idle: set[str] = set()  # already reported trainers without devices
+        self._layout: Layout | None = None  # of the run, read for the first encoded update
+        self._layout_at = 0.0  # time of the last read
 
     def of_triggers(self, entry: Entry) -> Decided:
-        """Turn a trigger into a task, close a round, or give up overdue tasks.
+        """Decide on a trigger, the end of a round, or overdue tasks.
 
         Raises BadMessage.
         """
@@ -128,7 +128,7 @@ class Entries:
             case Heartbeat() as said:
                 rate = self._settings.announce_rate
                 return self._ledger.beat(site.name, entry, said, rate=rate), lambda _: None
-            case Event(what="error", device=int()) as event:  # no device: the evaluator's
+            case Event(what="error", device=int()) as event:  # evaluator: none
                 told = Event(
                     what="error",
                     service=member(site.name, event.service),
@@ -147,9 +147,9 @@ class Entries:
                 raise BadMessage(f"a site must not send {other.kind}")
 
     def _bounded(self, upload: Upload) -> Upload:
-        """An untrusted device's upload, with a loss and a time that sums of them stay finite with.
+        """An untrusted device's upload with bounded loss and time, so that their sums stay finite.
 
-        Samples and steps are bounded where others' are known.
+        The updater and the admission bound samples and steps, which needs other devices' values.
         """
         loss = upload.loss
         if loss is not None:
@@ -158,10 +158,10 @@ class Entries:
         return upload.model_copy(update={"loss": loss, "seconds": seconds})
 
     def _unusual_rate(self, upload: Upload) -> str:
-        """Why an untrusted device's learning rate is refused; '' if it isn't.
+        """The reason to refuse an untrusted device's learning rate; '' for none.
 
-        It is not replaced: if the device really trained with it, the gradient would be wrong. The
-        updater refuses a rate that is not positive.
+        The rate is not replaced by the configured one, as the gradient would be wrong if the device
+        did train with its rate. The updater refuses a rate that is not positive.
         """
         factor = self._settings.lr_factor
         if self._lr_of is None or not factor or not upload.lr > 0:
@@ -170,7 +170,7 @@ class Entries:
         return "" if usual / factor <= upload.lr <= usual * factor else reasons.LEARNING_RATE
 
     async def _judged(self, answer: Upload | GiveUp) -> tuple[tuple[int, int] | None, str]:
-        """The sizes that an update may have, and why its format is refused: see ``admit``."""
+        """The arguments ``sizes`` and ``unfit`` of :meth:`CoordinatorLedger.admit`."""
         if not isinstance(answer, Upload) or answer.format == F32.name:
             return None, ""
         try:
@@ -179,8 +179,9 @@ class Entries:
             return None, error.reason
         if how.of_changes and answer.sends == "model":
             return None, reasons.WIRE_FORMAT
-        # A run's layout never changes, but there may be another run of this name by now. A site can
-        # name foreign layouts without end, and reading the run holds up all other messages.
+        # A run's layout never changes, but a new run may have taken this name. Read the run at most
+        # once a second: a site can name any number of foreign layouts, and each read delays all
+        # other messages.
         is_other = self._layout is not None and self._layout.signature != answer.layout
         now = time.monotonic()
         if self._layout is None or (is_other and now - self._layout_at >= _LAYOUT_S):
@@ -188,11 +189,11 @@ class Entries:
             with suppress(NoRun):
                 self._layout = (await self._ledger.run()).layout
         if self._layout is None or self._layout.signature != answer.layout:
-            return None, ""  # refused for its layout
+            return None, ""  # the script refuses the layout
         return how.sizes(self._layout), ""
 
     def _relayed(self, site: Site, entry: Entry, event: Event | None, why: str) -> Decided:
-        """Relay an event to observers. None, or one over the limit, is counted under ``why``."""
+        """Relay an event to observers; count None, or an event over the limit, under ``why``."""
         decision = self._ledger.relay(site.name, entry, event, most=_EVENTS, why=why)
         return decision, lambda _: None
 
@@ -201,7 +202,7 @@ class Entries:
         return self._relayed(site, entry, None, why)
 
     def _of_own(self, site: Site, entry: Entry, trigger: Trigger) -> Decided:
-        """Decide on a device's own trigger. The task's id and origin are set here, not by it."""
+        """Decide on a device's own trigger. The coordinator sets the task's id and origin."""
         most = self._settings
         asked = ((trigger.steps, most.most_steps), (trigger.epochs, most.most_epochs))
         if any((n or 0) > limit for n, limit in (*asked, (trigger.seconds, most.most_seconds))):
@@ -249,7 +250,7 @@ class Entries:
     def _tell_dispatched(
         self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
     ) -> None:
-        """``at``: when it was decided, in seconds since 1970, before the wait for more entries."""
+        """``at``: the time of the decision, in seconds since 1970."""
         self._dispatched.add(verdict)
         if isinstance(message, Trigger):
             what = "dispatched" if verdict == "sent" else "not dispatched"

@@ -1,11 +1,13 @@
-"""What coordinators read: triggers, and the sites' inboxes, each entry decided on once.
+"""Reading triggers and the sites' inboxes, and deciding on each entry once.
 
-An entry stays pending in its group until the script that carries out its decision acknowledges it,
-so a crash loses nothing: whoever claims it decides anew.
+An entry stays pending in its group until the script that carries out its decision acknowledges it.
+So a crash loses nothing: the next replica claims the entry and decides anew.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -14,22 +16,61 @@ from fedstream.broker.keys import COORDINATORS, TRAINERS
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
 from fedstream.coordinator.entries import LARGEST, Decided, Entries
-from fedstream.coordinator.gathering import Gathering
 from fedstream.coordinator.sites import Site
 from fedstream.core import reasons
 from fedstream.core.errors import BadMessage, BrokerError, FedstreamError, NoScript, ReplyTooLarge
 from fedstream.core.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.runtime.service import Context
 
+_AMPLE = 4  # open tasks per trainer, above which a loop waits
+# The part of the open tasks that passes during one wait. A task passes two waits, or three after a
+# trigger, so most tasks are always with the trainers.
+_SHARE = 1 / 8
+_MOST_S = 0.02
+_RECENT = 32  # tasks in the moving average
+
+
+class Gathering:
+    """Short waits of one loop, so that it handles several entries at once.
+
+    Entries and versions that follow one another within a moment then share a wake-up, an exchange
+    with Redis and a script. A loop waits only while many tasks are open for each trainer, so no
+    trainer waits for its next task.
+    """
+
+    def __init__(self) -> None:
+        self._ended: float | None = None  # end of the last wait
+        self._each_s = 0.0  # mean time between two tasks
+        self._since = 0.0  # time of the last count
+
+    async def more(self, tasks: int, trainers: int, done: int) -> None:
+        """Wait a moment, counted from the end of the last wait, if many tasks are open.
+
+        ``tasks``: open; ``trainers``: alive; ``done``: tasks handled since the last call.
+        """
+        now = time.monotonic()
+        if self._ended is None:
+            self._ended = self._since = now
+        elif done:
+            weight = min(1.0, done / _RECENT)
+            self._each_s += weight * ((now - self._since) / done - self._each_s)
+            self._since = now
+        if tasks >= _AMPLE * trainers > 0:
+            left_s = self._ended + min(_MOST_S, _SHARE * tasks * self._each_s) - now
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+        self._ended = time.monotonic()
+
+
 _READ = PARTS * LARGEST  # bytes read at once from all inboxes
-_USUAL = 4096  # bytes that few entries exceed
+_USUAL = 4096  # bytes of an entry that few exceed
 _CRASHED = {TRAINERS: reasons.CRASHED_TRAINERS, COORDINATORS: reasons.CRASHED_COORDINATORS}
 
 Given = tuple[Group, Entry]
 
 
 class EntryIntake:
-    """Reads entries in batches, and has each carried out by a script, or moved to ``dead``."""
+    """Reads entries in batches; a script carries out each decision or buries the entry."""
 
     def __init__(
         self,
@@ -42,7 +83,7 @@ class EntryIntake:
         inboxes: Mapping[Group, Site],
         attempts: int,
     ) -> None:
-        """``attempts``: deliveries after which an entry is taken to crash whoever reads it."""
+        """``attempts``: deliveries after which an entry counts as crashing its readers."""
         self._client = client
         self._ledger = ledger
         self._entries = entries
@@ -50,21 +91,21 @@ class EntryIntake:
         self._sites = dict(inboxes)
         self._attempts = attempts
         self.groups = (triggers, *inboxes)
-        count = max(1, min(64, _READ // _USUAL // len(self.groups)))  # entries of each
+        count = max(1, min(64, _READ // _USUAL // len(self.groups)))  # entries per group
         self._next = reading(self.groups, count=count, block_ms=BLOCK_MS)
-        # Groups in which we may hold entries that we don't know of, and why: a crash before this
-        # start counts as a delivery, a failure of Redis since then does not.
+        # Groups in which we may hold unknown entries, and why: a crash before this start counts as
+        # a delivery, a failure of Redis since then does not.
         self._unsure = dict.fromkeys(self.groups, "crash")
-        self._read: list[Given] = []  # and not yet decided on
+        self._read: list[Given] = []  # read but undecided entries
         self._gathering = Gathering()
-        self._open = (0, 0)  # tasks and trainers, when they were last counted
+        self._open = (0, 0)  # last counts of open tasks and trainers
 
     def saw(self, tasks: int, trainers: int) -> None:
-        """Take note of how many tasks are open, and how many trainers are alive."""
+        """Note the numbers of open tasks and live trainers."""
         self._open = (tasks, trainers)
 
     def distrust(self) -> None:
-        """Look for pending entries in every group: one may have been replaced."""
+        """Look for our pending entries in every group, as a group may have been recreated."""
         self._unsure |= dict.fromkeys(self.groups, "trouble")
 
     async def step(self) -> None:
@@ -85,10 +126,10 @@ class EntryIntake:
             raise
 
     async def _recover(self) -> None:
-        """Handle our pending entries: delivered to us, but never acknowledged.
+        """Handle our pending entries, which were delivered but never acknowledged.
 
-        After a crash, entries are claimed one at a time: if one crashes us again, no other counts
-        as delivered with it.
+        After a crash, entries are claimed one at a time: if one crashes us again, no other entry
+        counts as delivered.
         """
         await self._ledger.prepare(site.name for site in self._sites.values())
         for group, why in tuple(self._unsure.items()):
@@ -105,13 +146,13 @@ class EntryIntake:
                 await self.bury_all(group, poison)
                 await self._one_by_one([(group, entry) for entry in entries])
             if entries or poison:
-                self._unsure[group] = why  # there may be more
+                self._unsure[group] = why  # more may follow
 
     async def take_over(self, idle_ms: int) -> None:
-        """Handle the entries that other replicas have held for so long: they crashed."""
+        """Handle the entries of crashed replicas, pending for ``idle_ms``."""
         for group in self.groups:
             if group in self._unsure:
-                continue  # recover our own first: they must not mix with those claimed here
+                continue  # recover our own entries first, so as not to mix them with claimed ones
             with self._unless_lost(group):
                 entries, poison = await group.claim(idle_ms=idle_ms, most=self._attempts)
                 await self.bury_all(group, poison)
@@ -119,7 +160,7 @@ class EntryIntake:
 
     @contextmanager
     def _unless_lost(self, *groups: Group) -> Iterator[None]:
-        """Mark groups as unsure on an error: entries may have been delivered unnoticed."""
+        """Mark groups as unsure on an error, as an unread reply may have delivered entries."""
         try:
             yield
         except FedstreamError:
@@ -127,10 +168,10 @@ class EntryIntake:
             raise
 
     async def _decided(self, read: list[Given]) -> list[Given]:
-        """Decide on entries and read more in one round trip; return the entries read.
+        """Decide on entries and read the next ones in one round trip; return the next ones.
 
-        Redis carries out the decisions before it waits for more; their outcomes are reported after
-        the wait.
+        Redis carries out the decisions before it waits for entries; the outcomes are reported
+        after the wait.
         """
         decisions = await self._decisions(read)
         try:
@@ -140,8 +181,7 @@ class EntryIntake:
                 most=_READ,
             )
         except BrokerError as error:
-            # The entries of a reply that was too large were delivered all the same: claim them in
-            # parts.
+            # The entries of a too large reply were delivered all the same: claim them in parts.
             if not isinstance(error, NoScript | ReplyTooLarge) and not lost(error):
                 raise
             self.distrust()
@@ -156,7 +196,7 @@ class EntryIntake:
                 tell(await decision)
 
     async def _decisions(self, read: list[Given]) -> list[Decided]:
-        """Decide on entries, and how to report each outcome; junk goes to ``dead``."""
+        """Decide on entries, and how to report each outcome; bury invalid entries."""
         decisions: list[Decided] = []
         for group, entry in read:
             site = self._sites.get(group)
@@ -189,8 +229,8 @@ class EntryIntake:
     ) -> None:
         """Move an entry to ``dead``, and end its task if it names one.
 
-        ``site``: whose stream it is, if not an inbox. ``found``: the unreadable entry that a
-        trainer reports by this one.
+        ``site``: the site of the stream, if not an inbox. ``found``: a trainer's report, in this
+        entry, of an unreadable entry.
         """
         task: Assignment | Trigger | Upload | GiveUp | None = None
         for kind in (Assignment, Trigger, Upload, GiveUp):

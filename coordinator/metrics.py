@@ -16,11 +16,11 @@ Labels = Mapping[tuple[str, ...], float]
 
 
 class SchedulerMetrics:
-    """What the leading scheduler does."""
+    """Metrics of the leading scheduler."""
 
     def __init__(self, registry: CollectorRegistry, *, max_queue: int) -> None:
         self.triggered = Counter("fedstream_tasks_triggered", "Tasks opened.", registry=registry)
-        self.open = 0  # tasks; read when metrics are, as there are many looks between
+        self.open = 0  # open tasks; exported at each scrape only
         self.limit = 0  # tasks that may be open
         Gauge("fedstream_tasks_open", "Tasks open.", registry=registry).set_function(
             lambda: self.open
@@ -47,7 +47,7 @@ class SchedulerMetrics:
         self.show_held("")
 
     def show_held(self, by: str) -> None:
-        """Show the reason that holds tasks back; '': none does."""
+        """Show the limit that holds tasks back; '': none."""
         for reason in HELD_BY:
             self._holding.labels(reason).set(reason == by)
 
@@ -61,11 +61,11 @@ class Seen:
     memory_limit: int  # bytes that it may use; 0: no limit
     view: Tally | None = None  # None: there is no run
     training: int = 0  # tasks under a trainer's lease
-    event_at: float = 0.0  # seconds since 1970, Redis's clock: the newest event
+    event_at: float = 0.0  # time of the newest event, seconds since 1970, Redis's clock
 
 
 class RunMetrics:
-    """Run-wide metrics, as of a coordinator's last look at the run.
+    """Run-wide metrics, from a coordinator's last look at the run.
 
     Every coordinator exports the same values: take the maximum over replicas, never the sum.
     """
@@ -77,7 +77,7 @@ class RunMetrics:
         registry.register(self)
 
     def saw(self, seen: Seen) -> None:
-        """Replace what the last look found."""
+        """Store the result of the newest look."""
         self._seen = seen
 
     def collect(self) -> Iterator[Metric]:
@@ -87,7 +87,7 @@ class RunMetrics:
         yield _gauge("run_looked_timestamp_seconds", "When Redis last answered; 0: not yet.", at)
         if seen is None:
             return
-        # Alerts compare the other times with this one: their own clock may differ.
+        # Alerts compare the other times with this one, as Prometheus's clock may differ.
         yield _gauge("run_clock_timestamp_seconds", "Redis's clock.", self._now())
         yield _gauge("redis_memory_used_bytes", "Memory that Redis uses.", seen.memory)
         yield _gauge(
@@ -137,10 +137,9 @@ def _of_run(view: Tally, training: int, event_at: float) -> Iterator[Metric]:
 
 
 def open_by_state(view: Tally, training: int) -> dict[str, int]:
-    """Count open tasks by state: answered (in the queue), training, and the rest, waiting.
+    """Count open tasks by state: answered (in the queue), training, or waiting.
 
-    The counts add up to the open tasks. They are capped, since an entry may briefly outlive its
-    task.
+    The counts add up to the open tasks. They are capped, as an entry may briefly outlive its task.
     """
     left = view.tasks
     answered = min(left, view.admitted)
@@ -149,7 +148,7 @@ def open_by_state(view: Tally, training: int) -> dict[str, int]:
 
 
 def _ends(view: Tally) -> Labels:
-    """Ended tasks by outcome and reason ('': none); zeros included, so that rates see the first."""
+    """Ended tasks by outcome and reason ('': none), zeros included, so that rates are right."""
     ends: dict[tuple[str, ...], float] = {}
     for outcome, count in view.outcomes.items():
         reasons = view.reasons(outcome)

@@ -1,49 +1,49 @@
-"""What the scheduler knows of the open tasks and of the devices, kept up to date by changes."""
+"""The scheduler's copy of the open tasks and devices, updated by the log of changes."""
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from fedstream.broker.ledger.reading import repeated
+from fedstream.broker.ledger.queries import repeated
+from fedstream.coordinator.cooldowns import LONGEST_REST_S
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
-from fedstream.coordinator.rests import LONGEST_REST_S
 from fedstream.core.messages import Trigger, time_of
 from fedstream.core.records import NO_QUARANTINES, Bookmark, Changes, Failing, Tally
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.task_settings import Participation
 
 
 class Mirror:
-    """The open tasks, the devices that can be asked, and those of them that have no task.
+    """The open tasks, the available devices, and the idle ones among these.
 
-    A change costs a few steps, however many tasks and devices there are.
+    The cost of a change doesn't grow with the number of tasks and devices.
     """
 
     def __init__(self, participation: Participation) -> None:
         self._participation = participation
         self.tasks = OpenTasks()
-        # That a trainer serves, and that are neither in quarantine nor at rest after failures.
+        # Served by a trainer, and neither in quarantine nor resting after failures.
         self.devices = DeviceSet(0)
-        self.idle = DeviceSet(0)  # of them, those without a task
+        self.idle = DeviceSet(0)  # the available devices without a task
         self.failing: dict[int, Failing] = {}  # only devices that failed repeatedly
-        self.begin_to_fail: list[int] = []  # since the look before
+        self.begin_to_fail: list[int] = []  # since the previous look
         self.work_again: list[int] = []
-        self.place: Bookmark | None = None  # up to which changes are known
+        self.place: Bookmark | None = None  # place in the log up to which changes are applied
         self._owned: set[int] = set()
-        self._foreign = 0  # fields among the owners that are no devices of the run
+        self._foreign = 0  # fields of the owners' register that are no devices of the run
         self._serves_all = False  # whether unowned devices are served, too
         self._limit = 0  # the run's devices
         self._quarantines = NO_QUARANTINES
-        self._resting: dict[int, float] = {}  # device -> until when, in seconds since 1970
-        self._ends: list[tuple[float, int]] = []  # of rests, also of outdated ones: a heap
-        self._now = 0.0  # at the look before
+        self._resting: dict[int, float] = {}  # device -> end of its rest, seconds since 1970
+        self._ends: list[tuple[float, int]] = []  # heap of ends of rests, outdated ones included
+        self._now = 0.0  # time of the previous look
 
     def follow(self, tally: Tally, changes: Changes, now: float) -> bool:
-        """Take in a look at the run; ``now``: seconds since 1970, by Redis's clock.
+        """Apply a look at the run; ``now``: seconds since 1970, by Redis's clock.
 
-        Returns whether there are as many tasks and owners as Redis counts. If not, somebody changed
-        them without a word in the log (an earlier release, or a key that was moved aside): then
-        take in a look at all of them.
+        Returns whether the numbers of tasks and owners equal Redis's. If not, a change was not
+        logged (by an earlier release, or because a key was quarantined): apply a look at
+        everything.
         """
         self.place = changes.place
         changed = self._follow_tasks(changes, now)
@@ -71,7 +71,7 @@ class Mirror:
         return (len(self.tasks), len(self._owned) + self._foreign) == (tally.tasks, tally.owners)
 
     def _follow_tasks(self, changes: Changes, now: float) -> set[int]:
-        """The devices whose tasks changed."""
+        """Apply changes of tasks; return their devices."""
         if changes.all_tasks:
             before, opened = self.tasks, [t for t in changes.tasks.values() if t is not None]
             since = {t.task: before.since(t.task) or opened_at(t, now) for t in opened}
@@ -88,10 +88,10 @@ class Mirror:
         return changed
 
     def _follow_failing(self, changes: Changes, now: float) -> set[int]:
-        """The devices that begin or end a rest."""
+        """Apply changes of failing devices; return the devices that begin or end a rest."""
         known = self.failing.keys() if changes.all_devices else set[int]()
         told = changes.failing
-        if now < self._now and not changes.all_devices:  # the clock was set back: none rests longer
+        if now < self._now and not changes.all_devices:  # clock set back: no rest gets longer
             told = {**self.failing, **told}
         self._now, latest = now, now + LONGEST_REST_S
         changed = known | told.keys()
@@ -121,7 +121,7 @@ class Mirror:
         self.idle = DeviceSet(self._limit, idle, self._participation.shares(self._limit))
 
     def _settle(self, device: int) -> None:
-        """Put a device where it belongs."""
+        """Put a device into the sets that it belongs to."""
         is_served = self._serves_all or device in self._owned
         is_barred = device in self._quarantines.by_device or device in self._resting
         if is_served and not is_barred:
@@ -135,9 +135,9 @@ class Mirror:
 
 
 def opened_at(trigger: Trigger, now: float) -> float:
-    """When a task seen for the first time was opened, in seconds since 1970.
+    """The opening time of a newly seen task, in seconds since 1970.
 
-    Only the ids of the scheduler's own tasks tell; any other task counts from now.
+    The scheduler's own task ids contain the time; any other task counts from now.
     """
     made = time_of(trigger.task) if trigger.origin == "scheduler" else None
     return now if made is None else min(now, made)

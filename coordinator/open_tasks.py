@@ -1,4 +1,4 @@
-"""The open tasks, indexed by what a plan asks of them, so that it doesn't go through them all."""
+"""The open tasks, indexed for a plan's questions, so that no plan goes through all tasks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from operator import itemgetter
 from fedstream.core.messages import Trigger
 from fedstream.core.reasons import DEADLINE_PASSED, TIMED_OUT, Overdue
 
-# Tasks in order of a time, and of those with the same time, the earliest added first. Inserting
-# moves what follows, which is nothing if times rise, and else still fast: 8 bytes a task.
+# Tasks sorted by a time, then by order of addition. An insertion moves the tasks after it: none if
+# times rise, and otherwise 8 bytes a task.
 _Times = list[tuple[float, int, str]]
 
 
 class OpenTasks(Collection[Trigger]):
-    """Tasks by id, with the time each was opened, and in order of when their time is up."""
+    """Tasks by id, with their opening times, sorted by their time-outs."""
 
     def __init__(
         self, triggers: Iterable[Trigger] = (), since: Mapping[str, float] | None = None
     ) -> None:
-        """``since``: when they were opened, in seconds since 1970; others' time is never up."""
+        """``since``: opening times, in seconds since 1970; a task without one never times out."""
         self._tasks = {trigger.task: trigger for trigger in triggers}
         self._since = {task: (since or {}).get(task, math.inf) for task in self._tasks}
-        self._number = {task: n for n, task in enumerate(self._tasks)}  # in order of being added
+        self._number = {task: n for n, task in enumerate(self._tasks)}  # by order of addition
         self._added = len(self._tasks)
         self._at_work: dict[int, int] = {}  # device -> number of its tasks
-        self._opened: _Times = []  # those without a deadline, by when they were opened
-        self._deadlines: _Times = []  # the others, by their deadline
-        self._rounds: dict[int, _Times] = {}  # version -> its tasks, by their deadline
+        self._opened: _Times = []  # tasks without a deadline, by opening time
+        self._deadlines: _Times = []  # tasks with a deadline, by deadline
+        self._rounds: dict[int, _Times] = {}  # version -> its round's tasks, by deadline
         for trigger in self._tasks.values():
             for times, time in self._places(trigger):
                 times.append((time, self._number[trigger.task], trigger.task))
@@ -66,7 +66,7 @@ class OpenTasks(Collection[Trigger]):
         return trigger
 
     def _places(self, trigger: Trigger) -> Iterator[tuple[_Times, float]]:
-        """Where a task belongs, and the time by which it is ordered there."""
+        """The lists that contain a task, and its time in each."""
         if trigger.deadline is None:
             yield self._opened, self._since[trigger.task]
         else:
@@ -85,35 +85,35 @@ class OpenTasks(Collection[Trigger]):
         return isinstance(trigger, Trigger) and self._tasks.get(trigger.task) == trigger
 
     def since(self, task: str) -> float | None:
-        """When a task was opened; None if it is not there."""
+        """The opening time of a task; None if the task is not there."""
         return self._since.get(task)
 
     @property
     def at_work(self) -> Mapping[int, int]:
-        """The devices that have a task, with how many."""
+        """The devices with tasks, and the number of their tasks."""
         return self._at_work
 
     def in_round(self, version: int) -> list[str]:
-        """The tasks of the round on top of a version."""
+        """The tasks of the round that trains from ``version``."""
         return [task for *_, task in self._rounds.get(version, ())]
 
     def count(self, version: int, now: float = -math.inf) -> int:
-        """How many tasks of a version's round may be answered after ``now``."""
+        """The number of tasks of a version's round whose deadline is after ``now``."""
         deadlines = self._rounds.get(version, [])
         return len(deadlines) - bisect_right(deadlines, now, key=itemgetter(0))
 
     def of_past_rounds(self, version: int) -> list[str]:
-        """The tasks of rounds on top of versions before this one."""
+        """The tasks of rounds that train from versions before ``version``."""
         return [task for v in sorted(self._rounds) if v < version for task in self.in_round(v)]
 
     def overdue(self, now: float, timeout_s: float) -> list[tuple[str, Overdue]]:
-        """The tasks whose time is up, and why. ``timeout_s``: of tasks without a deadline."""
+        """The overdue tasks, and why. ``timeout_s``: for tasks without a deadline."""
         old = self._opened[: self._due(self._opened, now, timeout_s)]
         late = self._deadlines[: self._due(self._deadlines, now, 0.0)]
         return [(task, TIMED_OUT) for *_, task in old] + [(t, DEADLINE_PASSED) for *_, t in late]
 
     def next_end(self, now: float, timeout_s: float) -> float:
-        """When the next task's time is up, later than ``now``; infinity: never."""
+        """The time, after ``now``, at which the next task is overdue; infinity: never."""
         old, late = self._due(self._opened, now, timeout_s), self._due(self._deadlines, now, 0.0)
         return min(
             self._opened[old][0] + timeout_s if old < len(self._opened) else math.inf,
@@ -121,14 +121,14 @@ class OpenTasks(Collection[Trigger]):
         )
 
     def _due(self, times: _Times, now: float, timeout_s: float) -> int:
-        """How many of them are over."""
-        if not times or times[0][0] + timeout_s > now:  # as nearly always
+        """The number of overdue tasks in a list."""
+        if not times or times[0][0] + timeout_s > now:  # the usual case
             return 0
         return bisect_right(times, now, key=lambda each: each[0] + timeout_s)
 
 
 class AtWork(Collection[int]):
-    """The devices with an open task, one for each task, and those that get one now."""
+    """The devices with an open task, once per task, and the devices that get a task now."""
 
     def __init__(self, tasks: OpenTasks) -> None:
         self._tasks = tasks

@@ -1,11 +1,11 @@
-"""Scheduling policies: how many tasks there are at a time, when the next begins, on which device.
+"""Scheduling policies: the number of concurrent tasks, the time and device of the next one.
 
-A policy is a function of values: without state, without a clock, and with no random numbers but
-those of the draw that it is given. So the same policy works live and on a simulation's virtual
-clock, and a scheduler that takes over goes on as its predecessor would have.
+A policy is a pure function: it has no state and no clock, and draws random numbers only from the
+generator that it is given. So the same policy works live and on a simulation's virtual clock, and a
+scheduler that takes over continues as its predecessor would have.
 
-What holds tasks back (memory, the queue, staleness), which devices may begin now, and how long a
-task lasts are none of its business.
+The scheduler, not the policy, decides on limits (memory, the queue, staleness), on which devices
+may begin now, and on the length of a task.
 """
 
 from __future__ import annotations
@@ -24,66 +24,67 @@ from pydantic import Field
 
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.errors import ConfigError, FedstreamError
-from fedstream.runtime.config import Chosen, Positive
-from fedstream.runtime.plugins import Door, OneOf, words
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.config import NamedSettings, Positive
+from fedstream.runtime.plugins import OneOf, Registry, words
+from fedstream.runtime.task_settings import Participation
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a policy sees, live and in a simulation alike."""
+    """The input of a policy, live and in a simulation."""
 
     now: float
     """seconds: since 1970, or in a simulation since its start"""
     began: float
-    """when the run began, on the same clock"""
+    """beginning of the run, on the same clock"""
     issued: int
-    """tasks so far, so also the number of the next one"""
+    """tasks issued so far, which is also the number of the next task"""
     version: int
-    """the newest"""
+    """the newest version"""
     at_work: Collection[int]
     """devices with an open task"""
     devices: Sequence[int]
-    """all devices that can be asked, at work or not"""
+    """all available devices, at work or not"""
     trainers: int
-    """alive; 0 in a simulation, which has none"""
+    """live trainers; 0 in a simulation"""
     mean_staleness: float
-    """of recent updates: a moving average, in versions"""
+    """moving average over recent updates, in versions"""
     last: float
-    """when the last task began (see :attr:`Policy.catches_up`); at first, when scheduling began"""
+    """beginning of the last task (see :attr:`Policy.catches_up`); at first, of scheduling"""
     workers: int
-    """on tasks at the same time: trainers alive, and in place of a gateway the devices that are
-    present at it; 0 in a simulation"""
+    """tasks that can be trained at the same time: live trainers, counting for a gateway its
+    present devices; 0 in a simulation"""
 
 
-class Policy(Chosen):
-    """Base class of policies. Its fields are the keys of ``scheduler.policy``.
+class Policy(NamedSettings):
+    """Base class of policies. A policy's fields are the keys of ``scheduler.policy``.
 
-    Only :meth:`in_flight` must be written; a task then begins as soon as there is room, on a
+    Only :meth:`in_flight` must be defined; a task then begins as soon as fewer are open, on a
     device drawn by the rates of ``participation``.
     """
 
     kind: str = ""
-    """the name by which the configuration chose it"""
+    """the policy's name in the configuration"""
     catches_up: ClassVar[bool] = False
-    """Whether ``last`` is when the last task was due, not when it began. A task that began late
-    then doesn't delay the next, so the mean rate is kept; live, it makes up for at most 1 s."""
+    """Whether ``last`` is the time at which the last task was due, not its beginning. A task that
+    begins late then doesn't delay the next, which keeps the mean rate; live, at most 1 s is made
+    up for."""
     devices_decide: ClassVar[bool] = False
-    """Whether there are no tasks from the scheduler at all: devices ask for them."""
+    """Whether devices ask for tasks, and the scheduler triggers none."""
 
     @abstractmethod
     def in_flight(self, traffic: Traffic) -> int:
-        """How many tasks are to be open at the same time: at least 1.
+        """The number of tasks to keep open at the same time: at least 1.
 
-        More than there are devices is the same as one on each. It is asked anew whenever a task
-        begins or ends, or a version is made.
+        More than one per device is the same as one per device. The scheduler asks again whenever a
+        task begins or ends, or a version is made.
         """
 
     def due(self, traffic: Traffic, draw: random.Random) -> float:
-        """When the next task is to begin, in seconds on the clock of ``traffic.now``.
+        """The time at which the next task is to begin, on the clock of ``traffic.now``.
 
-        By default at once. It is asked again when that time has come, with the same draw, so count
-        from ``traffic.last``: a time that counts from ``traffic.now`` never comes.
+        By default at once. The scheduler asks again at that time, with the same draw, so count from
+        ``traffic.last``: a time that counts from ``traffic.now`` never comes.
         """
         return traffic.now
 
@@ -93,14 +94,14 @@ class Policy(Chosen):
         idle: Sequence[int],
         draw: random.Random,
     ) -> int | None:
-        """One of the ``idle`` devices; by default None: drawn by the rates of ``participation``.
+        """Choose one of the ``idle`` devices; None (the default): a draw by ``participation``.
 
-        If the device may not begin now, the next choice is made from the others.
+        If the device may not begin now, the scheduler asks again with the other devices.
         """
         return None
 
 
-_DELAY_S = 0.0005  # mean before each trigger, by default
+_DELAY_S = 0.0005  # default mean delay before each trigger
 
 
 class InFlight(Policy):
@@ -113,22 +114,21 @@ class InFlight(Policy):
     kind: Literal["in_flight"] = "in_flight"
     n: Annotated[int, Field(ge=1)] | None = None
     mean_delay_s: Annotated[float, Field(ge=0)] | None = None
-    """before each trigger; None: half a millisecond, and none where there are no trainers, as in
-    a simulation"""
+    """mean delay before each trigger; None: half a millisecond live, 0 in a simulation"""
 
     def in_flight(self, traffic: Traffic) -> int:
-        """N."""
+        """``n``, or by default the number of workers."""
         return self.n if self.n is not None else max(1, traffic.workers)
 
     def due(self, traffic: Traffic, draw: random.Random) -> float:
-        """After the delay, which counts from the last trigger."""
+        """The last trigger's time plus the delay."""
         if self.mean_delay_s is not None:
             return traffic.last + _exponential(self.mean_delay_s, draw)
         if not traffic.trainers:
             return traffic.now
-        # Without taking from `draw`, which chooses the same devices in a simulation, and without
-        # another generator, which costs more than the rest. In whole milliseconds, the least that
-        # the scheduler waits: a few tasks begin together.
+        # The delay must not use `draw`, so that a simulation draws the same devices, and another
+        # generator would cost more than the rest. Whole milliseconds, the scheduler's shortest
+        # wait, let a few tasks begin together.
         task = f"{traffic.began}:{traffic.issued}".encode()
         share = int.from_bytes(blake2b(task, digest_size=6).digest()) / (1 << 48)
         return traffic.last + int(-1000 * _DELAY_S * math.log1p(-share)) / 1000
@@ -143,11 +143,11 @@ class Poisson(Policy):
     n: Annotated[int, Field(ge=1)] = 100
 
     def in_flight(self, _traffic: Traffic) -> int:
-        """The limit n."""
+        """The limit ``n``."""
         return self.n
 
     def due(self, traffic: Traffic, draw: random.Random) -> float:
-        """The next time of the process."""
+        """The next event of the process."""
         return traffic.last + _exponential(1.0 / self.rate, draw)
 
 
@@ -158,7 +158,7 @@ class Anarchic(Policy):
     kind: Literal["none"] = "none"
 
     def in_flight(self, _traffic: Traffic) -> int:
-        """None."""
+        """0: the scheduler opens no task."""
         return 0
 
 
@@ -174,7 +174,7 @@ def _accept(value: object) -> type[Policy] | None:
     return value
 
 
-POLICIES: Door[type[Policy | Rounds]] = Door(
+POLICIES: Registry[type[Policy | Rounds]] = Registry(
     "fedstream.policies",
     "scheduling policy",
     {"in_flight": InFlight, "poisson": Poisson, "rounds": Rounds, "none": Anarchic},
@@ -184,11 +184,11 @@ POLICIES: Door[type[Policy | Rounds]] = Door(
 PolicySettings: TypeAlias = Annotated[Policy | Rounds, OneOf(POLICIES)]
 
 
-# Asking a policy, which may be a user's: its errors name it, and its answers are checked.
+# Calls of a policy, which may be a user's: errors name the policy, and its answers are checked.
 
 
 def tasks_wanted(policy: Policy, traffic: Traffic) -> int:
-    """How many tasks are to be open, at most one per device. Raises ConfigError."""
+    """The number of tasks to keep open, at most one per device. Raises ConfigError."""
     wanted = _asked(policy, "in_flight", policy.in_flight, traffic)
     if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
         raise _nonsense(policy, "in_flight", wanted, "a whole number of at least 1")
@@ -196,7 +196,7 @@ def tasks_wanted(policy: Policy, traffic: Traffic) -> int:
 
 
 def next_due(policy: Policy, traffic: Traffic, draw: random.Random) -> float:
-    """When the next task is to begin. Raises ConfigError."""
+    """The time at which the next task is to begin. Raises ConfigError."""
     due = _asked(policy, "due", policy.due, traffic, draw)
     if not isinstance(due, float | int) or isinstance(due, bool) or not math.isfinite(due):
         raise _nonsense(policy, "due", due, "a finite time in seconds")

@@ -1,4 +1,4 @@
-"""Rounds: how many devices are asked, when a round ends, and what happens at too few answers.
+"""Rounds: their size, their end, and the handling of too few answers.
 
 Pure functions, used by the scheduler and the simulation alike.
 """
@@ -10,35 +10,36 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fedstream.runtime.config import Chosen
+from fedstream.runtime.config import NamedSettings
 
 
-class Rounds(Chosen):
+class Rounds(NamedSettings):
     """Rounds of k devices that all train from the same version.
 
     A round ends when the strategy has enough answers for a version; at the time-out, if there are
     at least ``min_answers``; or when all available devices have answered. Later answers are too
     stale and don't count. At a time-out with fewer answers the round is extended by the same time:
-    unanswered tasks are given up, other devices are asked, and the answers so far are kept. Or it
-    is dropped with its answers, as in FedAsync's account of synchronous training, and another
-    begins from the same version.
+    unanswered tasks are given up, other devices are asked, and the answers so far are kept. Or
+    the round is dropped with its answers, as in FedAsync's description of synchronous training,
+    and a new round begins from the same version.
 
-    No device answers twice in a round, so a round is no larger than the number of devices, nor than
-    memory has room for.
+    No device answers twice in a round, so a round has at most as many answers as there are devices.
+    Memory may limit it further.
     """
 
     kind: Literal["rounds"] = "rounds"
     k: Annotated[int, Field(ge=1)] | None = None
-    """None: as many as the strategy takes for a version; if more, the slowest are not awaited"""
+    """devices in a round; None: as many as the strategy needs for a version; with more, the
+    slowest are not awaited"""
     min_answers: Annotated[int, Field(ge=1)] = 1
-    """fewest answers that a version is made of"""
+    """fewest answers for a version"""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     too_few: Literal["extend", "drop"] = "extend"
-    """what becomes of a round that timed out with fewer answers than ``min_answers``"""
+    """what to do with a round that timed out with fewer answers than ``min_answers``"""
 
     @property
     def size(self) -> int:
-        """k. If not given, the configuration fills it in (``Settings.policy``)."""
+        """``k``, which the configuration fills in if missing (``Settings.policy``)."""
         if self.k is None:
             raise RuntimeError("Rounds.k is not set: take the policy from Settings.policy")
         return self.k
@@ -49,13 +50,13 @@ class Round:
     """The state of a round."""
 
     wanted: int
-    """answers that it can get: k, or fewer for lack of devices or memory"""
+    """answers that the round can get: k, or fewer for lack of devices or memory"""
     answered: int
     """answers that the updater has buffered"""
     at_work: int
     """tasks that may still be answered"""
     since: float
-    """when it began, or was extended after a time-out"""
+    """beginning of the round, or of its extension after a time-out"""
     coming: int = 0
     """answers still in the queue"""
 
@@ -66,27 +67,27 @@ RoundVerdict: TypeAlias = Literal["goes on", "over", "again", "dropped"]
 def verdict(policy: Rounds, it: Round, now: float) -> RoundVerdict:
     """Decide whether a round goes on.
 
-    'over': a version is made of the answers so far. 'again': it timed out with too few answers, and
-    continues from now with other devices. 'dropped': it did, and its answers are not used.
+    'over': a version is made of the answers so far. After a time-out with too few answers, 'again':
+    the round continues from now with other devices; 'dropped': the answers are not used.
     """
     enough = it.answered >= policy.min_answers
     if now >= it.since + policy.timeout_s:
         if enough:
             return "over"
         if it.coming:
-            return "goes on"  # count the queued answers first
+            return "goes on"  # the queued answers count first
         return "dropped" if policy.too_few == "drop" and it.answered else "again"
-    # There is no device left to ask, but the strategy would wait for more answers.
+    # No device is left to ask, but the strategy would wait for more answers.
     complete = it.answered >= it.wanted and not it.at_work
     return "over" if enough and complete and it.wanted < policy.size else "goes on"
 
 
 def wanted(policy: Rounds, devices: int, room: int | None) -> tuple[int, str]:
-    """(answers that a round can get, what holds it back, if anything).
+    """The number of answers that a round can get, and the limit that reduces it ('': none).
 
     ``room``: updates that memory has room for; None: no known limit. The number is at least 1, and
-    at least ``min_answers`` if there are enough devices: the updates need not all be in memory at
-    once. Queue and staleness can't hold a round back: the queue is waiting for its answers.
+    at least ``min_answers`` if there are enough devices, as the updates need not all be in memory
+    at once. Queue and staleness don't limit a round, whose answers the queue is waiting for.
     """
     k = max(1, min(policy.size, devices))
     if room is None or room >= k:

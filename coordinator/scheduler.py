@@ -1,7 +1,7 @@
-"""The scheduler: triggers training tasks, and thereby controls staleness and the updater's load.
+"""The scheduler: triggers training tasks, which controls staleness and the updater's load.
 
-It holds no essential state: on each event it reads what changed, `plan` decides, and one script
-opens the tasks and hands them to their trainers. Opening, waiting and looking again take a single
+It holds no essential state: on each event it reads the changes, `plan` decides, and one script
+opens the tasks and hands them to their trainers. Opening, waiting and reading changes take a single
 round trip, since with small updates round trips are the main cost of a task. One scheduler leads,
 by lease.
 """
@@ -21,14 +21,14 @@ from pydantic import Field
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger.plumbing import Pending
+from fedstream.broker.ledger.base import Pending
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.streams import BLOCK_MS, Reader
-from fedstream.coordinator.gathering import Gathering
+from fedstream.coordinator.cooldowns import Cooldowns
+from fedstream.coordinator.intake import Gathering
 from fedstream.coordinator.metrics import SchedulerMetrics
 from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
-from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, Steering, plan
 from fedstream.core import reasons
@@ -40,25 +40,25 @@ from fedstream.core.records import Run, Tally
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.service import Context, lead, repeat
-from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup, Steps
+from fedstream.runtime.task_settings import FixedSteps, Participation, ParticipationGroup, Steps
 
 BUDGET_SHARE = 0.8  # of Redis's own limit, if no budget is given
-_ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the request seems lost
-# Between two looks at all open tasks and owned devices. In case changes escaped both the log and a
-# comparison of the numbers: a release that doesn't know the log may have swapped one for another.
+_ASK_AGAIN_S = 10.0  # until a seemingly lost request to coordinators is repeated
+# Between two looks at all open tasks and owned devices, in case a change is missing in the log and
+# leaves their numbers equal: an earlier release, without the log, may replace one task by another.
 _WHOLE_S = 60.0
-_NAMED = 20  # devices, in a line of the log
+_NAMED = 20  # devices named in a log line
 _NOTHING_ASKED: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)  # see `_asked`
-_BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
+_BUDGET_HOLDS_S = 10.0  # until Redis's limit, which an operator may raise, is read again
 
 
 class SchedulerSettings(Section):
-    """When tasks are triggered, how long they train, and what holds them back."""
+    """The table ``[scheduler]``: the policy, the length of tasks, and limits."""
 
-    policy: PolicySettings | None = None  # None: the one that suits the strategy
+    policy: PolicySettings | None = None  # None: the strategy's default
     steps: Steps = FixedSteps()
-    task_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then a task outside rounds is given up
-    # From one of a device's tasks to its next.
+    task_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # of a task outside rounds
+    # From the beginning of a device's task to the beginning of its next.
     rest_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     max_queue: Annotated[int, Field(ge=1)] = 64  # entries
     target_staleness: Annotated[float, Field(gt=0)] | None = None  # mean, in versions
@@ -68,10 +68,10 @@ class SchedulerSettings(Section):
 
 
 class Scheduler:
-    """The service.
+    """The scheduler service.
 
-    ``is_eligible``: for simulated availability, whether a device of the run may begin a task at a
-    given time (seconds since 1970); None: always.
+    ``is_eligible``: whether a device may begin a task at a time (seconds since 1970), for simulated
+    availability; None: always.
     """
 
     role = "scheduler"
@@ -93,7 +93,7 @@ class Scheduler:
         self._policy = policy
         self._seed = seed
         self._is_eligible = is_eligible
-        self._rests = Rests(settings.rest_s)
+        self._rests = Cooldowns(settings.rest_s)
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = SchedulerLedger(self._client, keys, name)
@@ -103,19 +103,19 @@ class Scheduler:
         self._budget_until = 0.0
         self._seen: Tally | None = None  # None: at the start, and after an error
         self._mirror = Mirror(self._participation)
-        self._whole_at = 0.0  # when it last looked at all tasks and devices
+        self._whole_at = 0.0  # time of the last look at all tasks and devices
         self._last = 0.0
-        self._round = (-1, 0.0)  # version, since when
-        # The last request to close a round: its version and tasks, and when it was made.
+        self._round = (-1, 0.0)  # version of the round, beginning
+        # The last request to close a round: version, tasks, and time of the request.
         self._asked = _NOTHING_ASKED
-        self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
+        self._given_up: dict[str, float] = {}  # overdue tasks: time of the last request
         self._held = ""
         self._steering: Steering | None = None
         self._gathering = Gathering()
         self._issued = 0  # tasks, at the last look
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """None of its own."""
+        """The scheduler serves no routes."""
         return ()
 
     async def run(self, context: Context) -> None:
@@ -147,7 +147,7 @@ class Scheduler:
                 await self._gathering.more(seen.tasks, seen.trainers, done)
                 self._seen = await self._decide(seen)
         except NoRun:
-            await self._models.read(count=1000)  # its first version comes with it
+            await self._models.read(count=1000)  # from the first version on
 
     async def _look_at_all(self) -> Tally:
         """Look at all open tasks and owned devices."""
@@ -179,7 +179,7 @@ class Scheduler:
         return opened, tally, followed
 
     def _tell_failing(self) -> None:
-        """Log which devices begin to fail or work again: a line each, not one for each device."""
+        """Log the devices that begin to fail, and those that work again, in one line each."""
         mirror, log = self._mirror, self._context.log
         if failing := mirror.begin_to_fail:
             reason = mirror.failing[failing[0]].reason
@@ -193,7 +193,7 @@ class Scheduler:
             log.info("devices work again", devices=working[:_NAMED], number=len(working))
 
     async def _decide(self, view: Tally) -> Tally:
-        """Carry out the plan, wait for events or the next planning time, return the new look."""
+        """Carry out the plan, wait for events or the next planning time; return the new look."""
         if self._settings.memory_budget is None and time.monotonic() >= self._budget_until:
             self._budget = await self._redis_budget()
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
@@ -231,7 +231,7 @@ class Scheduler:
                 self._context.trace(
                     "triggered", at=now, task=trigger.task, device=trigger.device, why=trigger.why
                 )
-        # Only after what was opened is accounted for, as this look may fail.
+        # Only now that the opened tasks are accounted for, as this look may fail.
         return view if followed else await self._look_at_all()
 
     async def _planned(self, seen: Situation) -> Plan:
@@ -246,7 +246,7 @@ class Scheduler:
         )
         if seen.is_eligible is None:
             return planned()
-        # In a thread: finding the few eligible of many devices is slow, and the lease must be kept.
+        # In a thread, as finding eligible devices is slow and the lease must be renewed.
         return await asyncio.to_thread(planned)
 
     @property
@@ -260,7 +260,7 @@ class Scheduler:
     async def _close(
         self, view: Tally, version: int, tasks: tuple[str, ...], drops: tuple[int, ...]
     ) -> None:
-        """Ask the coordinator to end a round; repeat only a request that seems lost."""
+        """Ask the coordinators to end a round; repeat only a request that seems lost."""
         before, among, asked_at = self._asked
         now = time.monotonic()
         if version == before and set(tasks) <= set(among):
@@ -272,7 +272,7 @@ class Scheduler:
         self._asked = (version, tasks, now)
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:
-        """Ask the coordinator to give tasks up; repeat only requests that seem lost.
+        """Ask the coordinators to give up tasks; repeat only requests that seem lost.
 
         A task whose answer is in the queue stays open until the updater reaches it.
         """
@@ -289,10 +289,10 @@ class Scheduler:
 
     def _situation(self, view: Tally) -> Situation:
         mirror, now = self._mirror, self._ledger.now()
-        self._last = min(self._last, now)  # a clock that was set back must not hold tasks back
+        self._last = min(self._last, now)  # a clock that was set back must not delay tasks
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or mirror.tasks.count(version)
-        if not begun and self._asked[0] == version:  # that round was dropped: another begins
+        if not begun and self._asked[0] == version:  # the round was dropped, and another begins
             self._asked = _NOTHING_ASKED
         if self._round[0] != version or not begun or self._round[1] > now:  # set back, too
             self._round = (version, now)
@@ -305,7 +305,7 @@ class Scheduler:
             backlog=view.backlog,
             kept=kept(view),
             held=view.head.held,
-            # Entries of the queue that are not admitted answers are the ends of rounds.
+            # Queue entries that are no admitted answers are ends of rounds.
             round_ending=self._asked[0] == version and view.backlog > view.admitted,
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
@@ -321,7 +321,7 @@ class Scheduler:
         )
 
     def _who_may_begin(self, run: Run, now: float) -> Callable[[int], bool] | None:
-        """Whether a device is eligible and has rested; None: all are and have."""
+        """A function that tells whether a device may begin a task; None: every device may."""
         is_eligible, rests, here = self._is_eligible, self._rests, time.monotonic()
         if not rests:
             return is_eligible and (lambda device: is_eligible(run, device, now))
@@ -330,17 +330,17 @@ class Scheduler:
         )
 
     async def _redis_budget(self) -> int:
-        """Bytes that the run may use in Redis; 0: no known limit."""
+        """The bytes that the run may use in Redis; 0: no known limit."""
         _, limit = await self._ledger.memory()
         return int(limit * BUDGET_SHARE)
 
 
 def kept(view: Tally) -> int:
-    """The size, in models, of the versions in Redis, as published, and of the devices' vectors."""
+    """The size, in models, of the published versions and devices' vectors in Redis."""
     layout = view.run.layout
     return -(-view.kept_bytes // max(1, layout.nbytes)) + vectors(layout, view.run.devices)
 
 
 def vectors(layout: Layout, devices: int) -> int:
-    """The size, in models, of the devices' vectors (SCAFFOLD's c_i) with their sites' copies."""
+    """The size, in models, of the devices' vectors (SCAFFOLD's c_i) and their sites' copies."""
     return -(-2 * 4 * layout.controls * devices // max(1, layout.nbytes))

@@ -1,7 +1,7 @@
-"""When to trigger tasks, for which devices, and when to give them up: functions without state.
+"""Planning: when to trigger tasks, for which devices, and when to give them up. Pure.
 
-Draw n belongs to the n-th task ever issued and depends on (seed, n) alone, so that a scheduler that
-takes over continues with exactly the draws that its predecessor would have made.
+Draw n belongs to the n-th task ever issued and depends only on (seed, n), so a scheduler that takes
+over makes exactly the draws that its predecessor would have made.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fedstream.coordinator.policies import Policy, Traffic, next_due, place_of_n
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.core.messages import Trigger, task_id
 from fedstream.core.reasons import Overdue
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.task_settings import Participation
 
-_CATCH_UP_S = 1.0  # a policy that catches up makes up for at most this much missed time
-_SEEN_AFTER = 20  # updates in which the mean staleness forgets nearly all that it was before
-_MOST_CHANGE = 2.0  # of the tasks in flight, at once, as a factor
+_CATCH_UP_S = 1.0  # the most missed time that a catching-up policy makes up for
+_SEEN_AFTER = 20  # updates after which the mean staleness depends little on earlier ones
+_MOST_CHANGE = 2.0  # largest factor by which one step changes the tasks in flight
 
 HELD_BY = ("memory", "queue", "staleness")
 
@@ -38,20 +38,20 @@ class HoldBack:
 
 @dataclass(frozen=True)
 class Steering:
-    """How many tasks in flight bring the mean staleness to its target, as far as is known."""
+    """A controller of the tasks in flight that brings the mean staleness to a target."""
 
     tasks: float
-    since: int  # the version from which no more than these were open
+    since: int  # the version since which at most this number was open
 
     @classmethod
     def towards(cls, target: float, seen: Situation) -> Steering:
-        """What to go on with.
+        """The next state of the controller.
 
-        With n tasks in flight, each making a version, an update is n - 1 versions late on average:
-        so it begins with target + 1. Batches, and devices that vanish, make it less. Once the mean
-        shows what a number of tasks leads to, the number changes by the ratio of the staleness that
-        is wanted to the one there is. Only what is seen is corrected, and so nothing oscillates:
-        tasks take as many versions as updates are late, and the mean some more.
+        With n tasks in flight, each making a version, the mean staleness is n - 1, so the
+        controller begins with target + 1 tasks. Batches and vanishing devices lower the staleness.
+        Once the mean reflects the present number of tasks, the number is multiplied by target /
+        mean. Waiting for the mean avoids oscillation: a change shows only after as many versions as
+        the staleness, and the mean lags a little more.
         """
         before, mean = seen.steering, seen.mean_staleness
         if before is None:
@@ -66,26 +66,26 @@ class Steering:
 
 @dataclass(frozen=True)
 class Situation:
-    """The state of the run, as the scheduler sees it."""
+    """The scheduler's view of the run."""
 
     now: float  # seconds since 1970
-    issued: int  # tasks so far: the next draw
+    issued: int  # tasks so far, and the number of the next draw
     version: int
-    open: Collection[Trigger]  # live OpenTasks, so that a plan doesn't go through all of them
+    open: Collection[Trigger]  # the mirror's OpenTasks, so that no plan goes through all tasks
     queue: int  # entries; their updates take memory
-    backlog: int  # of them, those that the updater has not handled
-    kept: int  # versions, and devices' vectors counted in models
+    backlog: int  # entries that the updater has not handled
+    kept: int  # versions and devices' vectors, in models
     held: tuple[int, ...]  # devices whose updates are buffered
-    round_ending: bool  # this round's end is in the queue
+    round_ending: bool  # the end of this round is in the queue
     mean_staleness: float
-    trainers: int  # alive
-    workers: int  # of tasks at the same time: trainers, and the devices of gateways
+    trainers: int  # live trainers
+    workers: int  # tasks trained at the same time: trainers, and devices of gateways
     model_bytes: int
-    devices: Sequence[int]  # that a trainer serves, and that are not in quarantine; ascending
-    last: float  # when it last triggered (if it catches up: when that was due), or began to lead
-    round_since: float  # when the round began, or was extended after a time-out
-    began: float = 0.0  # when the run did, in seconds since 1970
-    # When tasks were opened, if `open` doesn't say.
+    devices: Sequence[int]  # served by a trainer and not in quarantine; ascending
+    last: float  # last trigger (or its due time, to catch up), or begin of leading
+    round_since: float  # beginning of the round, or of its extension
+    began: float = 0.0  # beginning of the run, seconds since 1970
+    # Opening times of tasks, if `open` has none.
     since: Mapping[str, float] = field(default_factory=dict)
     is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
     not_at_work: DeviceSet | None = None  # of `devices`; None: derived from `open`
@@ -99,9 +99,9 @@ class Situation:
         return OpenTasks(self.open, self.since)
 
     def idle(self) -> DeviceSet:
-        """Devices that are not at work, whether or not they may begin now.
+        """The devices that are not at work, whether or not they may begin now.
 
-        To be taken out inside a ``with`` block: nothing is changed afterwards.
+        Take devices out inside a ``with`` block, which restores them.
         """
         if self.not_at_work is not None:
             return self.not_at_work
@@ -110,10 +110,10 @@ class Situation:
         return DeviceSet(max(free, default=-1) + 1, free)
 
     def take(self, idle: DeviceSet, pick: Callable[[DeviceSet], int]) -> int | None:
-        """Take a device that may begin now out of ``idle``; None if there is none.
+        """Take out of ``idle`` a device that may begin now; None if there is none.
 
-        ``pick`` gives the place of the next candidate. Those that may not begin are removed, too.
-        So a plan checks no device twice, and no more than it must: checking thousands is slow.
+        ``pick`` gives the place of the next candidate. Candidates that may not begin are removed
+        too, so a plan checks no device twice: checking thousands is slow.
         """
         while idle:
             device = idle.pop(pick(idle))
@@ -122,7 +122,7 @@ class Situation:
         return None
 
     def traffic(self, issued: int, at_work: Collection[int], last: float) -> Traffic:
-        """What the policy sees once these tasks are open, the last of them since ``last``."""
+        """The policy's input once ``issued`` tasks are issued, the last one at ``last``."""
         return Traffic(
             self.now,
             self.began,
@@ -139,25 +139,25 @@ class Situation:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the scheduler does now, and when it plans again if nothing happens first."""
+    """The scheduler's next actions, and the time of the next plan if no event comes first."""
 
     triggers: tuple[Trigger, ...] = ()
     limit: int = 0  # tasks open at the same time
     close: tuple[int, tuple[str, ...]] | None = None  # end a round: version, open tasks
-    drops: tuple[int, ...] = ()  # devices whose answers that round is ended without using
+    drops: tuple[int, ...] = ()  # devices whose answers to that round are dropped
     wake_at: float | None = None  # seconds since 1970
     last: float = 0.0  # for the next situation, if there are triggers
-    held: str = ""  # why there are fewer tasks than the policy wants
+    held: str = ""  # the limit that keeps tasks below the policy's number
     overdue: tuple[tuple[str, Overdue], ...] = ()  # tasks to be given up, and why
     again: bool = False  # the round is extended from now, with other devices
     steering: Steering | None = None  # for the next situation
 
 
 def steered(wanted: int, hold: HoldBack, seen: Situation) -> Steering | None:
-    """How many tasks the target for the staleness allows, at least 1; None: any.
+    """The number of tasks that the staleness target allows, at least 1; None: no target.
 
-    The number doesn't grow beyond ``wanted``, as more would show nothing, but stays if it is
-    larger: the policy may want more again at the next look.
+    The number doesn't grow beyond ``wanted``, where its effect could not be measured, but a larger
+    number is kept: the policy may want more again at the next look.
     """
     if hold.target_staleness is None:
         return None
@@ -169,7 +169,7 @@ def steered(wanted: int, hold: HoldBack, seen: Situation) -> Steering | None:
 def held_back(
     wanted: int, hold: HoldBack, seen: Situation, steering: Steering | None = None
 ) -> tuple[int, str]:
-    """(N, why) by the tightest limit. N is never below 1, so that the run goes on."""
+    """The number of tasks by the tightest limit, at least 1, and that limit ('': none)."""
     limits = [(wanted, "")]
     room = _room(hold, seen)
     if room is not None:
@@ -183,14 +183,14 @@ def held_back(
 
 
 def _room(hold: HoldBack, seen: Situation) -> int | None:
-    """Updates that memory has room for; None: no known limit."""
+    """The number of updates that memory has room for; None: no known limit."""
     if hold.memory_budget is None or not seen.model_bytes:
         return None
     return room_beside(hold.memory_budget, seen.model_bytes, seen.kept)
 
 
 def room_beside(budget: int, model_bytes: int, kept: int) -> int:
-    """Updates that fit in a budget (bytes) beside the kept versions and 2 in the making."""
+    """The updates that fit in a budget (bytes) beside the kept versions and 2 new ones."""
     return budget // model_bytes - kept - 2
 
 
@@ -205,7 +205,7 @@ def plan(
 ) -> Plan:
     """Decide what to do now. ``task_timeout_s`` applies to tasks without a deadline.
 
-    Raises ConfigError if a user's policy does, or returns nonsense.
+    Raises ConfigError if a user's policy raises or returns an invalid value.
     """
     if isinstance(policy, Rounds):
         todo = _plan_round(policy, parts, hold, seed, seen)
@@ -226,7 +226,7 @@ def plan(
 def _plan_tasks(
     policy: Policy, parts: Participation, hold: HoldBack, seed: int, seen: Situation
 ) -> Plan:
-    """Open tasks, each when it is due, until there are as many as the policy wants."""
+    """Open due tasks until the policy's number is open."""
     at_work, last = AtWork(seen.tasks), seen.last
     n = tasks_wanted(policy, seen.traffic(seen.issued, at_work, last))
     steering = steered(n, hold, seen)
@@ -254,13 +254,13 @@ def _plan_round(
 ) -> Plan:
     """Open or end a round from the newest version, by :mod:`fedstream.coordinator.rounds`.
 
-    It keeps k tasks open or answered: one that ends without an answer (given up, refused, dead) is
-    replaced by another device's. A round doesn't shrink to the eligible devices: it waits for more.
+    Keeps k tasks open or answered: a task that ends without an answer (given up, refused, dead) is
+    replaced by another device's. A round doesn't shrink to the eligible devices but waits for more.
     """
     tasks, version = seen.tasks, seen.version
     if past := tasks.of_past_rounds(version):
         return Plan(close=(version - 1, tuple(past)))
-    if seen.round_ending:  # more tasks would come too late for it
+    if seen.round_ending:  # further tasks would come too late
         return Plan(limit=len(tasks))
     room = _room(hold, seen)
     k, why = wanted(policy, len(seen.devices), room)
@@ -273,8 +273,8 @@ def _plan_round(
     since = seen.now if what == "again" else seen.round_since
     deadline = since + policy.timeout_s
     mine = tasks.count(version)
-    missing = k - mine - len(seen.held)  # late tasks are replaced once given up
-    if room is not None and room < k:  # not all of them at once
+    missing = k - mine - len(seen.held)  # overdue tasks are replaced once given up
+    if room is not None and room < k:  # open fewer at once
         missing = min(missing, max(1, room - seen.queue) - mine)
     triggers: tuple[Trigger, ...] = ()
     if missing > 0 and seen.now < deadline:
@@ -291,7 +291,7 @@ def _plan_round(
 def _of_round(
     parts: Participation, seed: int, seen: Situation, missing: int, deadline: float
 ) -> Iterator[Trigger]:
-    """Tasks of a round for devices that neither are at work nor have answered in it."""
+    """Tasks of a round for devices that are idle and have not answered in it."""
     with seen.idle() as idle:
         for answered in seen.held:
             idle.discard(answered)
@@ -312,7 +312,7 @@ def _of_round(
 
 
 def draw(seed: int, n: int) -> random.Random:
-    """The random generator of draw n."""
+    """The random number generator of draw n."""
     return random.Random(f"{seed}:{n}")
 
 

@@ -1,10 +1,10 @@
-"""The coordinator: the front door, the gatekeeper of the queue, and the security boundary.
+"""The coordinator: admission to the queue, the HTTP API, and the security boundary.
 
-It admits answers to the queue by their metadata, hands out the tasks that devices and operators ask
-for, strikes off silent trainers, and moves tasks that crash their trainers to `dead`. All state is
+It admits answers to the queue by their metadata, hands out tasks that devices and operators ask
+for, deregisters silent trainers, and moves tasks that crash their trainers to `dead`. All state is
 in Redis and every change is one script, so any number of replicas share the work.
-:mod:`fedstream.coordinator.intake` reads what arrives, :mod:`fedstream.coordinator.entries` decides
-on it, and :mod:`fedstream.coordinator.sweep` cleans up.
+:mod:`fedstream.coordinator.intake` reads entries, :mod:`fedstream.coordinator.entries` decides on
+them, and :mod:`fedstream.coordinator.sweep` cleans up.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import App
 from fedstream.coordinator.entries import LARGEST, Entries
 from fedstream.coordinator.intake import EntryIntake
-from fedstream.coordinator.page import MakePage
-from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.coordinator.settings import CoordinatorSettings, MakePage
 from fedstream.coordinator.sites import served
 from fedstream.coordinator.sweep import Sweep
 from fedstream.runtime.service import Context, repeat
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 
-_SWEPT_WITHIN_S = 120.0  # a dozen round trips: a slow Redis must not get us restarted
+_SWEPT_WITHIN_S = 120.0  # a dozen round trips: no restart because Redis is slow
 
 
 class Coordinator:
-    """The service. Replicas differ only in ``name``."""
+    """The coordinator service. Replicas differ only in ``name``."""
 
     role = "coordinator"
 
@@ -50,8 +49,8 @@ class Coordinator:
         tokens: Tokens | None = None,
         page: MakePage | None = None,
     ) -> None:
-        """``anarchic``: devices decide for themselves when to train. ``lr_of``: a device's
-        configured learning rate, if the rule divides by it. ``page``: None for no page.
+        """``anarchic``: devices decide for themselves when to train. ``lr_of``: the configured
+        learning rate of a device, for a rule that divides by it. ``page``: None for no live page.
         """
         self._settings = settings
         self._anarchic = anarchic
@@ -65,7 +64,7 @@ class Coordinator:
         self._page = None if page is None else page(self._client, tokens)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """Status and models, and the live page, over HTTP."""
+        """The routes of the status, the models and the live page."""
         return (*self._app.routes(), *(self._page.routes() if self._page else ()))
 
     async def run(self, context: Context) -> None:

@@ -1,7 +1,7 @@
-"""Sites: groups of trainers that trust each other, and what each group may do.
+"""Sites: groups of trainers that trust each other, and their permissions.
 
 A site has a Redis user, an inbox and a key prefix. The operator's own trainers are the site
-``pool``; every other site owns devices and trains for those alone.
+``pool``; every other site owns devices and trains only for these.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Site:
     """A site that the coordinators serve."""
 
     name: str
-    trusted: bool = True  # its trainers are believed about what they did
+    trusted: bool = True  # claims about its trainers' work are believed
     may_own: tuple[range, ...] | None = None  # devices; None: any without an owner
 
     def denied(self, owns: Iterable[int]) -> list[int]:
-        """Those of the devices ``owns`` that it may not own."""
+        """The devices in ``owns`` that the site may not own."""
         if self.may_own is None:
             return []
         return [device for device in owns if not any(device in some for some in self.may_own)]
 
 
 def served(named: Sequence[str], trusted: Sequence[str]) -> Mapping[str, Site]:
-    """The sites of ``coordinator.sites`` by name. Raises ConfigError."""
+    """Parse ``coordinator.sites``; return the sites by name. Raises ConfigError."""
     found: dict[str, Site] = {}
     for text in named:
         name, colon, devices = text.partition(":")

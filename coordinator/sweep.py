@@ -1,4 +1,4 @@
-"""Periodic clean-up after silent trainers, crashed replicas, poison tasks, and careless sites."""
+"""Periodic clean-up after silent trainers, crashed replicas, poison tasks and careless sites."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from math import inf
 
 from prometheus_client import Counter
 
-from fedstream.broker.client import Client
-from fedstream.broker.clock import uptime
-from fedstream.broker.custody import (
+from fedstream.broker.cleanup import (
     cap_workspaces,
     drop_copies,
     expire_forgotten,
@@ -21,6 +19,8 @@ from fedstream.broker.custody import (
     some_keys,
     trim_registers,
 )
+from fedstream.broker.client import Client
+from fedstream.broker.clock import uptime
 from fedstream.broker.keys import TRAINERS, Keys, site_of
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
@@ -31,12 +31,12 @@ from fedstream.core.errors import Foreign, NoRun
 from fedstream.core.messages import POOL
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 
 _SWEEP_S = 1.0
-_SEARCH_S = 5.0  # between two searches through all open tasks for those without an entry
-_CERTIFICATES_S = 600.0  # between two looks at when the certificates of Redis end
-_DEAF_S = 3.0  # without a sweep: trainers may have gone unheard
+_SEARCH_S = 5.0  # between two searches for open tasks without an entry
+_CERTIFICATES_S = 600.0  # between two checks of Redis's certificates
+_DEAF_S = 3.0  # pause between sweeps after which silence counts anew
 
 
 class Sweep:
@@ -71,23 +71,23 @@ class Sweep:
         context.certificates.append(
             lambda: {f"{host}:{port}": ends for (host, port), ends in client.certificates.items()}
         )
-        self._certificates_at = -inf  # when they were last looked at; uptime
-        self._ended = 0.0  # when the last sweep did; uptime, as the machine may sleep
+        self._certificates_at = -inf  # time of the last check; uptime
+        self._ended = 0.0  # end of the last sweep; uptime, as the machine may sleep
         self._hears_since = 0.0
-        self._searched = 0.0  # when the last whole search for open tasks without an entry ended
-        self._without_entry: dict[str, str] = {}  # what the last whole search found
-        self._found: dict[str, str] = {}  # and the present one so far
-        self._task_at = b"0"  # the cursor of the search through open tasks
-        self._owner_at = b"0"  # and through the devices' owners
-        self._scanned = b"0"  # the cursor of the scan of the run's keys
-        self._held: dict[str, int] = {}  # bytes of each site's workspaces in this scan
-        self._named: set[tuple[str, str]] = set()  # keys of the wrong type, already logged
+        self._searched = 0.0  # end of the last whole search for tasks without an entry
+        self._without_entry: dict[str, str] = {}  # result of the last whole search
+        self._found: dict[str, str] = {}  # partial result of the present search
+        self._task_at = b"0"  # cursor of the search through open tasks
+        self._owner_at = b"0"  # cursor of the search through owners
+        self._scanned = b"0"  # cursor of the scan of the run's keys
+        self._held: dict[str, int] = {}  # bytes of workspaces by site, in this scan
+        self._named: set[tuple[str, str]] = set()  # already logged keys of the wrong type
 
     async def step(self) -> None:
         """Clean up periodically after silent trainers, poison tasks and crashed coordinators."""
         owners = await self._owners()
         await self._mend(owners)
-        await self._clear_away(owners)  # works even if Redis is full; the next fails then
+        await self._clear_away(owners)  # works even if Redis is full, unlike the next step
         await self._find_lost()
         if gone := await self._ledger.age_letters(self._settings.letter_days):
             self._context.log.warning("old dead letters deleted", letters=gone)
@@ -113,9 +113,9 @@ class Sweep:
         await pause(self._context.stop, _SWEEP_S)
 
     async def _owners(self) -> set[str]:
-        """Trainers that own devices; none if the register itself needs mending.
+        """Find trainers that own devices; none if the register has the wrong type.
 
-        Those that are not registered are found little by little.
+        Unregistered owners are found over several sweeps.
         """
         try:
             found, self._owner_at = await self._ledger.owning(self._owner_at)
@@ -124,7 +124,7 @@ class Sweep:
         return found
 
     async def _mend(self, owners: set[str]) -> None:
-        """Quarantine foreign data in the run's keys; log keys of its state with the wrong type."""
+        """Quarantine foreign values; log keys of the run's state with the wrong type."""
         mended = await mend(
             self._client,
             self._keys,
@@ -149,8 +149,8 @@ class Sweep:
         self._named = found
 
     async def _clear_away(self, owners: set[str]) -> None:
-        """Expire or delete what sites left behind or no longer need, a few keys per sweep."""
-        if self._scanned == b"0":  # not after the last step, as what follows may fail
+        """Expire or delete leftovers of sites, a few keys per sweep."""
+        if self._scanned == b"0":  # before the first step, as the steps may fail
             self._held.clear()
         self._scanned, some = await some_keys(self._client, self._keys, self._scanned)
         await drop_copies(self._client, self._keys, some)
@@ -175,7 +175,7 @@ class Sweep:
                     )
 
     async def _find_lost(self) -> None:
-        """Give up open tasks whose entry was deleted, looking at some of them in each sweep."""
+        """Give up open tasks whose entry was deleted, searching a part in each sweep."""
         if self._task_at == b"0" and time.monotonic() - self._searched < _SEARCH_S:
             return
         lost, found, self._task_at = await self._ledger.find_lost(
@@ -189,9 +189,9 @@ class Sweep:
             self._context.log.warning("open tasks without an entry: given up", tasks=lost)
 
     async def _strike_off_the_silent(self, owners: set[str]) -> None:
-        """Strike off trainers that left or fell silent, and ``owners`` that were never heard.
+        """Deregister trainers that left or fell silent, and ``owners`` that were never heard.
 
-        Silence counts only while the coordinator was listening.
+        Silence counts only while the coordinator runs its sweeps.
         """
         for name in await self._ledger.left():
             await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
@@ -210,7 +210,7 @@ class Sweep:
                 self._context.log.warning("trainer lost", trainer=shown, tasks_given_up=given_up)
 
     async def _seen(self, training: int) -> Seen:
-        """Look at the run for the metrics. ``training``: tasks under a trainer's lease."""
+        """Read the run for the metrics. ``training``: tasks under a trainer's lease."""
         memory, limit = await self._ledger.memory()
         try:
             view = await self._ledger.tally()

@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fedstream.api.endings import Interrupted, RunFailed
     from fedstream.api.live import run
+    from fedstream.api.run_folder import Interrupted, RunFailed
     from fedstream.api.virtual import simulate
     from fedstream.coordinator.policies import Policy, Traffic
     from fedstream.core.errors import ConfigError, DataError, FedstreamError
@@ -46,10 +46,10 @@ else:  # hidden from type checkers: with __getattr__, they would accept any name
         "ConfigError": ("fedstream.core.errors", "ConfigError"),
         "DataError": ("fedstream.core.errors", "DataError"),
         "FedstreamError": ("fedstream.core.errors", "FedstreamError"),
-        "Interrupted": ("fedstream.api.endings", "Interrupted"),
+        "Interrupted": ("fedstream.api.run_folder", "Interrupted"),
         "Partition": ("fedstream.trainer.partitions", "Partition"),
         "Policy": ("fedstream.coordinator.policies", "Policy"),
-        "RunFailed": ("fedstream.api.endings", "RunFailed"),
+        "RunFailed": ("fedstream.api.run_folder", "RunFailed"),
         "RunRecord": ("fedstream.history.record", "RunRecord"),
         "Solver": ("fedstream.trainer.solvers", "Solver"),
         "Task": ("fedstream.trainer.task", "Task"),

@@ -33,13 +33,13 @@ def main() -> None:
             process.interrupt()
         code = _code(command)
         process.end_at_once()  # inside the block, so that no interruption escapes it
-    except KeyboardInterrupt:  # raised where nothing of the command catches it
+    except KeyboardInterrupt:  # not caught by the command
         pass
     _leave(code)
 
 
 def _code(command: Callable[[], None]) -> int:
-    """Run a command; returns its exit code, as Python would."""
+    """Run a command; return the exit code that Python would use."""
     try:
         command()
     except SystemExit as end:

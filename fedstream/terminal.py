@@ -1,8 +1,8 @@
-"""Output for people, on stdout and stderr: all of it goes through here.
+"""All output for people, on stdout and stderr.
 
-Most of the text comes from others: trainers, someone else's journal, another machine's answer. So
-any text but our own goes through :func:`line` or :func:`cell`, which neutralise terminal control
-sequences and rich's markup. No other module prints (``test_structure.py``).
+Most text is untrusted: from trainers, other people's journals, other machines. So all foreign text
+goes through :func:`line` or :func:`cell`, which escape terminal control sequences and rich's
+markup. No other module prints (``test_structure.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 
 Advance: TypeAlias = Callable[[int], None]
 
@@ -42,7 +42,7 @@ _MOST_DIGITS = 15  # longest integer to show in full
 def line(text: object = "", *, err: bool = False) -> None:
     """Print a text, which may have several lines."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(visible(text, lines=True) + "\n")
+    stream.write(escaped(text, lines=True) + "\n")
     stream.flush()
 
 
@@ -54,7 +54,7 @@ def verbatim(text: str) -> None:
 
 def confirm(question: str) -> None:
     """Ask a yes-or-no question. Raises typer.Abort for no."""
-    typer.confirm(visible(question), abort=True)
+    typer.confirm(escaped(question), abort=True)
 
 
 class _Piped(Console):
@@ -84,7 +84,7 @@ def room() -> int | None:
 
 
 def adding(step: Advance, total: int) -> Advance:
-    """Function that sums up increments, and now and then calls ``step`` with the sum."""
+    """Wrap ``step``: sum up increments, and call ``step`` only now and then."""
     done = told = 0
 
     def add(part: int) -> None:
@@ -128,7 +128,7 @@ def pressed(key: str) -> Iterator[asyncio.Event]:
 
 @contextmanager
 def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Iterator[Advance]:
-    """Progress bar with the time left, on a terminal; yields a function to set how much is done.
+    """Progress bar with the time left, on a terminal; yields a function that advances it.
 
     ``parts``: show the count of parts beside the bar; otherwise a percentage.
     """
@@ -148,7 +148,7 @@ def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Itera
 
 @contextmanager
 def doing() -> Iterator[Callable[[str], None]]:
-    """Last line of a terminal that says what is going on; yields a function to change it."""
+    """Status line at the bottom of a terminal; yields a function that sets its text."""
     here = console(err=True)
     if not here.is_terminal:
         yield lambda _what: None
@@ -160,12 +160,12 @@ def doing() -> Iterator[Callable[[str], None]]:
 
 def cell(value: object, *, style: str = "", lines: bool = False) -> Text:
     """Value made safe for a table cell or a line of text; ``lines`` keeps line breaks."""
-    return Text(visible(value, lines=lines), style=style)
+    return Text(escaped(value, lines=lines), style=style)
 
 
 def cut(value: object, *, style: str = "", lines: bool = False) -> Text:
-    """The same as :func:`cell`, cut with an ellipsis where it doesn't fit."""
-    shown = visible(value, lines=lines)
+    """Like :func:`cell`, cut with an ellipsis if it doesn't fit."""
+    shown = escaped(value, lines=lines)
     return Text(shown, style=style, overflow="ellipsis", no_wrap=True)
 
 
@@ -201,7 +201,7 @@ def number(value: object, digits: int = 4) -> str:
             return f"{value:.{digits}g}"
         case int() if abs(value) >= 10**_MOST_DIGITS:
             return f"{'-' if value < 0 else ''}1e{_MOST_DIGITS} or more"
-    return visible(value)
+    return escaped(value)
 
 
 def two_columns(rows: Iterable[tuple[str, object]]) -> Table:

@@ -27,7 +27,7 @@ from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.newest import read_model
+from fedstream.broker.published import read_model
 from fedstream.broker.streams import Entry, Group
 from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.core.messages import (

@@ -1,7 +1,6 @@
-"""One attempt at a task: where training starts, training itself, and the answer.
+"""One attempt at a task: the start of training, training itself, and the answer.
 
-What belongs to an attempt lives in :class:`Attempt` and dies with it; what attempts share is in
-:class:`Workshop`.
+:class:`Attempt` has the state of one attempt, :class:`AttemptContext` what all attempts share.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.broker import blobs
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.core import reasons
 from fedstream.core.errors import (
     BadMessage,
@@ -32,17 +31,15 @@ from fedstream.runtime.backoff import pause
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.failures import Guard
 from fedstream.trainer.saved_work import SavedWork
-from fedstream.trainer.solvers import Cancelled, Solvers, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Solvers, Work, solver_for_device
 from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import TakenTask, TrainerLedger
     from fedstream.core.formats import Format
-    from fedstream.core.layout import Floats, Layout, Model, Payload
+    from fedstream.core.layout import Payload
     from fedstream.core.records import Head, Run
     from fedstream.runtime.service import Context, Worker
     from fedstream.trainer.failures import Failures
@@ -52,11 +49,11 @@ if TYPE_CHECKING:
     from fedstream.trainer.settings import TrainerSettings
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
-_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # workspace of other work or another torch
+_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # of a workspace that can't be resumed
 
 
 class Newest:
-    """The newest version, kept for all tasks that start from it."""
+    """A cache of the newest version, for all tasks that start from it."""
 
     def __init__(
         self,
@@ -73,12 +70,12 @@ class Newest:
         self._site = site
         self._layout = layout
         self._metrics = metrics
-        self._version: tuple[Head, Model] | None = None  # None: not read, or only in part
+        self._version: tuple[Head, Model] | None = None  # None: not read, or only partly
 
     async def start(self, device: int, newest: Head | None) -> Start:
-        """A start from the newest version, with what the strategy remembers of the device.
+        """The start from the newest version, with the strategy's vector for the device.
 
-        ``newest``: which one that is; None: not known.
+        ``newest``: the newest version; None: unknown.
         """
         head, model = await self._read(newest)
         control: Floats | None = None
@@ -92,7 +89,7 @@ class Newest:
         return Start(head.version, head.given, model, control)
 
     async def _read(self, head: Head | None) -> tuple[Head, Model]:
-        """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
+        """Read the newest version; retry if a newer one supersedes it meanwhile."""
         with self._metrics.timed("download"):
             while True:
                 if head is None and (head := await self._ledger.head()) is None:
@@ -116,8 +113,8 @@ class Newest:
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """What the attempts of one trainer share."""
+class AttemptContext:
+    """The settings and resources that the attempts of one trainer share."""
 
     name: str  # the trainer's
     settings: TrainerSettings
@@ -126,15 +123,15 @@ class Workshop:
     now: Callable[[], float]  # seconds since 1970, by Redis's clock
     solvers: Solvers
     devices: DeviceSettings
-    is_eligible: Callable[[int], bool]  # whether a device may work now
+    is_eligible: Callable[[int], bool]  # by device, now
     newest: Newest
     saved_work: Callable[[str], SavedWork]  # of the task with this id
     learner: Learner
-    thread: Worker  # the only one that may use the learner
+    thread: Worker  # the only thread that may use the learner
     out: Model  # holds one update at a time
     failures: Failures
     metrics: TrainerMetrics
-    wire: Format  # that updates are sent in
+    wire: Format  # of sent updates
     feedback: Feedback
 
 
@@ -142,20 +139,20 @@ class Attempt:
     """One attempt at a task."""
 
     def __init__(
-        self, task: Assignment, taken: TakenTask, lost: asyncio.Event, shop: Workshop
+        self, task: Assignment, taken: TakenTask, lost: asyncio.Event, shared: AttemptContext
     ) -> None:
         """``lost``: set when the lease is lost."""
         self.id = secrets.token_hex(6)
-        self.saved = shop.saved_work(task.task)
+        self.saved = shared.saved_work(task.task)
         self._again = taken.again
-        self._newest = taken.newest  # version; None: not known any more
-        self.update: Payload | None = None  # to be uploaded with the answer
-        self.unsent: Floats | None = None  # of the update, for the device's next one
-        self.dropped = False  # whether what the one before left unsent is not in the update
+        self._newest = taken.newest  # version; None: unknown
+        self.update: Payload | None = None  # payload of the answer
+        self.unsent: Floats | None = None  # error feedback of this update
+        self.dropped = False  # whether the previous feedback is missing in the update
         self._task = task
         self._lost = lost
-        self._shop = shop
-        self._stop = shop.context.stop
+        self._shared = shared
+        self._stop = shared.context.stop
         self._began = time.monotonic()
 
     @property
@@ -179,17 +176,17 @@ class Attempt:
             return self._give_up(reasons.DEADLINE_PASSED)
 
     async def _answer_from(self, start: Start) -> Upload | GiveUp:
-        task, shop = self._task, self._shop
+        task, shared = self._task, self._shared
         if task.version is not None and task.version != start.version:
             return self._give_up(reasons.ROUND_OVER)
-        simulated = behaviour(shop.devices, task.device, task.seed)
+        simulated = behaviour(shared.devices, task.device, task.seed)
         if simulated.drops_out:
             await self._device_time(simulated.latency_s * 0.5, self._is_cancelled)
             return self._give_up(reasons.DROPPED_OUT)
-        unsent = await shop.feedback.of(task.device) if shop.wire.of_changes else None
+        unsent = await shared.feedback.of(task.device) if shared.wire.of_changes else None
         try:
             work = self._work(start)
-            with shop.metrics.timed("training"):
+            with shared.metrics.timed("training"):
                 learned = await self._learned(start, work, unsent)
         except Cancelled:
             raise
@@ -198,25 +195,25 @@ class Attempt:
                 await self.saved.reject(error)
                 self._again, self._newest = False, None
                 return await self.answer()
-            await shop.failures.raised(error, task, start.version)
+            await shared.failures.raised(error, task, start.version)
             return self._give_up(reasons.raised(error))
-        shop.failures.trained()
-        # If told to stop now, it answers at once rather than lose the trained model.
+        shared.failures.trained()
+        # If told to stop now, answer at once rather than lose the trained model.
         left_s = simulated.latency_s - self.seconds
         await self._device_time(left_s, lambda: self._lost.is_set() or self._is_late())
         return self._upload(start, work, learned)
 
     async def _start(self) -> Start:
-        """The task's workspace, left by any replica; without one, the newest version."""
+        """The start from the task's workspace, or without one from the newest version."""
         if self._again:
-            layout = self._shop.run.layout.without_controls()
+            layout = self._shared.run.layout.without_controls()
             saved = await self.saved.read(layout)
             if saved is not None:
                 return Start.resumed(saved, layout)
-        return await self._shop.newest.start(self._task.device, self._newest)
+        return await self._shared.newest.start(self._task.device, self._newest)
 
     def _work(self, start: Start) -> Work:
-        task, shop = self._task, self._shop
+        task, shared = self._task, self._shared
         return Work(
             device=task.device,
             task=task.task,
@@ -225,10 +222,12 @@ class Attempt:
             steps=task.steps,
             epochs=task.epochs,
             seconds=task.seconds,
-            solver=chosen(shop.learner.task, task.device, shop.solvers, start.version),
-            cancelled=lambda: self._is_cancelled() or not shop.is_eligible(task.device),
+            solver=solver_for_device(
+                shared.learner.task, task.device, shared.solvers, start.version
+            ),
+            cancelled=lambda: self._is_cancelled() or not shared.is_eligible(task.device),
             base=start.digest,
-            control=start.model.controls if shop.run.layout.controls else None,
+            control=start.model.controls if shared.run.layout.controls else None,
             device_control=start.device_control,
             resume=start.saved,
         )
@@ -238,17 +237,17 @@ class Attempt:
 
         Asynchronous Federated Optimization, 'flexibility'.
         """
-        shop = self._shop
+        shared = self._shared
         while True:
             try:
-                with Guard(self._is_cancelled, self._hangs, patience_s=shop.settings.drain_s):
-                    return await shop.thread.run(
-                        shop.learner.train,
+                with Guard(self._is_cancelled, self._hangs, patience_s=shared.settings.drain_s):
+                    return await shared.thread.run(
+                        shared.learner.train,
                         start,
                         work,
-                        shop.out,
-                        shop.run.sends,
-                        shop.wire,
+                        shared.out,
+                        shared.run.sends,
+                        shared.wire,
                         unsent,
                     )
             except Cancelled as stopped:
@@ -259,14 +258,14 @@ class Attempt:
                 await self._until_eligible()
 
     def _hangs(self) -> None:
-        # The drain waits as long again; then the process ends, hung thread or not.
-        self._shop.context.log.error(
+        # The drain waits as long again; then the process ends in any case.
+        self._shared.context.log.error(
             "training hangs: this trainer exits and must be restarted",
-            told_to_stop_s=self._shop.settings.drain_s,
+            told_to_stop_s=self._shared.settings.drain_s,
         )
         self._stop.set()
 
-    # what the answer says
+    # the answer's content
 
     def _upload(self, start: Start, work: Work, learned: Learned) -> Upload:
         task, trained, size = self._task, learned.trained, learned.update.buffer.nbytes
@@ -276,10 +275,10 @@ class Attempt:
             task=task.task,
             attempt=self.id,
             device=task.device,
-            trainer=self._shop.name,
+            trainer=self._shared.name,
             tau=start.version,
             base=start.digest,
-            layout=self._shop.run.layout.signature,
+            layout=self._shared.run.layout.signature,
             digest=learned.digest,
             size=size,
             samples=trained.samples,
@@ -288,10 +287,10 @@ class Attempt:
             loss=trained.loss,
             seconds=self.seconds,
             seed=task.seed,
-            sends=self._shop.run.sends,
-            site=self._shop.settings.site,
+            sends=self._shared.run.sends,
+            site=self._shared.settings.site,
             chunks=blobs.chunks_of(size),
-            format=self._shop.wire.name,
+            format=self._shared.wire.name,
         )
 
     def _give_up(self, reason: str) -> GiveUp:
@@ -299,28 +298,28 @@ class Attempt:
             task=self._task.task,
             attempt=self.id,
             device=self._task.device,
-            trainer=self._shop.name,
+            trainer=self._shared.name,
             reason=reason,
         )
 
-    # whether to go on
+    # whether to continue
 
     def _is_over(self) -> bool:
-        """Whether this trainer has to leave the task to others."""
+        """Whether this trainer must hand the task back."""
         return self._lost.is_set() or self._stop.is_set()
 
     def _is_late(self) -> bool:
         """Whether the task's deadline has passed."""
         deadline = self._task.deadline
-        return deadline is not None and self._shop.now() > deadline
+        return deadline is not None and self._shared.now() > deadline
 
     def _is_cancelled(self) -> bool:
         return self._is_over() or self._is_late()
 
     async def _until_eligible(self) -> None:
         """Wait until the device may train. Raises Cancelled."""
-        while not self._shop.is_eligible(self._task.device):
-            self._newest = None  # another one, by then
+        while not self._shared.is_eligible(self._task.device):
+            self._newest = None  # outdated by then
             await pause(self._stop, _LOOK_S)
             if self._is_cancelled():
                 raise Cancelled

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 Processor: TypeAlias = Literal["cpu", "cuda"]
 
 
-Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]  # more than any machine has cores
+Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]  # more than the cores of any machine
 
 
 def check(key: str, place: Processor) -> None:
-    """Check that torch can compute there. Raises ConfigError, naming the key, if it can't."""
+    """Check that torch can compute on ``place``. Raises ConfigError, naming the key."""
     import torch
 
     if place == "cuda" and not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def check(key: str, place: Processor) -> None:
 
 
 def placed(data: Dataset[Any], place: Processor) -> Dataset[Any]:
-    """Move a TensorDataset there; return other data as it is, for the loss to move."""
+    """Move a TensorDataset to ``place``; return other data unchanged, for the loss to move."""
     from torch.utils.data import TensorDataset
 
     if place == "cpu" or type(data) is not TensorDataset:
@@ -64,7 +64,7 @@ def seeded(seed: int) -> Iterator[None]:
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = range(torch.cuda.device_count()) if begun else ()
     with torch.random.fork_rng(devices=gpus):
-        # Not torch.manual_seed, which looks for every kind of device, in each call.
+        # Not torch.manual_seed, which checks for every kind of device in each call.
         torch.default_generator.manual_seed(seed)
         if _has_cuda():
             torch.cuda.manual_seed_all(seed)

@@ -1,4 +1,4 @@
-"""Local training, as done: how a device gets from x_tau to the x_new it sends back."""
+"""Local training: the steps from x_tau to x_new."""
 
 # ruff: noqa: SLF001  (torch's list operations, torch._foreach_*, are private in name only)
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fedstream.trainer.task import Task
 
 _MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
-_MANY = 100  # minibatches in a pass: so few rows are hardly ever drawn twice
+_MANY = 100  # minibatches per pass, so that rows are rarely drawn twice
 
 
 def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
@@ -85,7 +85,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
 
 
 def _lack(model: nn.Module) -> str:
-    """Why no parameter of a model can be trained, and what to do."""
+    """The error text for a model without trainable parameters."""
     if frozen := len([*model.parameters()]):
         return f"has {frozen} parameters, all frozen: set requires_grad for those to be trained"
     only = "only buffers" if any(True for _ in model.buffers()) else "no parameters"
@@ -93,7 +93,7 @@ def _lack(model: nn.Module) -> str:
 
 
 def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work) -> _Descent:
-    """Training at its start, or resumed from the workspace."""
+    """Begin training, or resume it from the workspace."""
     saved = work.resume
     if saved is None:
         return _Descent(model, trained, samples, work)
@@ -186,7 +186,7 @@ class _Descent:
         return Trained(self._step, samples, self._loss.item() / self._step, control, lr)
 
     def stop(self) -> Workspace:
-        """Return all that is needed to resume here, and reset the model to x_tau."""
+        """Return a workspace to resume from, and reset the model to x_tau."""
         layout = layout_of(self._model)
         x, x_tau = Model(layout), Model(layout)
         read(self._model, x)
@@ -254,9 +254,9 @@ class _Descent:
         return g
 
     def _check(self, g: Tensors) -> None:
-        """Check what a user's solver made of the gradient. Raises ConfigError.
+        """Check the result of a user's solver. Raises ConfigError.
 
-        At every step: a smaller tensor would be broadcast, and train something else.
+        Checked at every step, as torch would silently broadcast a smaller tensor.
         """
         got = f"a {type(g).__name__}"
         if isinstance(g, list | tuple):
@@ -314,7 +314,7 @@ class Minibatches:
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """The generator's state before it drew the current pass, and minibatches taken from it."""
+        """The generator's state before the current pass, and the minibatches taken from it."""
         return _bytes(self._before), self._taken
 
     def skip_to(self, state: bytes, taken: int) -> None:
@@ -352,7 +352,7 @@ def _of_vector(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _split(vector: Floats | None, model: nn.Module) -> Tensors:
-    """The part of a vector that belongs to each trained parameter; None: zeros."""
+    """The part of a vector for each trained parameter; zeros if the vector is None."""
     parameters = _of_vector(model)
     sizes = [x.numel() for x in parameters]
     if vector is None:
@@ -366,7 +366,7 @@ def _split(vector: Floats | None, model: nn.Module) -> Tensors:
 
 
 def _join(parts: Tensors, model: nn.Module) -> Floats:
-    """The vector made of these parts; zero for parameters that are not trained."""
+    """The vector with these parts, zero for untrained parameters."""
     rest = iter(parts)
     whole = [next(rest) if x.requires_grad else torch.zeros_like(x) for x in _of_vector(model)]
     vector: Floats = torch.cat([x.flatten().to("cpu", torch.float32) for x in whole]).numpy()
@@ -374,7 +374,7 @@ def _join(parts: Tensors, model: nn.Module) -> Floats:
 
 
 def _global_generators(where: torch.Tensor) -> list[torch.Generator]:
-    """torch's global generators, used by dropout: the CPU's and, for a GPU tensor, its GPU's."""
+    """torch's global generators, used by dropout: of the CPU and of a tensor's GPU."""
     gpu = [torch.cuda.default_generators[where.get_device()]] if where.is_cuda else []
     return [torch.default_generator, *gpu]
 

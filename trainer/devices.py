@@ -1,6 +1,6 @@
 """Simulated devices: how long a task takes, drop-outs, and availability.
 
-For experiments and demonstrations on one machine, which lacks the differences of real devices.
+For experiments and demonstrations on one machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class NoLatency(Section):
-    """As fast as the machine computes."""
+    """No delay beyond the machine's computing time."""
 
     kind: Literal["none"] = "none"
 
@@ -78,12 +78,12 @@ class OnOff(Section):
 
 
 class Diurnal(Section):
-    """Eligible for one stretch per ``period_s``; devices differ only in when it starts."""
+    """Eligible for one interval per ``period_s``, which starts at a different time per device."""
 
     kind: Literal["diurnal"] = "diurnal"
     period_s: Positive = 86400.0
     share: Annotated[float, Field(gt=0, le=1)]
-    """of the period"""
+    """eligible share of the period"""
 
 
 Availability = AlwaysAvailable | OnOff | Diurnal
@@ -91,7 +91,7 @@ DeviceState = Literal["idle", "working", "ineligible"]
 
 
 class DeviceSettings(Section):
-    """How the simulated devices differ from this machine."""
+    """The table ``[devices]``: simulated latency, drop-outs and availability."""
 
     availability: Annotated[Availability, Field(discriminator="kind")] = AlwaysAvailable()
     latency: Annotated[Latency, Field(discriminator="kind")] = NoLatency()
@@ -104,10 +104,10 @@ class DeviceSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What one device does with one task.
+    """A device's behaviour in one task.
 
-    ``latency_s`` is the whole time from task to upload, including training; a trainer that is
-    faster sleeps for the rest.
+    ``latency_s``: the whole time from task to upload, including training; a faster trainer sleeps
+    for the rest.
     """
 
     latency_s: float
@@ -115,7 +115,7 @@ class Behaviour:
 
 
 def behaviour(settings: DeviceSettings, device: int, seed: int) -> Behaviour:
-    """What ``device`` does in the task with this ``seed``; depends on the arguments only."""
+    """The behaviour of ``device`` in the task of ``seed``, a function of the arguments only."""
     if settings.dropout == 0.0 and isinstance(settings.latency, NoLatency):
         return Behaviour(0.0, drops_out=False)  # nothing to draw
     # a text seed is hashed, so that neighbouring seeds and devices draw independently
@@ -199,7 +199,7 @@ class _Calls:
         """The latest call at or before ``at_s``."""
         for block in count(math.floor(at_s / self._block_s) + 1, -1):
             if block * self._block_s > at_s:
-                continue  # so are all its calls: save drawing them
+                continue  # all calls of the block are later: don't draw them
             if past := [call for call in self._in(block) if call <= at_s]:
                 return past[-1]
         raise AssertionError("count() ended")

@@ -1,6 +1,6 @@
 """The evaluator: follows versions, evaluates the newest on the test data, reports the metrics.
 
-Metrics on the devices' own test data say how well a model serves each of them.
+Metrics on the devices' own test data measure how well a model serves each device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.broker.streams import Reader
 from fedstream.core.errors import BadMessage, BlobMissing, NoRun, innermost
 from fedstream.core.layout import Model
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from fedstream.trainer.task import Task
 
 PerDevice: TypeAlias = Literal["never", "last", "always"]
 """When devices are measured: never, with a run's last version, with every measurement."""
@@ -46,7 +45,7 @@ _TENTH = 0.1
 
 
 def has_device_tests(task: Task) -> bool:
-    """Whether a task says what to test its devices with."""
+    """Whether a task defines test data for devices."""
     return type(task).device_test_data is not Task.device_test_data
 
 
@@ -59,10 +58,10 @@ def device_metrics(
 ) -> dict[int, dict[str, float]]:
     """The metrics of a model on each device's test data, by device.
 
-    Devices without test data, or without a label that counts, are absent.
+    Devices without test data or without counted labels are absent.
 
-    Of more than 10,000 devices, that many evenly spaced ones are measured. Stops early, with those
-    measured so far, once ``cancelled``. Raises whatever the task raises.
+    Of more devices, 10,000 evenly spaced ones are measured. Once ``cancelled``, returns the devices
+    measured so far. Raises the task's errors.
     """
     found: dict[int, dict[str, float]] = {}
     step = max(1, ceil(devices / _MOST))
@@ -77,12 +76,11 @@ def device_metrics(
 
 
 def spread(found: Mapping[int, Mapping[str, float]], declared: Goals) -> dict[str, float]:
-    """What devices' metrics amount to: for each, its mean, deviation and worst tenth over devices.
+    """Summarise devices' metrics: the mean, deviation and worst tenth of each over the devices.
 
-    Every device counts the same. ``device_worst_tenth_accuracy`` is the mean of the accuracies of
-    the tenth of the devices (at least one) that are served worst, ``device_deviation_accuracy`` the
-    standard deviation of all. A metric without a goal (``declared``, or well known) has no worst
-    tenth.
+    Every device has the same weight. ``device_worst_tenth_accuracy`` is the mean accuracy of the
+    worst tenth of the devices (at least one), ``device_deviation_accuracy`` the standard deviation
+    over all devices. A metric without a goal (in ``declared``, or well known) has no worst tenth.
     """
     names = {name: None for metrics in found.values() for name in metrics}
     out: dict[str, float] = {}
@@ -104,7 +102,7 @@ _GONE_S = 0.1  # between attempts to read a model
 
 
 class EvaluatorSettings(Section):
-    """How often, and where, the model is evaluated."""
+    """The table ``[evaluator]``: the interval of evaluations, and their resources."""
 
     every: Annotated[int, Field(ge=1)] = 10  # versions; a run's last version is always evaluated
     batch_size: Annotated[int, Field(ge=1)] | None = None  # of the default metrics; None: 512
@@ -115,7 +113,7 @@ class EvaluatorSettings(Section):
 
 
 class Evaluator:
-    """The service. ``load`` creates the user's task; ``stop`` says when the run ends early."""
+    """The evaluator service. ``load``: creates the task. ``stop``: ends the run early."""
 
     role = "evaluator"
 
@@ -130,7 +128,7 @@ class Evaluator:
         stop: StopSettings | None,
         run_devices: int | None = None,
     ) -> None:
-        """``run_devices``: task.devices; None: as the task says."""
+        """``run_devices``: ``task.devices``; None: decided by the task."""
         self._run_devices = run_devices
         self._settings = settings
         self._keys = keys
@@ -140,12 +138,12 @@ class Evaluator:
         self._client = Client(redis, name)
         self._ledger = EvaluatorLedger(self._client, keys, name)
         self._models = Reader(self._client, {keys.models: "0"})
-        self._measured: int | None = None  # the version measured last
-        self._ends = ""  # why the last measurement of an evaluator before this one ends the run
-        self._lacks_spread = False  # it was measured without its devices, as not the last one
+        self._measured: int | None = None  # the last measured version
+        self._ends = ""  # why the last measurement of an earlier evaluator ends the run
+        self._lacks_spread = False  # measured without devices
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """No routes of its own."""
+        """The evaluator serves no routes."""
         return ()
 
     async def run(self, context: Context) -> None:
@@ -217,7 +215,7 @@ class Evaluator:
         try:
             run = await self._ledger.run()
         except NoRun:
-            await self._models.read(count=1000)  # its first version comes with it
+            await self._models.read(count=1000)  # from the first version on
             return
         if self._ends and run.state != "finished":
             await self._ledger.finish(self._ends)
@@ -225,7 +223,7 @@ class Evaluator:
         devices = self._run_devices or self._learning.run_devices
         each = devices if self._settings.per_device != "never" else None
         check_run(run, self._keys.name, self._layout, each, self.role)
-        if run.state == "finished":  # since that head was read, perhaps: now it is the last one
+        if run.state == "finished":  # then this is the last version
             head = await self._ledger.head()
         if head is not None and self._measures and self._is_due(head, run.state):
             await self._measure(head, run)
@@ -237,14 +235,14 @@ class Evaluator:
     def _is_due(self, head: Head, state: str) -> bool:
         if self._measured is None:
             return True
-        behind = head.version - self._measured  # negative: the run was restarted
+        behind = head.version - self._measured  # negative after a restart of the run
         if state == "finished" and (behind != 0 or self._lacks_spread):
             return True
         return behind < 0 or behind >= self._settings.every
 
     @property
     def _measures(self) -> bool:
-        """Whether there is anything to measure."""
+        """Whether there is anything to measure in this run."""
         return self._data is not None or self._settings.per_device != "never"
 
     async def _measure(self, head: Head, run: Run) -> None:
@@ -252,7 +250,7 @@ class Evaluator:
         is_last = run.state == "finished" or head.version >= run.versions
         try:
             await read_newest(self._client, self._keys, head, model)
-        except BlobMissing:  # superseded meanwhile, or lost by Redis
+        except BlobMissing:  # superseded, or lost by Redis
             await pause(self._context.stop, _GONE_S)
             return
         try:
@@ -283,11 +281,11 @@ class Evaluator:
         lacks_spread = not self._is_spread(metrics, head.version, is_last)
         if why := self._stopping.add(metrics, head.version):
             await self._ledger.finish(why)
-        # Last: an unreported measurement is repeated.
+        # Set last, so that an unreported measurement is repeated.
         self._measured, self._lacks_spread = head.version, lacks_spread
 
     async def _report(self, error: Exception, head: Head) -> None:
-        """Report that the user's metrics raised; the run goes on without this measurement."""
+        """Report an error of the user's metrics; the run continues without this measurement."""
         self._context.log.error("metrics raised", version=head.version, exc_info=error)
         await self._ledger.tell(
             Event(
@@ -301,7 +299,7 @@ class Evaluator:
         )
 
     def _is_spread(self, metrics: Mapping[str, float], version: int, is_last: bool) -> bool:
-        """Whether devices are measured with these metrics, or never are."""
+        """Whether these metrics include devices, or devices are never measured."""
         ends = is_last or bool(self._stopping.why(metrics, version))
         return ends or self._settings.per_device != "last"
 
@@ -323,6 +321,6 @@ class Evaluator:
                 self._settings.device,
                 self._context.stop.is_set,
             )
-            if not self._context.stop.is_set():  # else some are missing
+            if not self._context.stop.is_set():  # else some devices are missing
                 metrics |= spread(found, self._learning.goal)
         return metrics

@@ -1,4 +1,4 @@
-"""Failures: tasks that raise or hang, and a Redis that is away."""
+"""Failures: tasks that raise or hang, and outages of Redis."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from fedstream.runtime.service import Context
 
 
-class Patience:
-    """Gives up ``most_s`` seconds after Redis last served a request; None: never.
+class OutageLimit:
+    """A limit on outages: raises ``most_s`` seconds after the last served request; None: never.
 
     A Redis that answers but can't serve (loading, failing over, read-only) counts as unavailable.
     """
 
     def __init__(self, most_s: float | None) -> None:
         self._most_s = most_s
-        self.heard = time.monotonic()  # when Redis last served
+        self.heard = time.monotonic()  # time of the last served request
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Wrap a regular request to Redis. Raises FedstreamError if Redis is away for too long."""
+    def requesting(self) -> Iterator[None]:
+        """Wrap a regular request to Redis. Raises FedstreamError after a too long outage."""
         try:
             yield
         except FedstreamError as error:
@@ -49,16 +49,16 @@ class Patience:
         self.heard = time.monotonic()
 
 
-_DEVICES = 3  # that fail one after the other
-_TASKS = 20  # the same, of a trainer that has trained before
+_DEVICES = 3  # different devices that fail in a row
+_TASKS = 20  # failed tasks in a row, if the trainer has trained before
 
 
 class Failures:
-    """Reports tasks that raised, and makes the trainer rest after each one that it gives up.
+    """Reports tasks that raised, and makes the trainer rest after each given-up task.
 
-    Without a rest, a trainer that fails on every device would take and give up the tasks of a large
-    pool at full speed. It also says so with each task that it gives up, because only the trainer
-    knows that it trained nothing in between: then devices are not blamed for it.
+    Without rests, a trainer that fails on every device would give up the tasks of a large pool at
+    full speed. Each give-up also states the failures in a row, because only the trainer knows that
+    it trained nothing in between, and then no device is blamed.
     """
 
     def __init__(self, context: Context, outbox: Outbox, name: str, rests: Backoff) -> None:
@@ -74,10 +74,10 @@ class Failures:
 
     @property
     def in_a_row(self) -> int:
-        """Tasks given up in a row, if rather the trainer than some devices is the cause; else 0.
+        """The tasks given up in a row if the trainer is the likely cause; else 0.
 
-        So it seems after several devices if it never trained any, and else only after many tasks: a
-        round may have only devices left that fail.
+        The trainer is the likely cause after several failing devices, or, if it has trained before,
+        only after many tasks, as a round may have only failing devices left.
         """
         most = _TASKS if self._has_trained else _DEVICES
         is_cause = len(self._devices) == _DEVICES and self._given_up >= most
@@ -85,7 +85,7 @@ class Failures:
 
     @property
     def rests(self) -> bool:
-        """Whether the last task was given up and the trainer has not rested since."""
+        """Whether a rest is due after a given-up task."""
         return self._rest_s > 0
 
     async def rest(self) -> None:
@@ -104,7 +104,7 @@ class Failures:
         self._devices.clear()
 
     def gave_up(self, device: int, reason: str) -> None:
-        """Note that a task was given up. Reasons that say nothing of the trainer are ignored."""
+        """Note that a task was given up. Reasons of the run are ignored."""
         if reason in reasons.OF_THE_RUN:
             return
         self._rest_s = self._rests.next()
@@ -118,7 +118,7 @@ class Failures:
             )
 
     async def raised(self, error: Exception, task: Assignment, version: int) -> None:
-        """Report a task that raised: with a traceback the first time, then in one line."""
+        """Report an error of a task: with its traceback the first time, then in one line."""
         inner, where = innermost(error), place_of(error)
         log = self._context.log.bind(version=version)
         if isinstance(error, FedstreamError):
@@ -149,9 +149,9 @@ _HANGING_S = 1.0  # between checks whether training hangs
 
 
 class Guard(AbstractContextManager[None]):
-    """Detects training that hangs inside the block: a thread can't be stopped from outside.
+    """Detects hanging training inside the block, as a thread can't be stopped from outside.
 
-    Calls ``hangs`` once if it is still running ``patience_s`` after ``cancelled()``.
+    Calls ``hangs`` once if the block still runs ``patience_s`` after ``cancelled()``.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Guard(AbstractContextManager[None]):
         self._timer.cancel()
 
     def _look_later(self) -> None:
-        # A timer, since most training has ended before the first look.
+        # A timer and no task, since most training ends before the first check.
         self._timer = self._loop.call_later(min(_HANGING_S, self._patience_s), self._look)
 
     def _look(self) -> None:

@@ -1,6 +1,6 @@
-"""Which end of a metric is good: as the task declares it, or as everybody knows it by its name.
+"""Goals of metrics, min or max: declared by the task, or well known by the metric's name.
 
-A name that neither of them knows has no goal: where a choice depends on it, the user is asked.
+Other metrics have no goal; commands that need one ask the user.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _HIGH = """
     map mcc mean_average_precision mean_iou miou ndcg pr_auc precision psnr r2 r2_score recall
     roc_auc rouge sensitivity specificity ssim
 """
-# Where and how a metric is measured, which doesn't change what is good.
+# Words for where and how a metric is measured, which don't change its goal.
 _CONTEXT = "dev eval macro mean micro test top1 top3 top5 train val valid validation weighted"
 _KNOWN: dict[str, Goal] = {
     **dict.fromkeys(_LOW.split(), "min"),
     **dict.fromkeys(_HIGH.split(), "max"),
 }
-# What trainer/evaluator.py derives from the devices' metrics.
+# Prefixes of metrics that trainer/evaluator.py derives from the devices' metrics.
 _OVER_DEVICES = re.compile(r"device_(mean|worst_tenth|deviation)_")
 _DEVIATION = "device_deviation_"
-MOST_RELAPSES = 1  # in the newest measurements; more of them are worth a warning
+MOST_RELAPSES = 1  # in the newest measurements; more cause a warning
 _RECENT = 20  # measurements in which relapses are counted
-_CLEARLY = 5  # of noise with a normal distribution, few in a thousand values are as far away
+_CLEARLY = 5  # normally distributed noise exceeds this a few times in a thousand
 
 
 def goal_of(metric: str, declared: Goals) -> Goal | None:
-    """Whether a metric is to be low or high; None if nobody said so.
+    """The goal of a metric; None if it is neither declared nor well known.
 
-    ``val_loss`` and ``loss_test`` have the goal of ``loss``; what fedstream derives from devices'
-    metrics has the same goal, and their deviation is good if it is low.
+    ``val_loss`` and ``loss_test`` have the goal of ``loss``. Derived metrics over devices have the
+    goal of the devices' metric, except that the goal of a deviation is min.
     """
     if metric.startswith(_DEVIATION):
         return "min"
@@ -73,7 +73,7 @@ def goal_of(metric: str, declared: Goals) -> Goal | None:
 
 
 def unknown_goal(metric: str) -> str:
-    """What to do about a metric without a goal."""
+    """The error text about a metric without a goal."""
     return (
         f"whether a low or a high {metric} is good is unknown: set Task.goal = "
         f'{{"{metric}": "min"}} or "max"'
@@ -81,14 +81,14 @@ def unknown_goal(metric: str) -> str:
 
 
 def is_over_devices(metric: str) -> bool:
-    """Whether fedstream derived the metric from those of the devices."""
+    """Whether fedstream derived the metric from the devices' metrics."""
     return _OVER_DEVICES.match(metric) is not None
 
 
 def main_metric(names: Iterable[str], declared: Goals) -> str | None:
-    """The metric to show or compare unless another is asked for; None if there is none.
+    """The default metric to show or compare; None if there is none.
 
-    It is accuracy, or else the first by name that is not the loss, one with a goal before others.
+    Accuracy, or else the first by name that is not the loss, metrics with a goal first.
     """
 
     def place(name: str) -> tuple[bool, bool, bool, str]:
@@ -98,7 +98,7 @@ def main_metric(names: Iterable[str], declared: Goals) -> str | None:
 
 
 def best_of(values: Iterable[tuple[float, T]], goal: Goal | None) -> tuple[float, T] | None:
-    """The first best value, with what belongs to it; None without a goal or a finite value."""
+    """The first best pair by value; None without a goal or without a finite value."""
     finite = (one for one in values if isfinite(one[0]))
     if goal is None:
         return None
@@ -106,7 +106,7 @@ def best_of(values: Iterable[tuple[float, T]], goal: Goal | None) -> tuple[float
 
 
 def is_better(value: float, than: float, goal: Goal) -> bool:
-    """Whether a value is strictly better than another; NaN is not, and is not a basis either."""
+    """Whether a value is strictly better than another; False if either is NaN."""
     return value < than if goal == "min" else value > than
 
 
@@ -181,7 +181,7 @@ class Stopping:
 
 
 class Swing(NamedTuple):
-    """How often a metric lost what it had gained, in its newest measurements."""
+    """The number of a metric's relapses in its newest measurements."""
 
     metric: str
     times: int
@@ -193,11 +193,11 @@ class Swing(NamedTuple):
 
 
 def relapses(values: Sequence[float], goal: Goal) -> int:
-    """How often a metric lost what it had gained.
+    """Count how often a metric lost its gains.
 
-    A value is lost if it is no finite number, or if its distance to the median of the better half
-    is more than half of the larger of the two and more than 5 times the range of the better half.
-    So neither noise around a constant nor a single huge value counts as a swing.
+    A value is a relapse if it is not finite, or if its distance to the median of the better half is
+    more than half of the larger of the two and more than 5 times the range of the better half. So
+    noise around a constant is no relapse, and one huge value counts only once.
     """
     costs = [(value if goal == "min" else -value) if isfinite(value) else inf for value in values]
     better = sorted(cost for cost in costs if cost < inf)
@@ -213,7 +213,7 @@ def relapses(values: Sequence[float], goal: Goal) -> int:
 
 
 class Swings(dict[str, Swing]):
-    """The swing of each metric that has a goal; of those over devices, none are counted."""
+    """The swings of all metrics with a goal, except metrics over devices."""
 
     def __init__(self, declared: Goals) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Swings(dict[str, Swing]):
         self._newest: dict[str, deque[float]] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Take the next measurement of all metrics."""
+        """Add a measurement of all metrics."""
         for name, value in metrics.items():
             goal = goal_of(name, self._declared)
             if goal is not None and not is_over_devices(name):
@@ -236,5 +236,5 @@ class Swings(dict[str, Swing]):
 
     @property
     def worst(self) -> Swing | None:
-        """The one that fell back most often; None before a metric with a goal is measured."""
+        """The swing with the most relapses; None before any metric with a goal is measured."""
         return max(self.values(), key=lambda swing: swing.times, default=None)

@@ -26,7 +26,6 @@ from fedstream.trainer.partitions import Classes, Iid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor
 

@@ -115,14 +115,14 @@ def split_by_class(
 
 
 def deal(train: TensorDataset, rows: Sequence[Rows]) -> list[TensorDataset]:
-    """One data set per device's rows. All are views of one copy, so that tasks copy nothing."""
+    """One data set per device, all views of one copy, so that tasks copy nothing."""
     order, sizes = torch.from_numpy(np.concatenate(rows)), [len(part) for part in rows]
     shares = zip(*(torch.split(values[order], sizes) for values in train.tensors), strict=True)
     return [TensorDataset(*share) for share in shares]
 
 
 def data_root(name: str, settings: TaskSettings) -> Path:
-    """The folder of data sets, which need not exist. Raises DataError if none is configured."""
+    """The configured folder of data sets, which may be missing. Raises DataError without one."""
     root = settings.data_root or os.environ.get("FEDSTREAM_DATA")
     if root is None:
         raise DataError(

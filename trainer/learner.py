@@ -1,4 +1,4 @@
-"""The user's task at work: the module, the devices' data, training from a start, and its update."""
+"""Training a user's task: its module and data, and the update that training yields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedstream.core.formats import Format
     from fedstream.core.layout import Floats, Model
     from fedstream.core.messages import Sends
-    from fedstream.trainer.solvers import Trained, Work
+    from fedstream.trainer.solvers import Work
     from fedstream.trainer.task import Task
     from fedstream.trainer.workspace import Start
 
@@ -39,13 +39,13 @@ def as_sent(
     sends: Sends,
     compression: Compression,
 ) -> Trained:
-    """Convert ``into``, which holds x_new, to what is sent; return the result as plain numbers.
+    """Convert ``into``, which holds x_new, to the model or delta to send; return the numbers.
 
-    ``trained`` is what train() returned, ``base`` is x_tau, ``device_control`` is c_i (None: zero).
-    Only the parameters of a delta are compressed.
+    ``trained``: the result of train(). ``base``: x_tau. ``device_control``: c_i (None: zero). Only
+    the parameters of a delta are compressed.
 
-    Raises TypeError or ValueError if train() returned anything invalid; ConfigError if compression
-    is configured but models, not deltas, are sent.
+    Raises TypeError or ValueError if ``trained`` is invalid; ConfigError if compression is
+    configured but models, not deltas, are sent.
     """
     from fedstream.trainer import vector
 
@@ -76,27 +76,27 @@ def as_sent(
     return took
 
 
-_PARTITIONS_KEPT = 64  # devices' data sets kept open
+_PARTITIONS_KEPT = 64  # cached data sets of devices
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What training came to: the update, ready for upload, and its numbers."""
+    """The result of training: the update, ready for upload, and its numbers."""
 
     trained: Trained
     update: Payload  # in its wire format
     digest: str
-    unsent: Floats | None = None  # of the parameters, as it was encoded; None: not fed back
-    dropped: bool = False  # what the device's last one left unsent was too large to be added
+    unsent: Floats | None = None  # encoding error of the parameters; None: no error feedback
+    dropped: bool = False  # the previous feedback was too large to be added
 
 
 class Learner:
-    """The task, its module and its data. Creating it loads them; only one thread may use it."""
+    """The task, its module and its data, loaded at creation. Only one thread may use it."""
 
     def __init__(self, load: Callable[[], Task], threads: int, place: Processor) -> None:
         check("trainer.device", place)
         torch.set_num_threads(threads)
-        torch.backends.cudnn.deterministic = True  # redoing a task gives the same bits
+        torch.backends.cudnn.deterministic = True  # for the same bits when a task is repeated
         self.task = task = load()
         self._module = untrained(task).to(place)
         self.layout = vector.layout_of(self._module)
@@ -112,9 +112,9 @@ class Learner:
         how: Format = F32,
         memory: Floats | None = None,
     ) -> Learned:
-        """Train from x_tau; ``into`` becomes the update, which is encoded as ``how`` says.
+        """Train from x_tau into ``into``; return the update encoded in the format ``how``.
 
-        ``memory``: what the device's last update left unsent; None: nothing.
+        ``memory``: error feedback of the device's last update; None: zero.
         """
         vector.load(start.model, self._module)
         trained = self.task.train(self._module, self._data(work.device), work)
@@ -126,12 +126,12 @@ class Learner:
             sent, unsent, dropped = fed_back(into, memory, how)
             update = Payload(sent)
             return Learned(took, update, update.digest_like(start.digest), unsent, dropped)
-        seed = work.seed if sends == "model" else None  # a model needs wire/dither.py
+        seed = work.seed if sends == "model" else None  # models are dithered, see core/bf16.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
         return Learned(took, update, update.digest_like(start.digest))
 
     def _loaded(self, device: int) -> Dataset[Any]:
-        """A device's data. Raises DataError if there are none; whatever the task raises."""
+        """The data of a device. Raises DataError if empty, and the task's errors."""
         data = self.task.device_data(device)
         size_of(data, device)
         return placed(data, self._place)

@@ -1,4 +1,4 @@
-"""A trainer's tasks: it takes them from its stream, keeps their leases, and sends the answers.
+"""A trainer's tasks: taking them, renewing their leases, and sending the answers.
 
 A lease is the idle time of the task's entry in the consumer group.
 """
@@ -14,14 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedstream.broker import blobs
-from fedstream.broker.ledger.plumbing import word
+from fedstream.broker.ledger.base import word
 from fedstream.broker.ledger.trainer import TakenTask
 from fedstream.core.errors import FedstreamError, OutOfMemory
 from fedstream.core.messages import Dead, GiveUp, Upload
 from fedstream.runtime.backoff import Backoff, pause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Coroutine
 
     from fedstream.broker.client import Client
     from fedstream.broker.commands import Command
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fedstream.broker.streams import Entry, Group
     from fedstream.core.layout import Payload
     from fedstream.runtime.service import Context
-    from fedstream.runtime.tasks import LeaseSettings
+    from fedstream.runtime.task_settings import LeaseSettings
     from fedstream.trainer.metrics import TrainerMetrics
 
 
@@ -44,18 +44,18 @@ class Leases:
         self._ledger = ledger
         self._settings = settings
         self._context = context
-        # Why we may hold tasks that we don't know of.
+        # Why unknown pending tasks may be ours.
         self._unsure: Literal["crash", "trouble"] | None = "crash"
         self._swept = 0.0
-        self._coming: ComingTask | None = None  # taken along with the last answer
+        self._coming: ComingTask | None = None  # requested with the last answer
 
     async def next(self) -> TakenTask | None:
-        """Take a task: our own from before, one that another trainer lost, or a new one.
+        """Take a task: our own pending one, one that another trainer lost, or a new one.
 
-        None if there is none within a second. Until :meth:`settle` is called, the trainer may hold
-        it without knowing.
+        None if there is none within a second. Until :meth:`settle`, a lost reply may leave us an
+        unknown task.
         """
-        why, self._unsure = self._unsure, "trouble"  # until proven otherwise
+        why, self._unsure = self._unsure, "trouble"  # until the read succeeds
         coming, self._coming = self._coming, None
         most = self._settings.attempts
         if coming is not None:
@@ -74,26 +74,26 @@ class Leases:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look for tasks that other trainers lost, before a new one."""
+        """Whether the search for other trainers' lost tasks is due."""
         return time.monotonic() - self._swept > self._settings.seconds / 4
 
     async def take_along(self, commands: Sequence[Command]) -> list[Any]:
-        """Send the commands that answer a task, and take the next one in the same write.
+        """Send the commands that answer a task, and request the next task in the same write.
 
         Returns the commands' replies as soon as they are there; :meth:`next` waits for the task. If
-        the task was not answered after all, :meth:`hand_back_others` must follow.
+        the commands did not answer the task, :meth:`hand_back_others` must follow.
         """
         replies, self._coming = await self._ledger.take_after(commands, self._group)
         return replies
 
     async def hand_back_others(self, entry: Entry) -> None:
-        """Hand back what was taken along with an answer to ``entry`` that was not given."""
+        """Hand back a task that was taken with a failed answer to ``entry``."""
         self.abandon()
         if await self._group.release_others(entry):
-            self._swept = 0.0  # it has no lease: whoever looks first may take it
+            self._swept = 0.0  # the task has no lease, so any trainer may take it
 
     async def end(self) -> None:
-        """Hand back the task that was taken along, if one comes: nobody will do it."""
+        """Hand back the requested task, if one comes."""
         coming, self._coming = self._coming, None
         if coming is None:
             return
@@ -105,13 +105,13 @@ class Leases:
             self._context.log.warning("a task may wait for its lease to end", reason=str(error))
 
     def abandon(self) -> None:
-        """Stop waiting for a task that was taken along."""
+        """Stop waiting for the requested task."""
         if self._coming is not None:
             self._coming.abandon()
             self._coming = None
 
     async def _lapsed(self) -> TakenTask | None:
-        """A task whose lease has expired, looked for at a quarter of the lease."""
+        """A task whose lease has expired; searched each quarter of the lease."""
         if not self.is_due:
             return None
         entries, _ = await self._group.claim(
@@ -123,7 +123,7 @@ class Leases:
         return TakenTask(entries[0], again=True)
 
     def held(self, entry: Entry) -> AbstractAsyncContextManager[asyncio.Event]:
-        """Renew the lease inside the block; the event is set if it is lost."""
+        """Renew the lease inside the block; sets the event if the lease is lost."""
         return _Renewals(partial(self._renew, entry), self._settings.seconds / 4)
 
     async def _renew(self, entry: Entry, lost: asyncio.Event) -> None:
@@ -139,7 +139,7 @@ class Leases:
                 return
 
     async def hand_back(self, entry: Entry) -> None:
-        """Let any trainer take the task at once."""
+        """Hand the task back, claimable at once."""
         await self._group.release(entry)
 
     def settle(self) -> None:
@@ -148,7 +148,7 @@ class Leases:
 
 
 class _Renewals(AbstractAsyncContextManager[asyncio.Event]):
-    """Renews a lease inside the block, once that has lasted for a while."""
+    """Renews a lease inside the block, starting after the first interval."""
 
     def __init__(
         self, renew: Callable[[asyncio.Event], Coroutine[Any, Any, None]], after_s: float
@@ -189,7 +189,7 @@ class Delivery:
         context: Context,
         metrics: TrainerMetrics,
     ) -> None:
-        """``stream``: of the tasks; ``expire_s``: of an update that is never admitted."""
+        """``stream``: of tasks; ``expire_s``: expiry of an update that is never admitted."""
         self._client = client
         self._keys = keys
         self._outbox = outbox
@@ -212,17 +212,17 @@ class Delivery:
     ) -> bool:
         """Send the answer, retrying transient errors so that finished work isn't lost.
 
-        ``update`` is what an upload announces; None: nothing. ``make_room`` is called if Redis is
-        full. ``stage`` writes what the update left unsent, and returns the keys to keep it by.
-        Retrying is harmless: answering is idempotent. False if the lease was lost.
+        Returns False if the lease was lost. Retries are safe, as answering is idempotent.
+        ``update``: the payload of an upload; None for a give-up. ``make_room``: called if Redis is
+        full. ``stage``: writes the error feedback, and returns its staged and final keys.
 
-        ``along``: take the next task in the same write. If the answer must be sent again, a task
-        that was taken is handed back first, and none is taken along any more.
+        ``along``: request the next task in the same write. If the answer must be sent again, a
+        taken task is handed back first, and no further one is requested.
         """
         key = self._keys.update(answer.blob) if isinstance(answer, Upload) else ""
         unwritten, feedback = True, tuple[str, ...]()
         backoff = Backoff(rng=self._rng)
-        has_taken = False  # a task, maybe, along with an answer that has to be sent again
+        has_taken = False  # a task may be taken by a failed answer
         while True:
             ahead: Sequence[Command] = ()
             try:
@@ -235,7 +235,7 @@ class Delivery:
                         ahead = await blobs.prepare(
                             self._client, key, update, expire_s=self._expire_s
                         )
-                        # Don't rewrite it unasked: once admitted, it must not expire.
+                        # Don't rewrite the blob without need: once admitted, it must not expire.
                         unwritten = False
                     answering = self._outbox.answering(
                         self._stream, entry, answer, expire_s=self._expire_s, feedback=feedback
@@ -253,7 +253,7 @@ class Delivery:
             else:
                 if (said := word(reply)) != "unwritten":
                     return said == "said"
-                unwritten = True  # it expired during an outage, or never arrived
+                unwritten = True  # the blob expired during an outage or never arrived
 
     async def bury(self, entry: Entry, reason: str) -> None:
         """Have a coordinator move an entry to ``dead``; trainers may not write there."""

@@ -1,9 +1,8 @@
-"""Loading a task: a built-in one, one that a user's program defines, or a pickled one.
+"""Loading a task: built in, defined by a user's program, or pickled.
 
-A task that is defined in a notebook, or in the script that starts a run, has no module that another
-process could import. It is pickled by value into the run's own folder. Reading a pickle runs
-whatever it says, so only a file that nobody but this user can have written is read: it is never
-received from anywhere (docs/decisions/0032).
+A task defined in a notebook or in the script that starts a run has no module that another process
+could import. It is pickled by value into the run's folder. Reading a pickle runs arbitrary code, so
+only files that nobody but this user can have written are read (docs/decisions/0032).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def pickle_task(task: object, file: Path) -> None:
     """Write a task, for this user alone. Raises ConfigError if it cannot be pickled; OSError."""
     try:
-        # Modules are pickled by name, so whoever reads this has to find them where we do.
+        # Modules are pickled by name, so the reader needs our search path.
         said = pickle.dumps([folder for folder in sys.path if folder]) + cloudpickle.dumps(task)
     except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
         raise ConfigError(
@@ -86,14 +85,14 @@ NOT_A_MODEL = (
 def load_task(
     spec: str, settings: TaskSettings, *, adapt: Callable[[object], object] = lambda found: found
 ) -> Task:
-    """Load the task of this name.
+    """Load the task named ``spec``.
 
     A user's own class, or function that returns a task, is called with ``settings.args``; the
     other settings apply to built-in tasks only. ``adapt`` turns another framework's object into
     such a function, and returns anything else as it is.
 
-    Raises ConfigError, saying what and where, if there is no such task, its program fails, or an
-    argument is wrong; DataError if its data is missing.
+    Raises ConfigError if there is no such task, its program fails, or an argument is wrong;
+    DataError if its data is missing.
     """
     program, _, _ = spec.rpartition(":")
     if not program:
@@ -120,7 +119,7 @@ def load_task(
 
 
 def made(found: object, spec: str, settings: TaskSettings) -> Task:
-    """The task that an object is, or returns if called with ``settings.args``.
+    """The object itself if it is a task, or the task that it returns for ``settings.args``.
 
     ``spec`` names it in errors. Raises ConfigError.
     """
@@ -162,7 +161,7 @@ def _choices(names: Iterable[str]) -> str:
 
 
 def is_model(value: object) -> bool:
-    """Whether this is only a model, or a class of models, which is easily taken for a task."""
-    nn = sys.modules.get("torch.nn")  # if nobody has imported it, it is none
+    """Whether the value is a model or a class of models, a common mistake for a task."""
+    nn = sys.modules.get("torch.nn")  # if not imported, the value can't be a module
     cls = value if isinstance(value, type) else type(value)
     return nn is not None and issubclass(cls, nn.Module) and not issubclass(cls, Task)

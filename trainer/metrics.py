@@ -1,4 +1,4 @@
-"""A trainer's metrics: what became of its tasks, and how long their parts took."""
+"""A trainer's metrics: ends of its tasks, and durations of their parts."""
 
 from __future__ import annotations
 
@@ -73,21 +73,21 @@ class TrainerMetrics:
             self._feedback_lost.labels(reason)
 
     def lost_feedback(self, reason: WhyLost) -> None:
-        """Count what a device's update left unsent, and is lost."""
+        """Count lost error feedback of a device."""
         self._feedback_lost.labels(reason).inc()
 
     def ended(self, end: str) -> None:
-        """Count a task by what became of it here."""
+        """Count a task by its end at this trainer."""
         self._ended.add(end)
 
     def took(self, seconds: float) -> None:
-        """Record how long a whole task took."""
+        """Record the duration of a whole task."""
         self._of("whole").add(seconds)
 
     def timed(
         self, part: Literal["download", "training", "upload"]
     ) -> AbstractContextManager[None]:
-        """Record how long a part of a task takes: the block inside."""
+        """Record the duration of the block as a part of a task."""
         return self._of(part)
 
     def _of(self, part: PartOfTask | Literal["whole"]) -> _Durations:
@@ -98,17 +98,16 @@ class TrainerMetrics:
 
 
 class _Durations(AbstractContextManager[None]):
-    """How long a part of a task took, each time, in buckets.
+    """A histogram of the durations of one part.
 
-    Four are observed for each task. A child of prometheus_client's Histogram takes twenty calls for
-    each.
+    Each task observes four parts, and a prometheus_client Histogram takes twenty calls for each.
     """
 
     __slots__ = ("began", "counts", "sum")
 
     def __init__(self) -> None:
         self.began = self.sum = 0.0
-        self.counts = [0] * (len(_SECONDS) + 1)  # of each bucket; the last one has no bound
+        self.counts = [0] * (len(_SECONDS) + 1)  # by bucket; the last one is unbounded
 
     def __enter__(self) -> None:
         self.began = time.perf_counter()
@@ -122,7 +121,7 @@ class _Durations(AbstractContextManager[None]):
 
 
 class _Seconds(Collector):
-    """Shows the parts at each scrape."""
+    """Collects the parts at each scrape."""
 
     def __init__(self, parts: dict[str, _Durations]) -> None:
         self._parts = parts
@@ -132,7 +131,7 @@ class _Seconds(Collector):
             "fedstream_task_seconds", "How long a task took.", labels=["part"]
         )
         bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
-        for name, part in tuple(self._parts.items()):  # a thread may add one
+        for name, part in tuple(self._parts.items()):  # a thread may add a part
             family.add_metric(
                 [name], [*zip(bounds, accumulate(part.counts), strict=True)], part.sum
             )

@@ -1,9 +1,9 @@
 """The table ``task.partition``: how data sets are split over devices.
 
-Every way returns one array of row numbers per device. The arrays are disjoint, cover all rows, and
-none is empty. They depend only on the arguments, so every trainer computes the same partition.
+Every partition is one array of row numbers per device. The arrays are disjoint, not empty, and
+cover all rows. They depend only on the arguments, so every trainer computes the same partition.
 
-A partition of one's own needs no class: its parameters after the seed become keys.
+A user's partition can be a plain function, whose parameters after the seed become keys.
 
     def blocks(labels, devices, seed, size: int = 10) -> list[Rows]:
         rows = np.arange(len(labels)) // size % devices
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from fedstream.core.errors import DataError, FedstreamError
-from fedstream.runtime.config import Chosen, table_of
-from fedstream.runtime.plugins import Door, OneOf, words
+from fedstream.runtime.config import NamedSettings, table_of
+from fedstream.runtime.plugins import OneOf, Registry, words
 
 Rows = npt.NDArray[np.int64]
 
@@ -144,14 +144,14 @@ def _holders(classes: int, devices: int, p: int, draw: np.random.Generator) -> l
     return held
 
 
-class Partition(Chosen):
+class Partition(NamedSettings):
     """Base class of partitions. Its fields are the keys of ``task.partition``."""
 
     kind: str = ""
-    """the name by which the configuration chose it"""
+    """the partition's name in the configuration"""
     covers: ClassVar[bool] = True
-    """Whether every row must be on a device. A function of one's own says it leaves rows out by
-    an attribute: ``blocks.covers = False``."""
+    """Whether every row must be on a device. A user's function that leaves rows out has the
+    attribute ``blocks.covers = False``."""
 
     @abstractmethod
     def split(self, labels: npt.NDArray[Any], devices: int, seed: int) -> Sequence[Rows]:
@@ -163,7 +163,7 @@ class Partition(Chosen):
 
 
 class Iid(Partition):
-    """Every device's data looks alike."""
+    """All devices' data has the same distribution."""
 
     kind: Literal["iid"] = "iid"
 
@@ -188,10 +188,10 @@ class Dirichlet(Partition):
 
     kind: Literal["dirichlet"] = "dirichlet"
     alpha: Annotated[float, Field(gt=0)] = 0.5
-    """Small: each device has few classes; large: devices look alike."""
+    """small: each device has few classes; large: devices have similar data"""
 
     def split(self, labels: npt.NDArray[Any], devices: int, seed: int) -> Sequence[Rows]:
-        """Shares of each class by the devices' mixes."""
+        """Split each class by the devices' mixes."""
         return by_dirichlet(labels, devices, self.alpha, seed)
 
 
@@ -201,12 +201,12 @@ class Natural(Partition):
     kind: Literal["natural"] = "natural"
 
     def split(self, labels: npt.NDArray[Any], devices: int, _seed: int) -> Sequence[Rows]:
-        """Stretches of a text. A task with another structure doesn't ask."""
+        """Contiguous parts of a text. Tasks with roles split by themselves."""
         return contiguous(len(labels), devices)
 
 
 class _Plain(Partition):
-    """A function that a program defines. Subclasses have its parameters as fields."""
+    """Base for a user's function; a subclass has the function's parameters as fields."""
 
     function: ClassVar[Callable[..., Sequence[Rows]]]
 
@@ -226,7 +226,7 @@ def _accept(value: object) -> type[Partition] | None:
     return made
 
 
-PARTITIONS: Door[type[Partition]] = Door(
+PARTITIONS: Registry[type[Partition]] = Registry(
     "fedstream.partitions",
     "partition",
     {"iid": Iid, "classes": Classes, "dirichlet": Dirichlet, "natural": Natural},
@@ -237,13 +237,13 @@ PartitionSettings: TypeAlias = Annotated[Partition, OneOf(PARTITIONS)]
 
 
 def split(partition: Partition, labels: npt.NDArray[Any], devices: int, seed: int) -> list[Rows]:
-    """The rows of each device, in the order in which the partition gave them.
+    """The rows of each device, in the partition's order.
 
-    Raises DataError if the data can't be split that way, or a user's partition is none.
+    Raises DataError if the data can't be split, or a user's partition is invalid.
     """
     where = f"task.partition.kind = {partition.kind!r}"
     given = labels.view()
-    given.flags.writeable = False  # the task goes on using them
+    given.flags.writeable = False  # the task uses the array later
     try:
         found = partition.split(given, devices, seed)
     except FedstreamError:
@@ -256,7 +256,7 @@ def split(partition: Partition, labels: npt.NDArray[Any], devices: int, seed: in
 
 
 def _wrong(found: object, samples: int, devices: int, *, covers: bool) -> str:
-    """Why this is no partition; "" if it is one."""
+    """Why the object is no partition; "" if it is one."""
     if not isinstance(found, list | tuple) or len(found) != devices:
         got = f"{len(found)} of them" if isinstance(found, list | tuple) else type(found).__name__
         return f"it must return a list of {devices} arrays of row numbers, not {got}"

@@ -1,11 +1,11 @@
-"""What a trainer keeps in Redis: workspaces of interrupted tasks, and error feedback.
+"""A trainer's data in Redis: workspaces of interrupted tasks, and error feedback.
 
-Keeping it is best effort. A task without a workspace starts over, and lost feedback counts as zero.
+Storing is best effort. A task without a workspace starts over, and lost feedback counts as zero.
 
-Error feedback: what a wire format lost of a device's update is added to its next one. A trainer
-that owns devices remembers it in its own memory. In the pool, any replica may train for a device
-next, so it is in Redis, among the pool's workspaces, and replaced by the script that gives the
-answer: both or neither, so that nothing is added twice.
+Error feedback: the encoding error of a device's update is added to its next update. A trainer that
+owns devices keeps it in memory. In the pool, any replica may train for a device next, so feedback
+is in Redis, among the pool's workspaces. The script that sends the answer also replaces the
+feedback, so that it is never added twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import TrainerLedger
-    from fedstream.core.layout import Floats, Layout
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
 
@@ -53,11 +52,11 @@ class SavedWork:
         self._ledger = ledger
         self._settings = settings
         self._log = log
-        self._exists = False  # this attempt read or saved it
+        self._exists = False  # this attempt read or saved a workspace
 
     async def read(self, layout: Layout) -> Workspace | None:
-        """The workspace, if there is a usable one; ``layout`` is that of its models."""
-        # Other trainers of the site may write anything there, so don't read beyond the size limit.
+        """Read the workspace; None if there is no usable one. ``layout``: of its models."""
+        # Other trainers of the site may write any bytes there, so bound the read.
         most = self._settings.workspace_bytes
         data = await workspaces.read(self._client, self._key, most=most)
         if not data:
@@ -92,7 +91,7 @@ class SavedWork:
             self._log.warning("workspace not saved", reason=str(error))
             return
         self._exists = True
-        # Check afterwards: if many save at once, each then counts the workspaces saved before it.
+        # Check afterwards, so that of many concurrent saves each counts the others.
         try:
             used, most = await self._ledger.memory()
         except FedstreamError as error:
@@ -122,7 +121,7 @@ class SavedWork:
 
 
 class Feedback:
-    """What is left unsent of each device's last answered update, for one trainer's devices."""
+    """The error feedback of one trainer's devices, from each one's last answered update."""
 
     def __init__(
         self,
@@ -141,11 +140,11 @@ class Feedback:
         self._bytes = 4 * parameters
         self._metrics = metrics
         self._log = log
-        self._has_room = True  # in Redis, for what the last update left
+        self._has_room = True  # whether Redis had room at the last staging
         self._own: OrderedDict[int, Floats] = OrderedDict()  # least recently answered first
 
     async def of(self, device: int) -> Floats | None:
-        """What is left unsent of the device's last update; None, and counted, if it isn't known."""
+        """The feedback of the device's last update; None, and counted, if it is lost."""
         found = self._own.get(device) if self._settings.owns else await self._read(device)
         if found is None:
             self._metrics.from_zero.inc()
@@ -166,7 +165,7 @@ class Feedback:
         return self._keys.workspace(self._settings.site, f"unsent.{device}")
 
     async def stage(self, device: int, attempt: str, unsent: Floats) -> tuple[str, ...]:
-        """Write what an update left unsent; return the keys by which ``Outbox.answer`` keeps it.
+        """Write an update's feedback; return the keys for ``Outbox.answer``.
 
         Without room, nothing is written, and the device's next update begins from zero.
         """
@@ -191,14 +190,14 @@ class Feedback:
         return staged, key
 
     def answered(self, device: int, unsent: Floats, *, said: bool, dropped: bool = False) -> None:
-        """Remember what an update left unsent, if it was ``said``, and count what is lost.
+        """Remember an update's feedback if the answer was ``said``, and count lost feedback.
 
-        Otherwise forget all about the device: a reply may have been lost, so it may have been said.
-        ``dropped``: what the one before left was too large to be added.
+        Otherwise forget the device's feedback, as the answer may have been sent with a lost reply.
+        ``dropped``: the previous feedback was too large to be added.
         """
         if said and dropped:
             self._metrics.lost_feedback("outlier")
-        if not self._settings.owns:  # the script that sends it has seen to it
+        if not self._settings.owns:  # the script that sent the answer has replaced it
             if said and not self._has_room:
                 self._metrics.lost_feedback("no room")
             return

@@ -16,14 +16,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.config import Chosen, table_of
-from fedstream.runtime.plugins import Door, OneOf
+from fedstream.runtime.config import NamedSettings, table_of
+from fedstream.runtime.plugins import OneOf, Registry
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Versions = Annotated[int, Field(ge=1)]
 
 
-class Schedule(Chosen):
+class Schedule(NamedSettings):
     """Base of all schedules: its fields are its parameters, and calling it gives s(tau) > 0."""
 
     kind: str = ""
@@ -114,7 +114,7 @@ def _accept(value: object) -> type[Schedule] | None:
     return made
 
 
-SCHEDULES: Door[type[Schedule]] = Door(
+SCHEDULES: Registry[type[Schedule]] = Registry(
     "fedstream.schedules",
     "schedule",
     {

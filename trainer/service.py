@@ -1,9 +1,9 @@
 """The trainer: takes a task and the newest model, trains off the event loop, and answers.
 
 In the pool, any replica serves any device's partition; a trainer that owns devices serves only
-those. It renews its lease while a task runs. A trainer that loses the lease stops at the next
-batch; one that is told to stop hands the task back. If it dies, the task is redelivered, and the
-first answer counts.
+its own. It renews its lease while a task runs. A trainer that loses the lease stops at the next
+batch; a trainer that is told to stop hands the task back. If it dies, the task is redelivered, and
+the first answer counts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fedstream.core.messages import Assignment, GiveUp, Trigger, Upload, task_id
 from fedstream.core.records import Run
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.service import Context, Worker, repeat
-from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup
-from fedstream.trainer.attempt import Attempt, Newest, Workshop
+from fedstream.runtime.task_settings import LeaseSettings, Participation, ParticipationGroup
+from fedstream.trainer.attempt import Attempt, AttemptContext, Newest
 from fedstream.trainer.devices import DeviceSettings, eligible
-from fedstream.trainer.failures import Failures, Patience
+from fedstream.trainer.failures import Failures, OutageLimit
 from fedstream.trainer.leases import Delivery, Leases
 from fedstream.trainer.metrics import TrainerMetrics
 from fedstream.trainer.saved_work import Feedback, SavedWork
@@ -43,16 +43,14 @@ from fedstream.trainer.solvers import Cancelled, SolverGroup, Solvers, SolverSet
 from fedstream.trainer.task import check_run
 
 if TYPE_CHECKING:
-    from fedstream.broker.ledger.trainer import Outbox, TakenTask, TrainerLedger
+    from fedstream.broker.ledger.trainer import TakenTask
     from fedstream.core.formats import Format
-    from fedstream.runtime.service import Context
     from fedstream.trainer.learner import Learner
-    from fedstream.trainer.settings import InitiativeSettings
     from fedstream.trainer.task import Task
 
 
 class Initiative:
-    """Decides for one trainer's devices, while it is idle."""
+    """Triggers tasks of an anarchic trainer's devices while the trainer is idle."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class Initiative:
         is_idle: Callable[[], bool],
         is_eligible: Callable[[int], bool],
     ) -> None:
-        """``name``: the trainer's; ``is_eligible``: whether a device may work now."""
+        """``name``: of the trainer; ``is_eligible``: whether a device may work now."""
         self._parts = Participation(settings.steps, groups)
         self._devices = devices
         self._rate = settings.rate * self._parts.mean(devices)
@@ -81,11 +79,11 @@ class Initiative:
 
     @property
     def patience_s(self) -> float:
-        """Seconds to allow for one decision: 20 times the mean wait is practically impossible."""
+        """Seconds after which a decision counts as hanging: 20 times the mean wait."""
         return 30.0 + 20.0 / self._rate
 
     async def decide(self) -> None:
-        """Trigger a task for one of the devices, if the trainer is idle by then."""
+        """Wait, then trigger a task for one of the devices if the trainer is still idle."""
         rng, stop = self._rng, self._context.stop
         await pause(stop, rng.expovariate(self._rate))
         if stop.is_set() or not self._is_idle():
@@ -98,7 +96,7 @@ class Initiative:
             return
         device = self._devices[self._parts.pick(rng, self._devices)]
         if not self._is_eligible(device):
-            return  # an ineligible device does not act
+            return  # an ineligible device triggers nothing
         length = self._parts.length(rng, device)
         await self._outbox.say(
             Trigger(
@@ -115,14 +113,14 @@ class Initiative:
 
 
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
-_ASKS_S = 0.05  # between looks for the run; trainers may not read the stream that tells of it
+_ASKS_S = 0.05  # between reads of the run's record, as trainers may not read events
 _HEARTBEAT_S = 2.0
-_GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
+_GOODBYE_S = 2.0  # time-out of the last message, shorter than the drain
 _REST_S = 5.0  # longest rest after a task that was given up
 
 
 class Trainer:
-    """The service. ``load`` creates the user's task; it is called once, off the event loop."""
+    """The trainer service. ``load``: creates the task; called once, off the event loop."""
 
     role = "trainer"
 
@@ -143,8 +141,8 @@ class Trainer:
         rests: Backoff | None = None,
         run_devices: int | None = None,
     ) -> None:
-        """``wire``: that updates are sent in. ``rests``: how long to rest after each task that is
-        given up; None: five seconds at most. ``run_devices``: task.devices; None: as the task says.
+        """``wire``: format of updates. ``rests``: back-off after given-up tasks; None: at most five
+        seconds. ``run_devices``: ``task.devices``; None: decided by the task.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)
@@ -162,11 +160,11 @@ class Trainer:
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name)) if settings.owns else keys.tasks
         self._group = Group(self._client, stream, TRAINERS, name)
-        self._patience = Patience(settings.redis_away_s)
+        self._outage_limit = OutageLimit(settings.redis_away_s)
         self._run: Run | None = None
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """No routes of its own."""
+        """The trainer serves no routes."""
         return ()
 
     async def run(self, context: Context) -> None:
@@ -178,20 +176,20 @@ class Trainer:
         with Worker("training") as thread:
             learner = await thread.run(self._loaded)
             loaded = True
-            gc.freeze()  # torch and the task stay
-            self._patience.heard = time.monotonic()
+            gc.freeze()  # torch and the task live as long as the process
+            self._outage_limit.heard = time.monotonic()
             await self._take_part(context, metrics, learner, thread)
 
     async def _take_part(
         self, context: Context, metrics: TrainerMetrics, learner: Learner, thread: Worker
     ) -> None:
-        """Join the run, work until told to stop, and say goodbye."""
+        """Join the run, work until told to stop, and sign off."""
         try:
             await repeat(context, "run", partial(self._join, context, learner))
             if self._run is None or context.stop.is_set():
                 return
-            shop = self._workshop(context, metrics, learner, thread, self._run)
-            await self._work(context, shop)
+            shared = self._workshop(context, metrics, learner, thread, self._run)
+            await self._work(context, shared)
         finally:
             self._client.hurry(_GOODBYE_S)
             try:
@@ -200,9 +198,9 @@ class Trainer:
                 context.log.warning("could not announce that it is leaving", reason=str(error))
             await self._client.close()
 
-    async def _work(self, context: Context, shop: Workshop) -> None:
+    async def _work(self, context: Context, shared: AttemptContext) -> None:
         """Do the run's tasks until told to stop."""
-        shift = self._shift(shop)
+        shift = self._shift(shared)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
@@ -211,7 +209,7 @@ class Trainer:
                 within_s = max(30.0, self._lease.seconds)
                 group.create_task(repeat(context, "tasks", shift.step, within_s=within_s))
                 if self._settings.anarchic is not None:
-                    initiative = self._initiative(self._settings.anarchic, shop, shift)
+                    initiative = self._initiative(self._settings.anarchic, shared, shift)
                     within_s = initiative.patience_s
                     group.create_task(
                         repeat(context, "initiative", initiative.decide, within_s=within_s)
@@ -233,7 +231,7 @@ class Trainer:
         devices, or if solver and strategy don't fit together.
         """
         try:
-            with self._patience.asking():
+            with self._outage_limit.requesting():
                 run = await self._ledger.run()
         except NoRun:
             await pause(context.stop, _ASKS_S)
@@ -264,7 +262,7 @@ class Trainer:
         learner: Learner,
         thread: Worker,
         run: Run,
-    ) -> Workshop:
+    ) -> AttemptContext:
         site = self._settings.site
 
         def is_eligible(device: int) -> bool:
@@ -275,7 +273,7 @@ class Trainer:
             key = self._keys.workspace(site, task)
             return SavedWork(key, self._client, self._ledger, self._settings, context.log)
 
-        return Workshop(
+        return AttemptContext(
             name=self._name,
             settings=self._settings,
             context=context,
@@ -303,8 +301,8 @@ class Trainer:
             ),
         )
 
-    def _shift(self, shop: Workshop) -> _Shift:
-        leases = Leases(self._group, self._ledger, self._lease, shop.context)
+    def _shift(self, shared: AttemptContext) -> _Shift:
+        leases = Leases(self._group, self._ledger, self._lease, shared.context)
         delivery = Delivery(
             self._client,
             self._keys,
@@ -312,15 +310,15 @@ class Trainer:
             leases,
             self._group.stream,
             self._settings.blob_expiry_s,
-            shop.context,
-            shop.metrics,
+            shared.context,
+            shared.metrics,
         )
-        return _Shift(shop, leases, delivery, self._client)
+        return _Shift(shared, leases, delivery, self._client)
 
     def _initiative(
-        self, settings: InitiativeSettings, shop: Workshop, shift: _Shift
+        self, settings: InitiativeSettings, shared: AttemptContext, shift: _Shift
     ) -> Initiative:
-        devices = self._settings.owns or range(shop.run.devices)
+        devices = self._settings.owns or range(shared.run.devices)
         return Initiative(
             settings,
             self._participation,
@@ -328,15 +326,15 @@ class Trainer:
             name=self._name,
             outbox=self._outbox,
             ledger=self._ledger,
-            context=shop.context,
+            context=shared.context,
             is_idle=shift.is_idle,
-            is_eligible=shop.is_eligible,
+            is_eligible=shared.is_eligible,
         )
 
     async def _announce(self, context: Context, shift: _Shift) -> None:
-        """Say that this trainer is alive; end with the run if told to."""
+        """Announce this trainer periodically; end with the run if configured."""
         device = shift.task.device if shift.task else None
-        with self._patience.asking():
+        with self._outage_limit.requesting():
             await self._outbox.announce(
                 self._name,
                 self._settings.owns,
@@ -353,37 +351,39 @@ class Trainer:
 
 
 class _Shift:
-    """The tasks that a trainer does in its run, one at a time."""
+    """Performs a trainer's tasks, one at a time."""
 
-    def __init__(self, shop: Workshop, leases: Leases, delivery: Delivery, client: Client) -> None:
-        self._shop = shop
-        self._context = shop.context
+    def __init__(
+        self, shared: AttemptContext, leases: Leases, delivery: Delivery, client: Client
+    ) -> None:
+        self._shared = shared
+        self._context = shared.context
         self.leases = leases
         self._delivery = delivery
         self._client = client
-        self.task: Assignment | None = None  # in hand
+        self.task: Assignment | None = None  # being performed
         self.answers = 0
 
     @property
     def given_up_in_a_row(self) -> int:
-        """How many tasks in a row this trainer gave up, on several devices.
+        """The tasks given up in a row on several devices, for announcements.
 
         0 while a device may be the cause.
         """
-        return self._shop.failures.in_a_row
+        return self._shared.failures.in_a_row
 
     def is_idle(self) -> bool:
         """Whether the trainer could take a task now."""
-        return self.task is None and not self._shop.failures.rests
+        return self.task is None and not self._shared.failures.rests
 
     def _goes_on(self) -> bool:
-        """Whether a new task is wanted as soon as the one in hand is answered."""
-        rests = self._shop.failures.rests
+        """Whether to request the next task together with the present answer."""
+        rests = self._shared.failures.rests
         return not (self._context.stop.is_set() or rests or self.leases.is_due)
 
     async def step(self) -> None:
-        """Perform one task, if there is one."""
-        await self._shop.failures.rest()
+        """Take and perform one task, if there is one."""
+        await self._shared.failures.rest()
         if self._context.stop.is_set():
             return
         taken = await self.leases.next()
@@ -404,9 +404,9 @@ class _Shift:
 
     async def _perform(self, taken: TakenTask, task: Assignment) -> None:
         """Carry out a task, from fetching the model to sending the answer."""
-        log, metrics, entry = self._context.log, self._shop.metrics, taken.entry
+        log, metrics, entry = self._context.log, self._shared.metrics, taken.entry
         async with self.leases.held(entry) as lost:
-            attempt = Attempt(task, taken, lost, self._shop)
+            attempt = Attempt(task, taken, lost, self._shared)
             self._context.trace("taken", attempt=attempt.id)
             try:
                 answer = await attempt.answer()
@@ -421,11 +421,11 @@ class _Shift:
                 metrics.ended(end)
                 return
             if isinstance(answer, GiveUp):
-                failures = self._shop.failures
+                failures = self._shared.failures
                 failures.gave_up(task.device, answer.reason)
                 answer = answer.model_copy(update={"failing": failures.in_a_row})
             answered_at = time.time()
-            feedback, unsent = self._shop.feedback, attempt.unsent
+            feedback, unsent = self._shared.feedback, attempt.unsent
             said = await self._delivery.send(
                 entry,
                 answer,

@@ -1,8 +1,8 @@
-"""A trainer's settings: what it serves, and the resources that it may use."""
+"""The tables ``[trainer]`` and ``[trainer.anarchic]``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -10,22 +10,19 @@ from fedstream.broker.keys import check_name
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import OWNED, POOL
 from fedstream.runtime.config import Section
-from fedstream.runtime.tasks import Epochs, Steps
+from fedstream.runtime.task_settings import Epochs, Steps
 from fedstream.trainer.data import Processor, Threads
-
-if TYPE_CHECKING:
-    pass
 
 
 class InitiativeSettings(Section):
-    """How an anarchic trainer decides by itself when to take part and how many steps to do."""
+    """An anarchic trainer's own decisions: when to take part, with how many steps."""
 
     rate: Annotated[float, Field(gt=0)] = 1.0  # triggers per second while idle
     steps: Steps = Epochs()
 
 
 class TrainerSettings(Section):
-    """What one trainer serves, and the resources it may use."""
+    """The devices that a trainer serves, and the resources that it may use."""
 
     site: str = POOL  # trainers of one site trust each other: they share a Redis user
     # Device numbers; (): a replica of the pool.
@@ -36,11 +33,11 @@ class TrainerSettings(Section):
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # of an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # larger workspaces are not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
-    # Of what a format lost of owned devices' updates: beyond that, the oldest is dropped.
+    # Memory for error feedback of owned devices; beyond it, the oldest is dropped.
     feedback_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     # The trainer exits after a longer outage of Redis; None: it waits forever.
     redis_away_s: Annotated[float, Field(gt=0)] | None = None
-    ends_with_run: bool | None = None  # True: exit when the run is finished; else idle
+    ends_with_run: bool | None = None  # True: exit with the run; else wait idle
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
     @model_validator(mode="after")

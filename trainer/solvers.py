@@ -1,8 +1,8 @@
-"""Local training, as asked for: the solvers' settings, one piece of work, and its result.
+"""The solvers' settings, the input of local training and its result.
 
-How the work is done is in :mod:`fedstream.trainer.descent`. Anarchic Federated Learning, section 3:
-'each worker is able to completely take control of its own optimization process'. The configuration
-(``solvers``) gives groups of devices a solver of their own, and
+:mod:`fedstream.trainer.descent` performs the training. Anarchic Federated Learning, section 3:
+'each worker is able to completely take control of its own optimization process'. So the
+configuration (``solvers``) can give groups of devices a solver of their own, and
 :meth:`fedstream.trainer.task.Task.solver_of` any single device.
 """
 
@@ -28,8 +28,8 @@ from pydantic_core import CoreSchema
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
-from fedstream.runtime.config import Chosen, Section, check
-from fedstream.runtime.plugins import Door, OneOf
+from fedstream.runtime.config import NamedSettings, Section, check
+from fedstream.runtime.plugins import OneOf, Registry
 from fedstream.trainer.schedules import ConstantRate, RateSchedule
 from fedstream.trainer.workspace import Workspace
 
@@ -73,13 +73,13 @@ Compression = Annotated[NoCompression | Bf16 | TopK, Field(discriminator="kind")
 
 
 def compress(delta: Floats, how: Compression) -> None:
-    """Overwrite ``delta``, a vector of any length, with what a receiver would decode.
+    """Overwrite ``delta``, a vector of any length, with its compressed and decoded values.
 
     Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
-    calls 'rescaling, compression for communication-efficiency, etc.'. This shows what the loss does
-    to training, device by device; bytes are saved by the wire format
-    (:mod:`fedstream.core.formats`), which encodes whatever is left. A delta that is not finite
-    stays so, and the updater refuses it.
+    calls 'rescaling, compression for communication-efficiency, etc.'. This shows the effect of
+    lossy compression on training, device by device. The wire format
+    (:mod:`fedstream.core.formats`), not this, saves bytes. A delta that is not finite stays so, and
+    the updater refuses it.
     """
     match how:
         case Bf16():
@@ -103,12 +103,12 @@ def _keep_largest(delta: Floats, k: int) -> None:
 
 @dataclass(slots=True)
 class Iterate:
-    """Where local training stands before a step. Each list has one tensor per trained parameter."""
+    """The state of local training before a step; each list has a tensor per trained parameter."""
 
     x: Tensors
-    """the parameters: only to be read"""
+    """the parameters, which must not be written to"""
     start: Tensors
-    """those of x_tau"""
+    """the parameters of x_tau"""
     correction: Tensors = ()
     """c - c_i of SCAFFOLD; () for solvers without ``controls``"""
     n: int = 0
@@ -116,9 +116,9 @@ class Iterate:
     memory: dict[str, Tensors] = field(default_factory=dict)
 
     def remembered(self, name: str) -> Tensors:
-        """Tensors that a solver keeps between steps, to be changed in place; zeros at first.
+        """Tensors that a solver keeps between steps and changes in place; zeros at first.
 
-        They last for one task, also if it is interrupted and resumed.
+        They last for one task, also across an interruption.
         """
         if name not in self.memory:
             import torch
@@ -127,8 +127,8 @@ class Iterate:
         return self.memory[name]
 
 
-class Solver(Chosen):
-    """Base class of solvers: minibatch descent. Its fields are the keys of ``solver``.
+class Solver(NamedSettings):
+    """Base class of solvers, minibatch descent. A solver's fields are the keys of ``solver``.
 
     A step is x <- x - rate(n) g, where g comes from the loss's gradient: clipped, then with weight
     decay added, then changed by :meth:`direction`, then with momentum. A solver of your own
@@ -137,9 +137,9 @@ class Solver(Chosen):
     for each task.
     """
 
-    controls: ClassVar[bool] = False  # it corrects client drift, with a strategy that does so too
+    controls: ClassVar[bool] = False  # corrects client drift, together with such a strategy
     kind: str = ""
-    """the name by which the configuration chose it"""
+    """the solver's name in the configuration"""
     lr: Annotated[float, Field(gt=0)] = 0.3
     """gamma (eta_L in AFL)"""
     # Left out while it is the default, so that earlier releases resume the work.
@@ -151,7 +151,7 @@ class Solver(Chosen):
     """0: the whole partition in each step, i.e. the full gradient"""
     sampling: Literal["passes", "fresh"] = "passes"
     """passes: minibatches are slices of shuffled passes over the data; fresh: each minibatch is
-    drawn from all of it (AFL)"""
+    drawn from the whole data (AFL)"""
     drop_last: Annotated[bool, Field(exclude_if=lambda one: not one)] = False
     """Leave out the smaller last minibatch of a pass; else a single row that is left over joins
     the minibatch before."""
@@ -192,9 +192,9 @@ class Solver(Chosen):
         return g
 
     def train(self, task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model``, which holds x_tau, in place; by default by steps, ``task.descend``.
+        """Train ``model``, which holds x_tau, in place; by default by ``task.descend``.
 
-        To be interruptible, it raises Cancelled once ``work.cancelled()`` is true.
+        An interruptible solver raises Cancelled once ``work.cancelled()`` is true.
         """
         return task.descend(model, data, work)
 
@@ -246,7 +246,7 @@ def _accept(value: object) -> type[Solver] | None:
     return value if isinstance(value, type) and issubclass(value, Solver) else None
 
 
-SOLVERS: Door[type[Solver]] = Door(
+SOLVERS: Registry[type[Solver]] = Registry(
     "fedstream.solvers",
     "solver",
     {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected},
@@ -259,7 +259,7 @@ SolverSettings: TypeAlias = Annotated[Solver, OneOf(SOLVERS)]
 class Cancelled(Exception):
     """Training was stopped between two batches.
 
-    ``workspace`` lets another replica resume from there; None if it was not kept.
+    ``workspace``: for another replica to resume from; None if it was not kept.
     """
 
     def __init__(self, workspace: Workspace | None = None) -> None:
@@ -269,7 +269,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of local training; exactly one of ``steps``, ``epochs`` and ``seconds`` is set.
+    """The input of local training; exactly one of ``steps``, ``epochs`` and ``seconds`` is set.
 
     Vectors hold one float32 per parameter of the model, in the layout's order.
     """
@@ -286,7 +286,7 @@ class Work:
     solver: SolverSettings
     cancelled: Callable[[], bool]
     seconds: float | None = None
-    """a time budget: at least one step, then more until it is spent"""
+    """a time budget: at least one step, and more until the time is spent"""
     base: str | None = None
     """digest of x_tau, for the workspace; None: computed from the model if needed"""
     control: Floats | None = None
@@ -312,20 +312,20 @@ class Trained:
     """The result of training: steps done, size of the partition, mean loss over the steps."""
 
     steps: int
-    """0: unknown, which only a task without ``exact_steps`` may say"""
+    """steps done; 0: unknown, allowed only for a task without ``exact_steps``"""
     samples: int
     loss: float | None
-    """None: unknown"""
+    """mean loss over the steps; None: unknown"""
     control: Floats | None = None
-    """c_i+ of SCAFFOLD, to be kept for the device; not finite if the model isn't"""
+    """c_i+ of SCAFFOLD, to keep for the device; not finite if the model isn't"""
     lr: float | None = None
-    """gamma if it differs from the solver's lr; if it varied, its mean over the steps"""
+    """gamma if it differs from the solver's lr; its mean over the steps if it varied"""
 
 
 class SolverGroup(Section):
     """The solver of some devices; keys left out are taken from ``solver``.
 
-    Which other keys there are depends on the solver, so they are checked by :meth:`of`.
+    The other keys depend on the solver, so :meth:`of` checks them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -344,7 +344,10 @@ class SolverGroup(Section):
             raise ValueError(str(error)) from error
 
     def of(self, usual: SolverSettings, at: str = "solvers") -> SolverSettings:
-        """The usual solver with these devices' changes. Raises ConfigError; ``at`` is our place."""
+        """The usual solver with the group's changes. ``at``: the group's key.
+
+        Raises ConfigError.
+        """
         kind = self.kind or usual.kind
         model = type(usual) if kind == usual.kind else SOLVERS.find(kind).value
         given = self.model_dump(mode="json", exclude_none=True, exclude={"devices"})
@@ -355,7 +358,7 @@ class SolverGroup(Section):
 
 @dataclass(frozen=True)
 class _Group(OneOf):
-    """Annotation of a group, which only changes a solver: so that a recording's is not trusted."""
+    """Annotation of a group, so that a recorded solver of a group isn't trusted."""
 
     def __get_pydantic_core_schema__(
         self, base: type[BaseModel], handler: GetCoreSchemaHandler
@@ -363,7 +366,7 @@ class _Group(OneOf):
         return handler(base)
 
     def models(self, *_tags: object, recorded: bool = False) -> list[type[BaseModel]]:
-        """The group itself: which keys it has is checked when the solver is known."""
+        """The group itself, whose keys are checked once the solver is known."""
         return [SolverGroup]
 
 
@@ -391,10 +394,10 @@ class Solvers:
         return self.others.get(device, self.usual)
 
 
-def chosen(task: Task, device: int, solvers: Solvers, version: int) -> SolverSettings:
-    """The solver that a device trains with from a version of the model.
+def solver_for_device(task: Task, device: int, solvers: Solvers, version: int) -> SolverSettings:
+    """The solver of a device that trains from a version of the model.
 
-    Raises TypeError if the task returns anything else; ConfigError as :meth:`Solver.at`.
+    Raises TypeError if ``task.solver_of`` returns another type; ConfigError as :meth:`Solver.at`.
     """
     solver = task.solver_of(device, solvers[device])
     if not isinstance(solver, Solver):

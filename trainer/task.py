@@ -1,4 +1,4 @@
-"""Learning tasks: the class that users subclass, what is asked of it, and the settings.
+"""Learning tasks: the class that users subclass, calls of its methods, and the settings.
 
 torch is imported inside functions, so that services that only read the settings start without it.
 """
@@ -49,22 +49,22 @@ class Task(ABC):
     """The number of devices that the data is split over; None: unknown to the task."""
 
     goal: Goals = MappingProxyType({})
-    """Whether a metric is to be low or high, by its name: ``goal = {"bits": "min"}``. Names that
-    everybody knows, such as accuracy, loss or rmse, need not be here."""
+    """The goal of each metric, "min" or "max": ``goal = {"bits": "min"}``. Well-known names such
+    as accuracy, loss or rmse need no entry."""
 
     evaluation_batch: int = 512
     """Samples in a batch of the default ``metrics``; ``evaluator.batch_size``, if set."""
 
     exact_steps: ClassVar[bool] = True
-    """Whether ``train`` says how many steps it took, at which learning rate, and corrects client
-    drift where asked to. A run with a strategy that needs this refuses a task that does not."""
+    """Whether ``train`` returns its steps and learning rate, and corrects client drift if the
+    solver does. A strategy that needs this refuses other tasks."""
 
     @abstractmethod
     def model(self) -> nn.Module:
         """A new, untrained model. Its weights may be random: torch is seeded before the call.
 
-        Apart from batch norms' counters, training must leave its integer tensors unchanged, or the
-        update is refused. If it changes others (a quantiser's zero points, a flag), the model must
+        Training must leave integer tensors unchanged, except batch norms' counters, or the update
+        is refused. A model whose training changes others (a quantiser's zero points, a flag) must
         name them by pattern: ``model.changing_integers = ("*.zero_point",)``.
         """
 
@@ -77,9 +77,9 @@ class Task(ABC):
         return None
 
     def device_test_data(self, device: int) -> Dataset[Any] | None:
-        """Data to evaluate models on for one device, map-style; None: it is not measured.
+        """The test data of one device, map-style; None: the device is not measured.
 
-        Devices are measured, by :meth:`metrics`, only if ``evaluator.per_device`` says so.
+        Devices are measured, by :meth:`metrics`, only with ``evaluator.per_device``.
         """
         return None
 
@@ -101,7 +101,7 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar to minimise on one collated batch; by default the mean cross entropy.
 
-        It is 0 for a batch in which no label counts.
+        The default is 0 for a batch without counted labels.
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -113,10 +113,9 @@ class Task(ABC):
     def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
         """The metrics of ``model`` on all of ``data``, by name.
 
-        fedstream calls it without gradients, with the model in evaluation mode. By default
-        ``accuracy`` and ``loss``, the mean cross entropy over all labels that count, whatever the
-        mode. Raises DataError if the data is empty, if its items are not (x, y), or if no label
-        counts.
+        fedstream calls this without gradients, with the model in evaluation mode. By default
+        ``accuracy`` and ``loss``, the mean cross entropy over all counted labels. Raises DataError
+        if the data is empty, if its items are not (x, y), or if no label counts.
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -138,34 +137,34 @@ class Task(ABC):
 
     @property
     def run_devices(self) -> int | None:
-        """The number of devices of the runs that this task is for; None: any number.
+        """The number of devices that this task requires of a run; None: any number.
 
-        A trainer ends if its run has another number. ``task.devices`` of its configuration, if
-        given, counts instead of this.
+        A trainer ends if its run has another number. ``task.devices`` in the configuration takes
+        precedence.
         """
         return self.devices
 
     def joined(self, devices: int) -> None:
-        """Take note that this trainer joined a run of so many devices; by default, nothing.
+        """Called when this trainer joins a run of ``devices`` devices; does nothing by default.
 
-        Called once the number is known to be allowed, see :attr:`run_devices`. A task that is for
-        any number may set its ``devices`` here.
+        The number is allowed by :meth:`run_devices`. A task for any number of devices may set its
+        ``devices`` here.
         """
         return
 
     def solver_of(self, device: int, solver: SolverSettings) -> SolverSettings:
-        """The solver that a device trains with; by default ``solver``, the configured one.
+        """The solver of a device; by default ``solver``, the configured one.
 
         It must be the same at every call, because an interrupted task resumes with it.
         """
         return solver
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` in place on one device's data; by default as the solver does."""
+        """Train ``model`` in place on one device's data; by default with the solver."""
         return work.solver.train(self, model, data, work)
 
     def descend(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` by the solver's steps: what solvers do unless they replace ``train``."""
+        """Train ``model`` by the solver's steps, the default of :meth:`Solver.train`."""
         from fedstream.trainer.descent import solve
 
         return solve(self, model, data, work)
@@ -189,7 +188,7 @@ def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class TaskSettings(Section):
-    """Which task to learn, and where built-in tasks find their data and how they split it."""
+    """The table ``[task]``: the task's name, and a built-in task's data and partition."""
 
     name: str = "digits"
     """A built-in task (``BUILT_IN`` in :mod:`fedstream.trainer.loading`),
@@ -202,14 +201,14 @@ class TaskSettings(Section):
     """Folder of data sets; None: the environment variable ``FEDSTREAM_DATA``."""
     download: bool = False
     seed: Annotated[int, Field(ge=0)] = 0
-    """of the partition"""
+    """seed of the partition"""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a user's own task, checked against its parameters when it is loaded."""
+    """Keyword arguments of a user's own task, checked when the task is loaded."""
 
     @field_validator("partition", mode="before")
     @classmethod
     def _told_by_its_key(cls, table: object) -> object:
-        """Add the kind of a partition that only one of its keys tells."""
+        """Infer the kind of a partition from a key that only this kind has."""
         if isinstance(table, dict) and "kind" not in table:
             return table | {"kind": "dirichlet" if "alpha" in table else "classes"}
         return table
@@ -217,7 +216,7 @@ class TaskSettings(Section):
     @field_validator("args")
     @classmethod
     def _has_no_null(cls, args: dict[str, Any]) -> dict[str, Any]:
-        """Refuse None, which TOML lacks, so that run.toml could not carry it."""
+        """Refuse None, which run.toml can't contain."""
         if null := _first_null(args):
             raise ValueError(f"{null} is None, which TOML cannot express: leave it out")
         return args
@@ -241,10 +240,10 @@ def _first_null(value: object, key: str = "args") -> str | None:
 
 
 def untrained(task: Task) -> nn.Module:
-    """The task's model.
+    """Make the task's model, and check it.
 
-    Raises ConfigError if it isn't a Module; LayoutMismatch, naming the tensor, if it cannot be
-    sent; or whatever ``model()`` raises.
+    Raises ConfigError if it isn't a Module; LayoutMismatch, naming the tensor, if a tensor cannot
+    be sent; and the errors of ``model()``.
     """
     from torch import nn
 
@@ -259,10 +258,9 @@ def untrained(task: Task) -> nn.Module:
 
 
 def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
-    """The task's untrained model, x_0: the same bits for the same seed on the same torch.
+    """The task's untrained model x_0: the same bits for the same seed and release of torch.
 
-    With ``controls`` it has a control variate, which is zero. torch's global generator keeps its
-    state.
+    ``controls``: add a control variate of zeros. torch's global generator keeps its state.
     """
     import torch
 
@@ -279,11 +277,11 @@ def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
 
 
 def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, float]:
-    """The metrics of a model, according to ``task.metrics``.
+    """Call ``task.metrics`` for a model, and check the result.
 
-    It is called without gradients, with the model in evaluation mode; afterwards each part of the
-    model is in the mode that it had. Raises DataError if the metrics are not a dict of numbers by
-    name, or whatever ``metrics()`` raises.
+    Runs without gradients, with the model in evaluation mode; restores the mode of each submodule.
+    Raises DataError if the metrics are not a dict of numbers by name, and the errors of
+    ``metrics()``.
     """
     import torch
 
@@ -302,10 +300,10 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
 
 
 def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str) -> None:
-    """Check that a service's task is that of the run ``name``.
+    """Check that a service's task fits the run ``name``.
 
-    ``ours``: the layout of the task's model. ``devices``: over how many the task's data is split;
-    None: any number. Raises LayoutMismatch, ConfigError.
+    ``ours``: the layout of the task's model. ``devices``: number of devices that the data is split
+    over; None: any number. Raises LayoutMismatch, ConfigError.
     """
     if run.layout.without_controls() != ours:
         raise LayoutMismatch(
@@ -321,7 +319,7 @@ def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str)
 
 
 def declared_goals(task: Task) -> dict[str, Goal]:
-    """A task's own goals. Raises ConfigError if they are not ``min`` or ``max`` by name."""
+    """The goals that a task declares. Raises ConfigError unless each is ``min`` or ``max``."""
     goal: object = task.goal
     if isinstance(goal, Mapping) and all(
         isinstance(name, str) and end in get_args(Goal) for name, end in goal.items()

@@ -44,7 +44,7 @@ _DEVICES = 143
 
 @dataclass(frozen=True)
 class Role:
-    """Everything that one speaker says in one play, words separated by single blanks."""
+    """The text of one speaker in one play, with words separated by single blanks."""
 
     play: str
     speaker: str
@@ -85,7 +85,7 @@ def shakespeare(settings: TaskSettings) -> InMemory:
             "role; leave out the partition, or choose natural"
         )
     folder = data_root("shakespeare", settings) / "shakespeare" / "plays"
-    roles = chosen(roles_in(folder), settings.devices or _DEVICES)
+    roles = pick_roles(roles_in(folder), settings.devices or _DEVICES)
     shares, tests = [], []
     for role in roles:
         text = _symbols(role.text)
@@ -118,8 +118,8 @@ def roles_in(folder: Path) -> list[Role]:
     ]
 
 
-def chosen(roles: Sequence[Role], devices: int) -> list[Role]:
-    """The roles chosen as devices by the module's rule, in the order given.
+def pick_roles(roles: Sequence[Role], devices: int) -> list[Role]:
+    """Pick a role per device by the module's rule, keeping their order.
 
     Raises DataError if there are fewer sufficiently long roles than devices.
     """

@@ -1,8 +1,8 @@
 """Convert a torch module to the flat vector of :mod:`fedstream.core.layout`, and back.
 
-Names are those of ``state_dict``; what it leaves out (non-persistent buffers) stays with the
-module. A tensor that appears under several names (tied weights) is sent once, under the first.
-SCAFFOLD's control variate, which a layout may hold besides the module's tensors, is left alone.
+Names are those of ``state_dict``; non-persistent buffers, which it leaves out, are not sent. A
+tensor with several names (tied weights) is sent once, under the first. SCAFFOLD's control variate,
+which a layout may have in addition to the module's tensors, is left alone.
 
 Integer tensors keep their values from version 0, except batch norms' counters and those whose names
 match the module's patterns: ``module.changing_integers = ("*.zero_point",)``.
@@ -62,7 +62,7 @@ def to_delta(model: Model, base: Model) -> None:
 
 
 def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
-    """Every tensor that is sent, with its entry in the layout, in the layout's order."""
+    """Every sent tensor with its entry in the layout, in the layout's order."""
     buffers = [*module.named_buffers()]
     if buffers:  # many modules have none, and all of this is done twice for each task
         carried = module.state_dict(keep_vars=True)
@@ -88,7 +88,7 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
 
 
 def _unfit(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be sent, and what to do."""
+    """The error text for a tensor that can't be sent."""
     if is_lazy(tensor):
         return "is not initialised yet: pass a batch through the model before you return it"
     if tensor.is_meta:
@@ -102,7 +102,7 @@ def _entry(name: str, shape: torch.Size, dtype: torch.dtype, kind: Kind) -> Tens
 
 
 def _of_integers(name: str, changing: Iterable[str]) -> Kind:
-    """How an integer tensor may change: the module names the variable ones."""
+    """The kind of an integer tensor, variable if the module names it."""
     if any(fnmatchcase(name, pattern) for pattern in changing):
         return "variable"
     return "counter" if name.rpartition(".")[2] == _COUNTER else "integer"

@@ -1,4 +1,4 @@
-"""A snapshot of interrupted local training, from which any replica can resume; and where it starts.
+"""Snapshots of interrupted local training, from which any replica can resume.
 
 A snapshot is encoded as a checksum and a msgpack map, in which vectors are raw little-endian bytes:
 
@@ -8,7 +8,7 @@ A snapshot is encoded as a checksum and a msgpack map, in which vectors are raw 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import msgpack
 import numpy as np
@@ -19,9 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from fedstream.core.errors import BadMessage, LayoutMismatch
 from fedstream.core.layout import Floats, Layout, Model
 from fedstream.core.messages import Count, first_wrong
-
-if TYPE_CHECKING:
-    from fedstream.core.layout import Floats, Layout
 
 SCHEMA = 1
 
@@ -80,18 +77,18 @@ class Workspace(BaseModel):
     """signature of the models' layout"""
     seed: int
     solver: str
-    """its settings, as JSON"""
+    """the solver's settings, as JSON"""
     samples: Count
-    """in the device's data"""
+    """samples in the device's data"""
     steps: Count | None
     """H; None: until the time budget ends"""
 
     step: Count
     """steps done"""
     seconds: float
-    """time spent on them"""
+    """time spent on the steps"""
     loss: float
-    """sum of their losses"""
+    """sum of the steps' losses"""
     minibatches: bytes
     """state of the minibatches' generator before it drew the current pass"""
     position: Count
@@ -100,7 +97,7 @@ class Workspace(BaseModel):
     """states of torch's global generators, used by dropout: the CPU's, then the model's GPU's"""
 
     x: Block
-    """the model so far"""
+    """the current model"""
     x_tau: Block
     momentum: Vector | None = None
     control: Vector | None = None
@@ -108,12 +105,12 @@ class Workspace(BaseModel):
     device_control: Vector | None = None
     """c_i of SCAFFOLD at the start of the task; None: zero"""
     memory: dict[str, Vector] = Field(default_factory=dict)
-    """what a user's own solver keeps between steps"""
+    """vectors that a user's own solver keeps between steps"""
 
     def encode(self) -> bytes:
         """The workspace as bytes; deterministic."""
         known = {"v": SCHEMA, **self.__dict__}
-        if not self.memory:  # then releases that don't know it can read the rest
+        if not self.memory:  # omitted for releases that don't know this field
             del known["memory"]
         fields = msgpack.packb(known, default=_raw)
         assert isinstance(fields, bytes)  # noqa: S101  (packb's type is Any)
@@ -121,7 +118,7 @@ class Workspace(BaseModel):
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """The workspace that :meth:`encode` wrote. Raises BadMessage for anything else."""
+        """Decode the bytes of :meth:`encode`. Raises BadMessage if they are invalid."""
         packed = memoryview(data)[_CHECKSUM:]
         if xxhash.xxh3_64_digest(packed) != data[:_CHECKSUM]:
             raise BadMessage("the workspace's bytes do not match their checksum")
@@ -144,7 +141,7 @@ class Workspace(BaseModel):
             raise BadMessage(f"workspace: {first_wrong(error)}") from error
 
     def models(self, layout: Layout) -> tuple[Model, Model]:
-        """The model so far, and x_tau. Raises LayoutMismatch if their layout is another."""
+        """The current model, and x_tau. Raises LayoutMismatch for another layout."""
         if self.layout != layout.signature:
             raise LayoutMismatch("the workspace was saved with a model of a different layout")
         return Model(layout, self.x), Model(layout, self.x_tau)
@@ -156,16 +153,16 @@ def _raw(vector: npt.NDArray[Any]) -> memoryview:
 
 @dataclass(frozen=True)
 class Start:
-    """Where training starts or resumes."""
+    """The start of training: a version, or a workspace."""
 
     version: int  # tau
-    digest: str  # of x_tau, as it was given
+    digest: str  # of x_tau as received
     model: Model  # x_tau
     device_control: Floats | None = None  # c_i
     saved: Workspace | None = None
 
     @classmethod
     def resumed(cls, saved: Workspace, layout: Layout) -> Start:
-        """Where an interrupted task stopped; ``layout`` is that of its models."""
+        """The start from a workspace; ``layout``: of its models."""
         _, x_tau = saved.models(layout)
         return cls(saved.version, saved.base, x_tau, saved.device_control, saved)

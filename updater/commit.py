@@ -1,4 +1,4 @@
-"""Bringing what the journal has to Redis: commits, in order, or everything at once."""
+"""Committing journalled changes to Redis, in order, or the whole state at once."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Retained:
 
 @dataclass(frozen=True)
 class PendingCommit:
-    """A change that is in the journal, and not committed yet."""
+    """A change that is journalled but not committed yet."""
 
     change: Change
     position: int  # after the record
-    journalled: Mapping[str, int]  # tasks up to this one, by how they ended
+    journalled: Mapping[str, int]  # ended tasks up to this change, by outcome
 
 
 @dataclass(kw_only=True)
 class Commits:
-    """The changes in the journal that Redis has yet to accept, and the scripts that tell it."""
+    """The journalled changes that Redis has not accepted yet, and their commits."""
 
     context: Context
     metrics: UpdaterMetrics
@@ -62,11 +62,11 @@ class Commits:
     format: Format  # of published models
     pending: deque[PendingCommit] = field(default_factory=deque)  # oldest first
     retained: list[Retained] = field(default_factory=list)  # oldest first
-    told: Mapping[str, int] = field(default_factory=dict)  # the journal's ends, as Redis has them
-    told_quarantines: int = 0  # control entries about quarantines that Redis was told
+    told: Mapping[str, int] = field(default_factory=dict)  # counts of committed ends
+    told_quarantines: int = 0  # committed control entries about quarantines
 
     def begin_from(self, state: RunState) -> None:
-        """Redis has this state, or is about to be compared with it: nothing is pending."""
+        """Start without pending changes, from a state that Redis has or is to be compared with."""
         self.pending.clear()
         self.retained.clear()
         self.told, self.told_quarantines = state.journalled, state.quarantines.taken
@@ -79,7 +79,8 @@ class Commits:
     ) -> tuple[RunState, Sequence[Change]]:
         """Publish and commit the oldest pending changes, small ones together.
 
-        Returns them if Redis accepted them. ``look``: at the queue, in the same exchange.
+        Returns the changes if Redis accepted them. ``look``: a read of the queue in the same
+        exchange.
         """
         due = self._due(state)
         publish = [one.change.version for one in due if one.change.version is not None]
@@ -91,11 +92,11 @@ class Commits:
         ends = [one.change.end for one in due if one.change.end is not None]
         with self.metrics.timed("publish"):
             used = {end.device for end in ends if end.device is not None and end.weight is not None}
-            # The devices need their vectors before they get another task.
+            # The devices' vectors must be handed out before their next tasks.
             if used and not await self.hand_out(due[-1].change.after, state.strategy, used):
                 return state, ()
             ahead: list[Command] = []
-            if publish:  # nobody can ask for the models before the last one
+            if publish:  # only the last version's model is ever readable
                 given = next(one.change.given for one in reversed(due) if one.change.version)
                 ahead += await self.publisher.prepare(publish[-1], given)
             state, done = await self._commit(state, due, publish, ahead, look)
@@ -132,7 +133,7 @@ class Commits:
         """Write a large model of a change that is being journalled."""
         version = change.version
         if version is None or is_small(state.layout) or state.ahead is not None:
-            return  # small: another one may be committed with it
+            return  # a small model: a later change may be committed with it
         if version.size > blobs.CHUNK:
             await self.publisher.prepare(version, change.given)
 
@@ -149,10 +150,10 @@ class Commits:
         ahead: Sequence[Command] = (),
         look: Look | None = None,
     ) -> tuple[RunState, bool]:
-        """Commit once, and react if that is not accepted; return whether it was.
+        """Commit once, and react to a refusal; return whether Redis accepted the commit.
 
-        The commit deletes from the queue the processed entries whose records are on disk; the other
-        processed entries are retained.
+        The commit deletes processed queue entries whose records are on disk, and retains the
+        others.
         """
         changes = [one.change for one in due]
         progress, told = state.progress, self.told
@@ -188,7 +189,7 @@ class Commits:
             self.publisher.published(publish, commit.retired)
             state = state.counted(done.counts, told)
             if done.finished != state.finished and len(self.pending) <= len(due):
-                return state.to_compare(), True  # someone ended the run, or Redis forgot its end
+                return state.to_compare(), True  # the run was ended, or Redis forgot its end
         elif done.what == "unwritten":
             self.publisher.unwritten(publish[-1])
         elif done.what == "lost":
@@ -200,12 +201,12 @@ class Commits:
     # everything
 
     async def publish_again(self, state: RunState, why: str) -> RunState | None:
-        """Publish the newest version, and the counts, that Redis lacks.
+        """Publish the newest version and the counts again.
 
-        ``why``: what it lost; '': nothing.
-        None if Redis was emptied, or fell back, once more meanwhile.
+        ``why``: the loss to log; '': none. Returns None if Redis was emptied or fell back once more
+        meanwhile.
         """
-        # Both now: the lease may be retaken meanwhile, and the version would have another epoch.
+        # Make both now: after a retaken lease, the version would have another epoch.
         epoch, token = self.lease.number, self.lease.token
         if state.counts and why:
             self.context.log.error("Redis lost versions: publishing the newest", found=why)
@@ -248,7 +249,7 @@ class Commits:
     async def hand_out(
         self, progress: Progress, strategy: Strategy, devices: Set[int] | None = None
     ) -> bool:
-        """Hand out the vectors of these devices, or of all (SCAFFOLD's c_i).
+        """Hand out the vectors (SCAFFOLD's c_i) of ``devices``, or of all devices.
 
         Returns False if Redis was emptied meanwhile.
         """

@@ -1,4 +1,4 @@
-"""Turning queue entries into changes: each is checked, and mixed in by the strategy."""
+"""Deciding on queue entries: each update is checked and mixed in by the strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fedstream.updater.state import Change, RunState, Undecided
 
 @dataclass(frozen=True, kw_only=True)
 class Decider:
-    """Turns queue entries into changes, each on top of a state."""
+    """Makes a change of each queue entry, on top of a state."""
 
     context: Context
     metrics: UpdaterMetrics
@@ -45,17 +45,17 @@ class Decider:
     lease: Lease
     max_norm: float | None
     norm_factor: float
-    max_samples: int | None  # None: by what other devices claim
+    max_samples: int | None  # None: bounded by other devices' claims
     weights: bool  # the journal keeps the updates' bytes
-    said: Callable[[str], bool]  # whether the journal's segment tells its readers of a need
+    said: Callable[[str], bool]  # whether the segment's head declares a need to its readers
     format: Format  # of published models
 
     async def change(self, queued: Queued, state: RunState) -> Change | Undecided | None:
-        """Decide what a queue entry does; None if it is undecodable or no longer expected.
+        """Decide on a queue entry; None if the entry is undecodable or no longer expected.
 
-        Afterwards only the change may follow ``state``: the strategy's memory has it already. Not
-        so while versions that the journal lost are being made again: if the change turns out to be
-        none of theirs, ``state`` is as it was.
+        Afterwards only the returned change may follow ``state``, because the strategy's memory
+        contains it already. Exception: while lost versions are being remade, the decision uses a
+        copy of the memory, so a change that belongs to none of them leaves ``state`` unchanged.
         """
         entry, message = queued.entry, queued.message
         if isinstance(message, BadMessage):
@@ -70,7 +70,7 @@ class Decider:
             changed = _quarantined(entry, message, state, self.ledger.now())
             is_said = changed.record is None or self.said(QUARANTINES)
             return changed if is_said else Undecided(QUARANTINES)
-        # Before it is mixed into the strategy's memory, as that cannot be undone.
+        # Checked before mixing into the strategy's memory, which cannot be undone.
         if message.format != F32.name and not self.said(WIRE_FORMATS):
             return Undecided(WIRE_FORMATS)
         if (end := state.ends.get(message.task)) is not None:
@@ -88,14 +88,14 @@ class Decider:
         self.context.log.warning(event, task=upload.task, device=upload.device, **about)
 
     async def _update(self, entry: Entry, upload: Upload, state: RunState) -> Change | None:
-        """Check an update and mix it in; None if Redis does not expect it any more."""
+        """Check an update and mix it in; None if Redis no longer expects it."""
         upload = state.progress.norms.weighable(upload, self.max_samples)
         refusal = (
             reasons.RUN_FINISHED
             if state.is_over
             else reasons.DEVICE_QUARANTINED
             if upload.device in state.quarantines.by_device
-            # There is no telling whether it was applied before.
+            # The journal no longer shows whether the update was applied before.
             else reasons.TOO_OLD
             if upload.tau < state.forgotten
             else refusals.by_word(upload, state.strategy, state.progress.state)
@@ -107,8 +107,8 @@ class Decider:
             with self.metrics.timed("fetch"):
                 update = await self.intake.fetched(entry, upload, state.layout, state.ends)
         except BlobMissing:
-            # Unless it is awaited, Redis fell back to before the update was admitted, so it may
-            # come again; or our successor has processed it.
+            # If the update is not awaited, Redis fell back to a state before its admission, so
+            # it may come again; or our successor has processed it.
             refusal = reasons.BLOB_MISSING
             if not await self.ledger.awaits(upload):
                 return None
@@ -124,7 +124,7 @@ class Decider:
         )
 
     def _apart(self, state: RunState) -> RunState:
-        """The state whose memory may be written: a copy, if the change may have to be undone."""
+        """The state whose memory may be written: a copy if the change may be dropped later."""
         if state.ahead is None:
             return state
         memory = state.progress.state.memory
@@ -141,7 +141,7 @@ class Decider:
         spare: Model,
         state: RunState,
     ) -> Change:
-        """Check an update's content, and mix it in. It is decoded into ``update`` first."""
+        """Decode an update into ``update``, check its content, and mix it in."""
         before, timed, unused = state.progress, self.metrics.timed, (update, spare, sent)
         if sent is not update:
             try:
@@ -200,9 +200,9 @@ class Decider:
         )
 
     def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
-        """End a round: make a version of what has arrived, unless it was made already.
+        """End a round: make a version of the buffered updates, unless it was made already.
 
-        Or drop it, if it still is the round that is to be dropped.
+        A dropped round makes no version; the request is ignored if another round has begun.
         """
         before = state.progress
         if state.ends.obeyed(entry.id):
@@ -240,7 +240,7 @@ class Decider:
     def _made(
         self, state: RunState, step: Step
     ) -> tuple[Version | None, Payload | None, str | None]:
-        """The version that a step made, and as it will be published; why this ends the run."""
+        """The version that a step made, its published payload, and why the version ends the run."""
         if step.made is None:
             return None, None, None
         model = step.after.state.model
@@ -273,7 +273,7 @@ class Decider:
         sizes: Counted = (),
         used: tuple[Payload, ...] = (),
     ) -> Change:
-        """An update that never reaches the model."""
+        """The change for a refused update, which never reaches the model."""
         outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
         version = before.state.version
         record = Taken(
@@ -291,12 +291,12 @@ class Decider:
         return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob, used=used)
 
     async def _off_loop(self, state: RunState, work: Callable[[], Change]) -> Change:
-        """Run arithmetic: in a thread if it would block the event loop, else here."""
+        """Run arithmetic on a large model in a thread, on a small one here."""
         return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()
 
 
 def _quarantined(entry: Entry, wanted: SetQuarantine, state: RunState, now: float) -> Change:
-    """Put devices in quarantine, or release them: no record if that changes nothing."""
+    """Put devices in quarantine or release them; without a record if nothing changes."""
     before, devices = state.progress, state.quarantines.changed(wanted)
     if not devices or state.ends.obeyed(entry.id):
         return Change(entry.id, None, (), before)
@@ -314,5 +314,5 @@ def _quarantined(entry: Entry, wanted: SetQuarantine, state: RunState, now: floa
 
 
 def _as_recorded(upload: Upload) -> Upload:
-    """The upload without what only matters to readers of its blob."""
+    """The upload without the fields that only a reader of its blob needs."""
     return upload.model_copy(update={"chunks": None})

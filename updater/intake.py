@@ -1,4 +1,4 @@
-"""Reading queue entries, and prefetching the updates that they name."""
+"""Reading queue entries, and prefetching their updates."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import Keys
-from fedstream.broker.started import Started
+from fedstream.broker.link import Started
 from fedstream.broker.streams import Entry, Look, Reader
 from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, BrokerError
 from fedstream.core.formats import F32
 from fedstream.core.layout import Layout, Payload
 from fedstream.core.messages import RoundEnd, SetQuarantine, Upload, decode
+from fedstream.updater.buffers import BufferPool
 from fedstream.updater.refusals import by_format
-from fedstream.updater.spares import Spares
 from fedstream.updater.state import Ends
 
-BATCH = 16  # entries that are read together; small ones share a journal write
+BATCH = 16  # entries per read; small updates share a journal write
 LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 
 QueueMessage = Upload | RoundEnd | SetQuarantine
 
 
 def is_small(layout: Layout) -> bool:
-    """Whether a model fits into one chunk: updates are then fetched and committed together."""
+    """Whether a model fits into one chunk, so that updates are fetched and committed together."""
     return layout.nbytes <= blobs.CHUNK
 
 
 def together(layout: Layout) -> int:
-    """How many updates are decided on together."""
+    """The number of updates that are decided on together."""
     return max(1, min(BATCH, LARGE // max(1, layout.nbytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """An entry of the queue, and what it says."""
+    """An entry of the queue, and its message."""
 
     entry: Entry
     message: QueueMessage | BadMessage
@@ -49,7 +49,7 @@ class Queued:
 class Intake:
     """Reads the queue in order, without a consumer group.
 
-    Fetches small updates together, and prefetches one that is large.
+    Fetches small updates together, and prefetches at most one large update.
     """
 
     def __init__(self, client: Client, keys: Keys) -> None:
@@ -57,17 +57,17 @@ class Intake:
         self._keys = keys
         self._reader = Reader(client, {keys.queue: "0"})
         self.backlog: deque[Queued] = deque()
-        self.looking: Started | None = None  # a look at the queue that was begun
+        self.looking: Started | None = None  # a blocking read of the queue under way
         self.fetches: dict[str, asyncio.Task[Payload]] = {}  # of large updates, by entry
         self.arrived: dict[str, Fetched] = {}  # small updates, by entry
-        self.spares = Spares()
+        self.spares = BufferPool()
 
     # entries
 
     async def read(self, block_ms: int) -> bool:
         """Read new queue entries into the backlog; return whether there were any.
 
-        If a look was begun, that is the read: ``block_ms`` does not matter.
+        A read under way (:meth:`look`) is completed instead; ``block_ms`` is then ignored.
         """
         looking, self.looking = self.looking, None
         if looking is None:
@@ -79,7 +79,7 @@ class Intake:
         return bool(entries)
 
     def look(self, block_ms: int) -> Look:
-        """A read to be begun behind other commands, and ended by :meth:`read`."""
+        """A read that follows other commands in their exchange; :meth:`read` completes it."""
         return Look(self._command(block_ms), block_ms / 1000, self._begun)
 
     def _begun(self, look: Started) -> None:
@@ -106,11 +106,11 @@ class Intake:
     # updates
 
     async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Payload:
-        """The update as it was sent: a Model if it is not encoded.
+        """The update as received: a Model unless it is encoded.
 
-        It passed :func:`fedstream.updater.refusals.by_word`. A small one is fetched with those
-        behind it in the backlog; a large one was usually prefetched while the one before was being
-        mixed in. Raises BlobMissing or BlobDamaged.
+        The upload must have passed :func:`fedstream.updater.refusals.by_word`. A small update is
+        fetched together with the next ones in the backlog; a large one was usually prefetched
+        during the previous update's mixing. Raises BlobMissing or BlobDamaged.
         """
         if is_small(layout):
             if entry.id not in self.arrived:
@@ -129,7 +129,7 @@ class Intake:
             raise
 
     async def read_ahead(self, layout: Layout, ends: Ends) -> None:
-        """Start prefetching the next update if it is large, and there by now."""
+        """Start prefetching the next update if it is large and already queued."""
         if is_small(layout):
             return
         if not self.backlog:
@@ -137,7 +137,7 @@ class Intake:
         self._fetch_ahead(0, layout, ends)
 
     async def unfetch(self, entry: Entry) -> None:
-        """Free the memory of a fetched update that is not going to be used."""
+        """Free the memory of a fetched update that will not be used."""
         arrived = self.arrived.pop(entry.id, None)
         if arrived is not None:
             self.spares.give_back(arrived.update)
@@ -147,12 +147,12 @@ class Intake:
                 self.spares.give_back(await fetch)
 
     async def close(self) -> None:
-        """Give up the look that was begun, and all prefetches."""
+        """Abandon the read under way and all prefetches."""
         self._stop_looking()
         await self.forget_fetches()
 
     async def forget_fetches(self) -> None:
-        """Cancel all prefetches, and free the memory of what was fetched."""
+        """Cancel all prefetches, and free the memory of fetched updates."""
         for id_ in [*self.arrived]:
             self.spares.give_back(self.arrived.pop(id_).update)
         for fetch in self.fetches.values():
@@ -161,7 +161,7 @@ class Intake:
         self.fetches.clear()
 
     async def _fetch_together(self, first: Queued, layout: Layout, ends: Ends) -> None:
-        """Fetch a small update, and those behind it in the backlog, in one exchange."""
+        """Fetch a small update and the next ones in the backlog, in one exchange."""
         group = {first.entry.id: first}
         for queued in islice(self.backlog, together(layout)):
             message = queued.message
@@ -185,7 +185,7 @@ class Intake:
             self.arrived[id_] = Fetched(one.into, failure)
 
     def _room(self, upload: Upload, layout: Layout) -> Payload:
-        """Where an update of a size that was checked goes."""
+        """Memory for an update whose size was checked."""
         spares = self.spares
         return spares.model(layout) if upload.format == F32.name else spares.room(upload.size)
 
@@ -200,10 +200,10 @@ class Intake:
         return asyncio.create_task(read(), name=f"fetch {upload.blob}")
 
     def _fetch_ahead(self, place: int, layout: Layout, ends: Ends) -> None:
-        """Prefetch an update of the backlog: only one, to keep memory at four models.
+        """Prefetch one update of the backlog, so that four models are in memory at most.
 
-        What is encoded is decoded when its turn comes: then there are three models, and what two
-        updates take as they were sent.
+        An encoded update is decoded only when it is processed, so memory then has three models
+        and two encoded updates.
         """
         if len(self.backlog) <= place or self.fetches:
             return
@@ -215,7 +215,7 @@ class Intake:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A small update, or why it is of no use."""
+    """A fetched small update, or the error of its fetch."""
 
     update: Payload
     failure: BlobMissing | BlobDamaged | None
@@ -229,7 +229,7 @@ def _message(entry: Entry) -> QueueMessage | BadMessage:
 
 
 def _is_fit(upload: Upload, layout: Layout, ends: Ends) -> bool:
-    """Whether an update may be fetched before its turn: its size is right, its task is open."""
+    """Whether an update may be fetched early: its size is right and its task is open."""
     return (
         upload.layout == layout.signature
         and not by_format(upload, layout)

@@ -1,7 +1,7 @@
-"""What the leading updater does over and over: it decides on updates, journals and commits them.
+"""The leading updater's loop: it decides on updates, journals them and commits them.
 
-Each step does the one thing that is due. Whatever fails leaves the state as it was, or as far as it
-got, and the next step takes it up there.
+Each step does the one thing that is due. A failed step leaves the state consistent, and the next
+step continues there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
 
+from fedstream.broker.client import Client
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.streams import BLOCK_MS, Look, time_in
@@ -29,7 +30,49 @@ from fedstream.updater.publisher import Publisher
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import Change, RunState, Undecided
-from fedstream.updater.upkeep import Upkeep
+
+_SILENT_S = 600.0  # without a version, before this is logged
+
+
+@dataclass(kw_only=True)
+class Upkeep:
+    """Frees older models when Redis is full, and logs when no version is made."""
+
+    context: Context
+    client: Client
+    ledger: UpdaterLedger
+    publisher: Publisher
+    heard: float = field(default_factory=time.monotonic)  # time of the last version or log line
+
+    async def look(self, state: RunState) -> None:
+        """Free models if Redis is full, and log a long silence. Call it when idle."""
+        used, limit = await self.ledger.memory()
+        if limit and used + state.layout.nbytes > limit:
+            # A full Redis may be why the queue is empty, and only the updater may delete models.
+            await self.make_room()
+        await self._break_silence(state)
+
+    async def make_room(self) -> None:
+        """Delete older models, as a full Redis accepts no write."""
+        removed = await self.publisher.make_room()
+        if removed:
+            self.context.log.warning("Redis is full: older models removed", models=removed)
+
+    async def _break_silence(self, state: RunState) -> None:
+        """Log an error now and then while tasks are open but no version is made."""
+        now = time.monotonic()
+        if now - self.heard < _SILENT_S or state.finished:
+            return
+        silent, self.heard = now - self.heard, now
+        waiting = await self.client.call("HLEN", self.ledger.keys.open)
+        if waiting:
+            self.context.log.error(
+                "tasks are open but no version is made: see docs/how-to/alerts.md, "
+                "FedstreamStalled",
+                open=waiting,
+                seconds=round(silent),
+            )
+
 
 LOOK_MS = (
     100  # that a look behind a commit blocks: the next try would wait as long if Redis is full
@@ -38,7 +81,7 @@ LOOK_MS = (
 
 @dataclass(frozen=True, slots=True)
 class DecidedChange:
-    """A change that was decided on, and the states between which it lies."""
+    """A change, and the states before and after it."""
 
     change: Change
     before: RunState
@@ -60,11 +103,11 @@ class Loop:
     commits: Commits
     recovery: Recovery
     upkeep: Upkeep
-    state: RunState = field(init=False)  # once recovered
+    state: RunState = field(init=False)  # set by the recovery
     unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
 
     async def begin(self) -> bool:
-        """Recover the state to go on from; return whether there is one."""
+        """Recover the state; return whether this updater may continue from one."""
         try:
             state = await self.recovery.recover()
         except OutOfMemory:
@@ -75,10 +118,10 @@ class Loop:
         return state is not None
 
     async def step(self) -> None:
-        """Do the first of these that is due."""
+        """Do the first thing that is due, in the order below."""
         state, backlog = self.state, self.intake.backlog
         try:
-            if self.unwritten:  # first: a change not yet journalled would be taken for lost
+            if self.unwritten:  # first, as the comparison would count an unwritten change as lost
                 await self._write()
             elif state.compared != self.lease.number:
                 await self._compare()
@@ -97,13 +140,13 @@ class Loop:
     # an update: decided on, written to the journal, settled in Redis
 
     async def _decide(self) -> None:
-        """Decide on the next entries, each on top of the one before."""
+        """Decide on the next entries, each on top of the previous one's state."""
         state, backlog, ahead = self.state, self.intake.backlog, self.state.ahead
         most, finishing = together(state.layout), False
         while backlog and len(self.unwritten) < most and not finishing:
             published_digest = None
             if ahead is not None:
-                # Ask first: it may fail, and the update would be mixed in for nothing.
+                # Ask first: the question may fail, and the update would be mixed in for nothing.
                 published_digest = await self.ledger.digest(state.version + 1)
             change = await self.decider.change(backlog[0], state)
             if isinstance(change, Undecided):
@@ -128,10 +171,10 @@ class Loop:
                 finishing = change.finish is not None
 
     async def _write(self) -> None:
-        """Write the changes decided on to the journal.
+        """Write the decided changes to the journal.
 
-        Meanwhile settles the changes written before, prefetches the next update and writes a
-        model's chunks to Redis, if they are large. Whatever fails here is left to its regular turn.
+        For large models, this meanwhile settles earlier changes, prefetches the next update and
+        writes the model's chunks to Redis. A failure of these is left to their own step.
         """
         decided, state = self.unwritten, self.state
         records = [(one.change.record, one.change.payload) for one in decided]
@@ -151,7 +194,7 @@ class Loop:
                 self._written(one, position)
 
     def _written(self, decided: DecidedChange, position: int) -> None:
-        """Apply a change that is in the journal, and therefore final."""
+        """Apply a journalled and therefore final change."""
         change = decided.change
         self.state.ends.journal(change)
         self.state = decided.after if self.state is decided.before else self.state.after(change)
@@ -179,14 +222,14 @@ class Loop:
             )
 
     async def _settle(self, look: Look | None = None) -> None:
-        """Commit the changes in the journal, in order, until some are not accepted.
+        """Commit the journalled changes in order, until Redis refuses some.
 
-        ``look``: at the queue, in the first exchange.
+        ``look``: a read of the queue in the first exchange.
         """
         while self.commits.pending:
             self.state, changes = await self.commits.settle(self.state, look)
             if not changes:
-                return  # the rest depends on them
+                return  # later changes depend on these
             look = None
             in_use: list[Payload] = [*self.state.progress.state.models()]
             waiting = [one.change for one in self.commits.pending]
@@ -198,9 +241,9 @@ class Loop:
                 self.upkeep.heard = time.monotonic()
 
     def _look(self) -> Look | None:
-        """At the queue, behind a commit, if that is the next thing to do.
+        """A read of the queue to send with a commit, if reading is the next step.
 
-        Not while one is under way: a commit before went well, and the next one failed.
+        None while a read is under way, from an earlier commit that succeeded before one failed.
         """
         busy = self.recorder.is_full or self.state.finished != self.state.sealed
         if busy or self.intake.backlog or self.intake.looking is not None:
@@ -210,7 +253,7 @@ class Loop:
     # nothing to do
 
     async def _rest(self) -> None:
-        """Put everything on disk, and check that Redis has not fallen back."""
+        """Sync the journal, and check that Redis has not fallen back."""
         await self.recorder.flush()
         if self.commits.retained:
             self.state = await self.commits.release(self.state)
@@ -250,7 +293,7 @@ class Loop:
                 await self._publish_again(todo.found if todo.lost else "")
                 return
             case Refuse():
-                await self.recorder.check_last()  # our successor may have made it
+                await self.recorder.check_last()  # our successor may have made Redis's version
                 raise self.recovery.foreign(todo.found)
             case Remake(head):
                 await self.recorder.check_last()
@@ -277,7 +320,7 @@ class Loop:
         self.state = self.state.agreeing(epoch)
 
     async def _publish_again(self, why: str) -> None:
-        """Publish the state, and go on from there. ``why``: what Redis lost; '': nothing."""
+        """Publish the state and continue from it. ``why``: the loss to log; '': none."""
         await self.recorder.check_last()
         self.state = self.state.caught_up()
         published = await self.commits.publish_again(self.state, why)
@@ -286,14 +329,14 @@ class Loop:
             self._go_on_from(published)
 
     async def _adopt(self, ahead: Head) -> None:
-        """Go on from Redis's newest model: the journal's end is lost for good."""
+        """Continue from Redis's newest model, as the end of the journal is lost."""
         adopted = await self.recovery.adopt(self.state, ahead)
         if adopted is not None:
-            self.unwritten = []  # decided on top of what was lost
+            self.unwritten = []  # decided on top of a lost version
             self._go_on_from(adopted)
 
     def _go_on_from(self, state: RunState) -> None:
-        """Go on from a state, reading the queue from its beginning."""
+        """Continue from a state, reading the queue from its beginning."""
         self.state = state
         self.commits.begin_from(state)
         self.intake.rewind()

@@ -12,14 +12,14 @@ from prometheus_client.registry import Collector
 
 
 class UpdaterMetrics:
-    """What the process counts and times; names and meanings are in docs/reference/metrics.md."""
+    """Counters and timers; names and meanings are in docs/reference/metrics.md."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.updates = Counter(
             "fedstream_updates", "Updates, by outcome.", ["outcome", "reason"], registry=registry
         )
         for outcome in ("applied", "buffered", "refused"):
-            self.updates.labels(outcome, "")  # from the start, so that a rate sees the first one
+            self.updates.labels(outcome, "")  # at 0, so that a rate includes the first
         self.staleness = Histogram(
             "fedstream_staleness",
             "How many versions late an update arrived.",
@@ -63,7 +63,7 @@ class UpdaterMetrics:
         registry.register(_Seconds(self._seconds))
 
     def timed(self, part: str) -> AbstractContextManager[None]:
-        """Time what is done within: a part of the updater's work, never within itself."""
+        """Time the block as a part of the updater's work. A part must not contain itself."""
         found = self._seconds.get(part)
         if found is None:
             found = self._seconds[part] = _Part()
@@ -71,10 +71,9 @@ class UpdaterMetrics:
 
 
 class _Part(AbstractContextManager[None]):
-    """How often a part of the work was done, and how long it took altogether.
+    """The number and total duration of one part of the work.
 
-    Several are timed for each update. A child of prometheus_client's Summary takes twenty calls for
-    each time.
+    Each update times several parts, and a prometheus_client Summary takes twenty calls for each.
     """
 
     __slots__ = ("began", "count", "seconds")
@@ -92,7 +91,7 @@ class _Part(AbstractContextManager[None]):
 
 
 class _Seconds(Collector):
-    """Shows the parts at each scrape."""
+    """Collects the parts at each scrape."""
 
     def __init__(self, parts: dict[str, _Part]) -> None:
         self._parts = parts
@@ -101,6 +100,6 @@ class _Seconds(Collector):
         family = SummaryMetricFamily(
             "fedstream_updater_seconds", "Where the time goes.", labels=["part"]
         )
-        for name, part in tuple(self._parts.items()):  # a thread may add one
+        for name, part in tuple(self._parts.items()):  # a thread may add a part
             family.add_metric([name], part.count, part.seconds)
         yield family

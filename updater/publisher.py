@@ -14,7 +14,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.core.digest import algorithm_of
 from fedstream.core.errors import BlobDamaged, BlobMissing
 from fedstream.core.formats import Format
@@ -28,7 +28,7 @@ _UNNAMED_S = 600.0
 
 
 def blob_of(version: int, epoch: int, nonce: str) -> str:
-    """A unique name for a version's model, never reused for other bytes."""
+    """A unique name for the blob of a version's model, never reused for other bytes."""
     return f"{version}.{epoch}.{nonce}"
 
 
@@ -41,9 +41,9 @@ def version_of(
     version: int,
     **about: Any,
 ) -> tuple[Version, Payload]:
-    """A version to be published in a format, and its bytes. ``about``: its other fields.
+    """Make a version and its payload in the format ``how``. ``about``: the version's other fields.
 
-    ``room``: for so many bytes, if the format takes any of its own.
+    ``room``: allocates the payload if the format needs memory of its own.
     """
     one = given(
         model, how, room, version=version, sends=sends, digests=algorithm_of(about["digest"])
@@ -56,7 +56,7 @@ def version_of(
 
 
 class Publisher:
-    """Models by their blobs' names, and a vector for each device (SCAFFOLD's c_i)."""
+    """The models in Redis by blob name, and a vector for each device (SCAFFOLD's c_i)."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class Publisher:
         self._keep_versions = keep_versions
         self._keep_bytes = keep_bytes
         self._kept: dict[str, int] = {}  # blob -> version, oldest first
-        self._written: set[str] = set()  # the blobs of pending versions, once completely written
+        self._written: set[str] = set()  # completely written blobs of pending versions
 
     # models
 
     async def look(self) -> None:
-        """Ask Redis which models it has."""
+        """Read the list of models that Redis has."""
         self._kept = await self._ledger.kept()
 
     async def prepare(self, version: Version | None, payload: Payload | None) -> Sequence[Command]:
-        """Write a version as it is given, or return the commands that do so ahead of its commit."""
+        """Write a version's model, or return the commands that write it with the commit."""
         if version is None or payload is None or version.blob in self._written:
-            return ()  # if a reply was lost, it may be published already and must not expire
+            return ()  # after a lost reply, the model may be published, and must not expire
         key = self._ledger.keys.model(version.blob)
         ahead = await blobs.prepare(
             self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded
@@ -93,37 +93,37 @@ class Publisher:
         return ahead
 
     async def write(self, version: Version, payload: Payload) -> None:
-        """Write a version as it is given, replacing whatever was there."""
+        """Write a version's model, replacing any blob of this name."""
         key = self._ledger.keys.model(version.blob)
         await self._client.call("UNLINK", key)
         await blobs.write(self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded)
 
     async def keep(self, head: Head, size: int) -> bool:
-        """Remove any expiry of the newest model; return whether all of the model is there.
+        """Remove any expiry of the newest model; return whether the model is complete.
 
-        ``size``: in bytes, unless it is encoded.
+        ``size``: bytes of a float32 model; ignored for an encoded one.
         """
         key = self._ledger.keys.model(head.blob)
         size = head.encoded.size if head.encoded else size
         return await blobs.keep(self._client, key, size, chunks=head.chunks, encoded=head.encoded)
 
     async def read(self, head: Head, model: Model) -> None:
-        """Read the newest model, as devices are given it. Raises BlobMissing, or BlobDamaged."""
+        """Read the newest model as devices receive it. Raises BlobMissing or BlobDamaged."""
         await read_newest(self._client, self._ledger.keys, head, model)
 
     def forget_written(self) -> None:
-        """Forget the prepared models: they are of no use."""
+        """Forget the prepared models, which will never be committed."""
         self._written.clear()
 
     def unwritten(self, version: Version) -> None:
-        """Take note that a version's model, though prepared, expired or never reached Redis."""
+        """Note that a version's prepared model expired or never reached Redis."""
         self._written.discard(version.blob)
 
     def published(self, versions: Sequence[Version], retired: Sequence[str]) -> None:
-        """Take note that versions were committed, and that these models were deleted.
+        """Note that versions were committed and the models ``retired`` deleted.
 
-        Of the versions, the last one's model is kept, and those that were written for an earlier
-        try: it may have gone well, and only its reply got lost.
+        Redis keeps the last version's model, and models written for an earlier try, which may have
+        succeeded with a lost reply.
         """
         for version in versions:
             if version.blob in self._written:
@@ -133,18 +133,18 @@ class Publisher:
             self._kept.pop(blob, None)
 
     def _most(self, size: int) -> int:
-        """How many models of ``size`` bytes are kept."""
+        """The number of models of ``size`` bytes to keep."""
         by_bytes = self._keep_bytes // max(size, 1)
-        # At least two: a reader of the newest must be able to finish when the next is published.
+        # At least two: a download of the newest model must be able to finish after the next commit.
         return max(2, min(self._keep_versions, by_bytes))
 
     def outlived(self, size: int) -> tuple[str, ...]:
-        """The models to delete so that one more of ``size`` bytes stays within the limits."""
+        """The models to delete before another one of ``size`` bytes is published."""
         surplus = len(self._kept) + 1 - self._most(size)
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
     async def make_room(self) -> int:
-        """Delete all models but the newest, because Redis is full; return how many."""
+        """Delete all models but the newest, for a full Redis; return their number."""
         self._kept = self._kept or await self._ledger.kept()
         older = list(self._kept)[:-1]
         if not older or await self._ledger.retire(self._lease.token, older) != "done":
@@ -156,7 +156,7 @@ class Publisher:
     # devices
 
     async def hand_out(self, vectors: DeviceVectors, devices: set[int]) -> bool:
-        """Hand out these devices' vectors, for the trainers that train for them.
+        """Publish the vectors of ``devices`` to the trainers of these devices.
 
         Returns False if Redis was emptied meanwhile.
         """
@@ -172,7 +172,7 @@ class Publisher:
         return True
 
     async def recall(self, vectors: DeviceVectors) -> list[str]:
-        """Replace remembered vectors by those handed out; return why any of these are lost."""
+        """Replace the vectors by the published ones; return the reasons for lost vectors."""
         keys, lost = self._ledger.keys, []
         for device in range(vectors.devices):
             vector = Model(vector_of(vectors[device]).layout)

@@ -1,4 +1,4 @@
-"""Comparing Redis with the journal: what has to be done so that they agree. Pure."""
+"""Comparing Redis with the journal, and choosing the action that makes them agree. Pure."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Finish:
-    """Take over the end of the run, then compare again: someone else ended it."""
+    """Record that the run was ended from outside, then compare again."""
 
     run: Run
 
 
 @dataclass(frozen=True)
 class Remake:
-    """Make the versions again that Redis has and the journal lost."""
+    """Remake the versions that Redis has and the journal lost."""
 
     head: Head
 
 
 @dataclass(frozen=True)
 class Confirm:
-    """Redis has the newest version: check that its model is there."""
+    """Check that the model of the newest version, which Redis has, is complete."""
 
     head: Head
 
@@ -57,11 +57,11 @@ def action(
     told_quarantines: int = 0,
     pending: Iterable[Change] = (),
 ) -> Action:
-    """What to do about ``run`` and ``head``, which Redis has; None for both if it has no run.
+    """The action for Redis's ``run`` and ``head``; None for both if Redis has no run.
 
-    ``told``: counts of the ends that were committed. ``told_quarantines``: control entries about
-    quarantines that were. ``pending``: changes that are in the journal,
-    and so in ``state``, but not committed yet.
+    ``told``: counts of committed ends. ``told_quarantines``: number of committed control entries
+    about quarantines. ``pending``: journalled changes, and so part of ``state``, that are not
+    committed yet.
     """
     if run is None or head is None:
         return Publish("no run")
@@ -70,12 +70,12 @@ def action(
     if head.version < state.version:
         return Publish(f"version {head.version}")
     there, committed = ended(head.journalled), ended(told)
-    if there < committed:  # the ends that Redis forgot made no version
+    if there < committed:  # Redis forgot ends that made no version
         return Publish(f"{there} of {committed} ends")
     if head.quarantines.taken < told_quarantines:
         return Publish(f"{head.quarantines.taken} of {told_quarantines} changes of quarantines")
     pending = tuple(pending)
-    extended = run.versions < state.run.versions  # and Redis does not know yet
+    extended = run.versions < state.run.versions  # and Redis doesn't have the new number yet
     if extended and (head.version, head.digest) == (state.version, state.digest):
         return Publish(f"a run of {run.versions} versions", lost=False)
     if run.state == "finished" and not state.finished and not extended:
@@ -87,6 +87,6 @@ def action(
     if head.digest != state.digest:
         return Refuse(f"a different version {head.version} from the journal")
     if any(one.version and one.version.version < head.version for one in pending):
-        # It was republished and the reply lost: changes before it no longer fit the head.
+        # The version was republished with a lost reply, so earlier changes no longer fit the head.
         return Publish(f"version {head.version}, which is not due yet")
     return Confirm(head)

@@ -1,6 +1,6 @@
-"""Taking over a run: beginning it, resuming it from the journal, or adopting it from Redis.
+"""Taking over a run: begin it, resume it from the journal, or adopt it from Redis.
 
-Each of these returns the state to go on from. If one fails, the state before it still holds.
+Each way returns the state to continue from. If one fails, the previous state is still valid.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedstream.journal import (
     name_of,
     segments,
 )
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
@@ -61,17 +61,17 @@ from fedstream.updater.state import Ends, RunState
 
 T = TypeVar("T")
 
-_PASSED_ON = {WIRE_FORMATS, DROPPED_ROUNDS}  # needs that the run's next segment has too
+_PASSED_ON = {WIRE_FORMATS, DROPPED_ROUNDS}  # needs that the next segment declares too
 _BEAT_S = 10.0  # between heartbeats during long work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Finds the state to go on from, and begins the journal's segments with it."""
+    """Finds the state to continue from, and begins the journal's segments."""
 
     context: Context
     metrics: UpdaterMetrics
-    index: Ended
+    index: EndedTasks
     recorder: Recorder
     publisher: Publisher
     rule: StrategySettings
@@ -81,15 +81,15 @@ class Recovery:
     ledger: UpdaterLedger
     lease: Lease
     create_run: Callable[[], tuple[Run, Model]]
-    versions: int  # as configured now: a run that was to have fewer goes on to this one
+    versions: int  # configured now; a run that was to have fewer is extended
     parts: dict[str, str]  # for segments' heads
     format: Format  # of published models
-    digests: DigestAlgorithm  # of a run that is begun now
+    digests: DigestAlgorithm  # for a new run
 
     async def recover(self) -> RunState | None:
         """Resume the run from the journal, or begin it; None if another updater was faster."""
         if not await self._claim():
-            return None  # the lease's loop will notice
+            return None  # the lease's loop acquires the lease again
         chain = await asyncio.to_thread(segments, self.recorder.folder)
         try:
             run, head = await self.seen()
@@ -111,22 +111,22 @@ class Recovery:
                 segment.close()
 
     async def seen(self) -> tuple[Run | None, Head | None]:
-        """The run and its head as Redis has them; None for both if it has no run."""
+        """Read the run's record and head from Redis; None for both if Redis has no run."""
         try:
             return await self.ledger.run(), await self.ledger.head()
         except NoRun:
             return None, None
 
     async def _open_index(self, lineage: str, chain: list[Segment]) -> None:
-        """Open the index of the journal's ended tasks; log what can't be read."""
+        """Open the index of the journal's ended tasks; log unreadable parts."""
         for why in await self._patiently(lambda: self.index.open(lineage, chain)):
             self.context.log.error("index of ended tasks unavailable", why=why)
 
     async def _claim(self) -> bool:
-        """Claim the journal before reading it; return whether it is ours.
+        """Claim the journal before reading it; return whether this succeeded.
 
-        From then on, the leader of an older epoch commits nothing that is missing from what is read
-        now, even if Redis forgot who leads.
+        From then on, a leader of an older epoch commits no record that our reading misses, even
+        if Redis forgot the leader.
         """
         newest = await self.recorder.newest_epoch()
         if self.lease.number <= newest and not await self.lease.acquire(at_least=newest):
@@ -165,7 +165,7 @@ class Recovery:
         await self._open_index(newest.head.lineage, chain)
         await self._patiently(lambda: sync_and_drop_cache(newest.path))
         found = await self._patiently(lambda: recovered(newest))
-        if found.progress is None:  # recorded without weights: only Redis has the newest model
+        if found.progress is None:  # recorded without weights, so only Redis has the newest model
             if self.journal.adopt and run and head and head.version > found.version:
                 ends = self._ends_of(found)
                 return await self._adopt(
@@ -197,11 +197,11 @@ class Recovery:
         return state
 
     def _with_lost_quarantines(self, state: RunState, head: Head | None) -> RunState:
-        """The state with the quarantines that only Redis still knows.
+        """Add the quarantines that only Redis still has.
 
-        Where nothing is ever synced, a crash of the machine may lose records of entries that are
-        gone from the queue. If versions were lost too, :meth:`adopt` will see to it: updates that
-        are still in the queue must first be taken as before.
+        Without syncing, a crash of the machine may lose records of entries that were deleted from
+        the queue. If versions were lost too, :meth:`adopt` adds the quarantines instead: updates
+        that are still in the queue must first be decided on as before.
         """
         replaceable = self.journal.adopt or self.journal.sync == "never"
         if head is None or not replaceable or head.version != state.version:
@@ -216,10 +216,10 @@ class Recovery:
         return replace(state, quarantines=head.quarantines)
 
     async def adopt(self, state: RunState, ahead: Head) -> RunState | None:
-        """Adopt Redis's versions, which neither the journal nor the queue can make again.
+        """Adopt Redis's versions that neither the journal nor the queue can remake.
 
-        None if Redis has no run any more. Raises JournalError unless told to adopt, or never to
-        sync.
+        None if Redis no longer has a run. Raises JournalError unless ``journal.adopt`` is set or
+        ``journal.sync`` is "never".
         """
         if not (self.journal.adopt or self.journal.sync == "never"):
             raise JournalError(
@@ -251,12 +251,12 @@ class Recovery:
         after: SegmentEnd | None = None,
         quarantines: Quarantines = NO_QUARANTINES,
     ) -> RunState:
-        """Go on from Redis's newest model in a new segment, without what the journal lost.
+        """Continue from Redis's newest model in a new segment, without the lost records.
 
-        ``ends``: those in the journal, to which it adds. ``norms``: of the newest updates in the
-        journal; None: there is no journal. ``vectors``: the devices' in the journal, which it
-        changes. ``after``: as in :meth:`begin_segment`. ``quarantines``: as the journal has them;
-        Redis's count instead if they are later.
+        ``ends``: the journal's ends, extended in place. ``norms``: of the newest updates in the
+        journal; None: there is no journal. ``vectors``: the journal's device vectors, changed in
+        place. ``after``: as in :meth:`begin_segment`. ``quarantines``: the journal's; Redis's
+        quarantines count instead if they are later.
         """
         if run.versions < self.versions:
             run = replace(run, versions=self.versions, state="running", why=None, finished=None)
@@ -264,21 +264,21 @@ class Recovery:
         await self.publisher.read(head, model)
         version, digest, made_at = head.version, head.digest, head.time
         if head.given != head.digest:
-            # Redis has what devices were given of it: less than the version, so it is another.
+            # Redis has the lossy model that devices received, which differs from the version.
             version, digest, made_at = version + 1, model.digest_like(digest), self.ledger.now()
             if run.state != "finished" and version >= run.versions:
                 run = replace(
                     run, state="finished", why=f"version {version} reached", finished=made_at
                 )
         ended, counts = await self.ledger.ended(), (await self.ledger.tally()).counts
-        # The devices' vectors are as good as before; a batch begins anew.
+        # The devices' vectors are still valid; a batch begins anew.
         vectors = await self._recalled(run, vectors)
         memory = Memory(devices=vectors)
         if head.held and vectors is not None and run.layout.controls:
             memory = without_batch(model, vectors)
         for upload in ended:
             if ends.get(upload.task) is None:
-                # How it ended is lost; knowing that it did is enough not to use it again.
+                # The outcome is lost; knowing that the task ended is enough not to use it again.
                 why = reasons.LOST_WITH_REDIS
                 ends.add(End(upload.task, upload.attempt, "given_up", why, upload.device))
         progress = Progress(
@@ -309,13 +309,13 @@ class Recovery:
         return state
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
-        """Complete a journal without weights by Redis's model, or by a checkpoint's if adopting."""
+        """Add the missing model of a journal without weights: Redis's, or a checkpoint's."""
         before = found.checkpoint
         if head is not None:
             # If the next version was journalled but not published, the queue has its update.
             digest = head.digest
             until = await self._patiently(lambda: recovered(newest, digest))
-            complete = head.given == head.digest  # else Redis has less than the version
+            complete = head.given == head.digest  # else Redis's model is lossy
             if complete and (until.version, until.digest) == (head.version, head.digest):
                 model = Model(before.state.model.layout)
                 await self.publisher.read(head, model)
@@ -373,7 +373,7 @@ class Recovery:
             )
 
     def foreign(self, what: str, *, here: bool = False) -> ConfigError:
-        """The error that the journal, or else Redis (``here``: or the journal), is another's."""
+        """The error for a journal or a Redis that belongs to another run."""
         where = self.recorder.folder if here else f"Redis at {self.client.address}"
         return ConfigError(
             f"run {self.keys.name!r}, journal in {self.recorder.folder}: {where} holds {what}; "
@@ -382,7 +382,7 @@ class Recovery:
         )
 
     def _ends_of(self, found: Recovered) -> Ends:
-        """The tasks that ended, and the control entries taken, according to the journal."""
+        """The ended tasks and the processed control entries, according to the journal."""
         return Ends(self.index, found.done.values(), found.rounds)
 
     def _state_of(self, found: Recovered, run: Run | None) -> RunState:
@@ -406,10 +406,10 @@ class Recovery:
         )
 
     def _run_of(self, found: Recovered, run: Run | None, strategy: Strategy) -> Run:
-        """The run's record according to the journal and Redis; one that was finished may go on.
+        """The run's record according to the journal and Redis; a finished run may be extended.
 
-        Its end counts only if it was to have as many versions as now, in the journal and in Redis:
-        if the updater that extended it was killed, only the journal knows.
+        The end of the run counts only if journal and Redis have the number of versions configured
+        now: if the updater that extended the run was killed, only the journal has the new number.
         """
         head = found.head
         versions = max(head.versions, self.versions, run.versions if run else 0)
@@ -447,10 +447,10 @@ class Recovery:
         after: SegmentEnd | None = None,
         needs: Set[str] = frozenset(),
     ) -> RunState:
-        """Begin a segment with this state, after another updater's (``after``) or our own.
+        """Begin a segment with this state, after another updater's segment (``after``) or our own.
 
-        ``needs``: what its readers must know, because it is about to get such a record; releases
-        that don't must not read it. Our own segment's needs are passed on.
+        ``needs``: features that readers of the segment must support, for records to come; earlier
+        releases refuse the segment. The needs of our own last segment are added.
         """
         run, mine = state.run, self.recorder.head
         number = mine.number + 1 if mine else 0
@@ -509,7 +509,7 @@ class Recovery:
         return state
 
     async def _recalled(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:
-        """The devices' vectors from Redis, or from ``known`` where Redis has none."""
+        """The devices' vectors from Redis, and from ``known`` where Redis has none."""
         rule = self.rule.build(run.devices)
         if not rule.controls or rule.remembered is None:
             return known
@@ -519,9 +519,9 @@ class Recovery:
         return vectors
 
     async def _patiently(self, work: Callable[[], T]) -> T:
-        """Run work that may take minutes in a thread, and keep up the heartbeat.
+        """Run work that may take minutes in a thread, and keep sending heartbeats.
 
-        A restart would only begin it again."""
+        Without heartbeats the process would be restarted, and the work would begin again."""
         working = asyncio.create_task(asyncio.to_thread(work))
         try:
             while not working.done():
@@ -537,5 +537,5 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _programs(strategy: Mapping[str, Any]) -> set[str]:
-    """The programs that a strategy names."""
+    """The programs that a strategy's settings name."""
     return {name for name in names_in(strategy) if runs_program(name)}

@@ -1,7 +1,7 @@
-"""Why an update is refused, by its metadata and by its content: pure decisions.
+"""Refusing updates by their metadata and by their content. Pure.
 
-The updater and the simulation decide here and nowhere else. Other reasons (the run is over, a blob
-is gone) concern the pipeline, and are the updater's own.
+The updater and the simulation share these decisions. The updater alone decides on reasons that
+concern the pipeline (the run is over, a blob is gone).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fedstream.journal.records import Counted
 from fedstream.strategies import State, Strategy
 from fedstream.strategies.mixing import norm
 
-MOST_COUNTED = 1_000_000  # minibatches by which a batch norm's counter may lead the model's
+MOST_COUNTED = 1_000_000  # most minibatches that one update may add to a batch norm's counter
 LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,
 LARGEST_DELTA = 1e30  # nor can a batch's sum of deltas within this, times its rate
 
 
 def by_word(upload: Upload, rule: Strategy, state: State) -> str:
-    """Why an update is refused by its metadata, before it is read; '' if it isn't."""
+    """The reason to refuse an update by its metadata, before it is read; '' for none."""
     limit = rule.max_staleness
     if upload.tau > state.version:
         return reasons.UNKNOWN_BASE
@@ -43,7 +43,7 @@ def by_word(upload: Upload, rule: Strategy, state: State) -> str:
 
 
 def by_format(upload: Upload, layout: Layout) -> str:
-    """Why an update is refused by its format and its size in it; '' if it isn't."""
+    """The reason to refuse an update by its format and encoded size; '' for none."""
     try:
         how = format_of(upload.format)
     except Undecodable as error:
@@ -63,10 +63,10 @@ def by_content(
     max_norm: float | None,
     norm_factor: float,
 ) -> tuple[str, Counted]:
-    """Why an update that passed :func:`by_word` is refused by its content; '' if it isn't.
+    """The reason to refuse an update by its content, after :func:`by_word`; '' for none.
 
-    Also returns its sizes as counted towards what is usual; () if they don't count. Raises
-    ConfigError if the rule can't weigh it.
+    Also returns the sizes by which later updates are judged; () if this update's don't count.
+    Raises ConfigError if the rule can't weigh the update.
     """
     x = before.state.model
     size = norm(update.floats)
@@ -81,7 +81,7 @@ def by_content(
 
 
 def by_integers(update: Model, x: Model) -> str:
-    """Why an update is refused by its integers, compared with model ``x``; '' if it isn't."""
+    """The reason to refuse an update by its integers, compared with model ``x``; '' for none."""
     layout, new, old = x.layout, update.integers, x.integers
     stay, counters = slice(layout.counters.start), layout.counters
     allowed = not layout.integers or (
@@ -97,7 +97,7 @@ def by_integers(update: Model, x: Model) -> str:
 
 
 def by_norm(upload: Upload, rule: Strategy, size: float, max_norm: float | None) -> str:
-    """Why an update that passed :func:`by_word` is refused by its norm; '' if it isn't."""
+    """The reason to refuse an update by its norm, after :func:`by_word`; '' for none."""
     if not math.isfinite(size):
         return reasons.NOT_FINITE
     largest = LARGEST if rule.sends == "model" else LARGEST_DELTA

@@ -27,7 +27,7 @@ from fedstream.core.formats import F32, Format
 from fedstream.core.layout import Model
 from fedstream.core.records import Run
 from fedstream.journal import JournalSettings
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import allowing
@@ -36,29 +36,28 @@ from fedstream.strategies import StrategySettings
 from fedstream.updater.commit import Commits
 from fedstream.updater.decider import Decider
 from fedstream.updater.intake import Intake
-from fedstream.updater.loop import Loop
+from fedstream.updater.loop import Loop, Upkeep
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.recovery import Recovery
-from fedstream.updater.upkeep import Upkeep
 
 
 class UpdaterSettings(Section):
-    """What the updater keeps and what it refuses."""
+    """The table ``[updater]``: models to keep, and updates to refuse."""
 
     keep_versions: Annotated[int, Field(ge=2)] = 16
     keep_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # the newest two are kept at any size
     max_norm: Annotated[float, Field(gt=0)] | None = None  # Euclidean norm of an update's vector
     norm_factor: Annotated[float, Field(ge=0)] = 30.0  # times the usual size; 0: no limit
-    max_samples: Annotated[int, Field(ge=1)] | None = None  # that a site's device may count as
+    max_samples: Annotated[int, Field(ge=1)] | None = None  # that an untrusted device may count as
     lease_s: Annotated[float, Field(gt=0)] = 5.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 
 class Updater:
-    """The updater service. ``create_run`` creates a missing run: its record and version 0.
+    """The updater service. ``create_run`` makes the record and version 0 of a missing run.
 
-    ``versions``: a run that was to end before this version goes on, even if it is finished.
+    ``versions``: a run with fewer versions is extended to this number, even if it is finished.
     """
 
     role = "updater"
@@ -78,9 +77,9 @@ class Updater:
         digests: DigestAlgorithm = "sha256",
         parts: dict[str, str] | None = None,
     ) -> None:
-        """``published_as``: the format that devices are given versions in. ``digests``: what makes
-        those of models and updates, if the run is begun now. ``parts``: digests of a user's own
-        solvers and the like, for the journal's heads.
+        """``published_as``: the format of published versions. ``digests``: the digest algorithm of
+        models and updates, for a new run. ``parts``: digests of the user's own solvers and other
+        plug-ins, for the journal's heads.
         """
         if not journal.weights and strategy.has_memory:
             raise ConfigError(
@@ -114,7 +113,7 @@ class Updater:
         self._intake = Intake(self._client, keys)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """Return no routes: the updater has none of its own."""
+        """The updater serves no routes."""
         return ()
 
     async def run(self, context: Context) -> None:
@@ -125,7 +124,7 @@ class Updater:
         metrics.journal.set_function(lambda: recorder.appended)
         metrics.unsynced.set_function(lambda: recorder.appended - recorder.safe)
         context.watch(self._client)
-        index = Ended(recorder.folder)
+        index = EndedTasks(recorder.folder)
         recovery = Recovery(
             context=context,
             metrics=metrics,

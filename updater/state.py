@@ -1,8 +1,8 @@
-"""The state of the run, as the leading updater knows it, and the changes that advance it.
+"""The leading updater's state of the run, and the changes that advance it.
 
-A :class:`RunState` is frozen: each transition returns the next state. Whatever fails in between
-leaves the state as it was, so nothing has to be rolled back. Only the strategy's memory is written
-in place, by a change that follows for certain; one that may be dropped is decided on a copy.
+A :class:`RunState` is frozen: each transition returns the next state, so a failure in between
+leaves nothing to roll back. Only the strategy's memory is written in place, for a change that will
+certainly be journalled; a change that may be dropped is decided on a copy of the memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fedstream.core.records import (
     without,
 )
 from fedstream.journal import EntryRecord, QuarantineSet, Taken
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import quarantines_after
 from fedstream.strategies import Strategy
 
-_REMEMBERED = 10_000  # ended tasks that are recognised without an index look-up
+_REMEMBERED = 10_000  # ended tasks kept in memory; older ones need an index look-up
 _CONTROLS_REMEMBERED = 1000
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one queue entry does: its journal record, and the contents of its commit."""
+    """The effect of one queue entry: a journal record, and the contents of a commit."""
 
     entry: str
     record: EntryRecord | None  # None: it was recorded before, or changes nothing
@@ -41,56 +41,55 @@ class Change:
     after: Progress
     version: Version | None = None
     end: End | None = None
-    blob: str | None = None  # of the update
+    blob: str | None = None  # name of the update's blob
     finish: str | None = None  # why this ends the run, if it does
-    used: tuple[Payload, ...] = ()  # what it read or wrote: models, and the update as it was sent
-    given: Payload | None = None  # the version as it is published
+    used: tuple[Payload, ...] = ()  # payloads read or written: models, the received update
+    given: Payload | None = None  # the version's published payload
 
     def needs(self) -> Iterator[Payload]:
-        """What must not be written to until it is committed."""
+        """The payloads that must not be overwritten before the commit."""
         yield from self.after.state.models()
         yield from self.leaves()
 
     def leaves(self) -> Iterator[Payload]:
-        """What may be used again once it is committed, unless later ones need it."""
+        """The payloads that may be reused after the commit, unless later changes need them."""
         yield from self.used
         if self.given is not None:
             yield self.given
 
     def remakes(self, ahead: Head, published_digest: str | None) -> bool:
-        """Whether this can be a change that Redis already has and the journal lost.
+        """Whether this may be a change that Redis has and the journal lost.
 
-        ``published_digest``: of the next version in Redis.
+        ``published_digest``: digest of Redis's next version.
         """
         version, record = self.version, self.record
         if version is not None and version.version <= ahead.version:
             return published_digest == version.digest
-        # An update trained from a version not yet made: others are missing before it.
+        # The update was trained from a version that is not remade yet, so others come before it.
         return not (isinstance(record, Taken) and record.upload.tau > record.version)
 
 
 @dataclass(frozen=True)
 class Undecided:
-    """An entry that can be decided on only in a segment that tells its readers of ``need``."""
+    """An entry that needs a new segment first, whose head declares ``need`` to its readers."""
 
     need: str
 
 
 class Ends:
-    """The tasks that ended and the control entries taken: journalled, or by a change decided on.
+    """The ended tasks and processed control entries, of journalled and of decided changes.
 
-    Grows in place, unlike the state that holds it: a copy for each update would cost more than the
-    update.
+    Grows in place, unlike the state that holds it, as copying it would cost more than an update.
     """
 
     def __init__(
-        self, index: Ended, done: Iterable[End] = (), controls: Iterable[str] = ()
+        self, index: EndedTasks, done: Iterable[End] = (), controls: Iterable[str] = ()
     ) -> None:
-        """``index`` knows the ends of tasks that no longer fit in memory."""
+        """``index``: the ends of tasks that no longer fit in memory."""
         self.index = index
         self._done: dict[str, End] = {}  # by task, oldest first
         self._controls = dict.fromkeys(controls)  # control entries, oldest first
-        self._decided: dict[str, Change] = {}  # not in the journal yet, by task or entry
+        self._decided: dict[str, Change] = {}  # not journalled yet, by task or entry
         for end in done:
             self.add(end)
 
@@ -105,23 +104,23 @@ class Ends:
         return tuple(self._controls)
 
     def get(self, task: str) -> End | None:
-        """How a task ended, if it has. Raises JournalError."""
+        """The end of a task; None if it hasn't ended. Raises JournalError."""
         if (change := self._decided.get(task)) is not None:
             return change.end
         return self._done.get(task) or self.index.get(task)
 
     def obeyed(self, entry: str) -> bool:
-        """Whether this control entry was taken before."""
+        """Whether this control entry was processed before."""
         return entry in self._controls or entry in self._decided
 
     def decide(self, change: Change) -> None:
-        """Add what a change ends; it is recognised if it comes again. Raises JournalError."""
+        """Add the ends of a change, so that a repetition is recognised. Raises JournalError."""
         if change.record is not None:
             self._decided[change.end.task if change.end else change.entry] = change
-            self._make_room()  # now: nothing may fail once the change is in the journal
+            self._make_room()  # now, as nothing may fail once the change is journalled
 
     def journal(self, change: Change) -> None:
-        """Take note that a change that was decided on is in the journal."""
+        """Note that a decided change is journalled."""
         if change.record is None:
             return
         if change.end is not None:
@@ -134,23 +133,23 @@ class Ends:
                 del self._controls[next(iter(self._controls))]
 
     def add(self, end: End) -> None:
-        """Add how a task ended. Raises JournalError."""
+        """Add the end of a task. Raises JournalError."""
         self._done[end.task] = end
         self._make_room()
 
     def _make_room(self) -> None:
-        """Move the oldest ends in the journal to the index. Raises JournalError."""
+        """Move the oldest journalled ends to the index. Raises JournalError."""
         while self._done and len(self._done) + len(self._decided) > _REMEMBERED:
             self.index.add(self._done.pop(next(iter(self._done))))
 
     def copy(self) -> Ends:
-        """The ends that are in the journal, to add others to."""
+        """A copy with the journalled ends only, to which others can be added."""
         return Ends(self.index, self.done, self.controls)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where the run stands: everything in the journal, and how far Redis agrees with it."""
+    """The state of the run after all journalled changes, and how far Redis agrees."""
 
     run: Run
     strategy: Strategy
@@ -159,13 +158,13 @@ class RunState:
     time: float  # of the newest version
     made: tuple[Contribution, ...] = ()  # the updates in the newest version
     ends: Ends
-    journalled: Mapping[str, int] = field(default_factory=dict)  # tasks, by how they ended
-    besides: Mapping[str, int] = field(default_factory=dict)  # the run's other counts, as in Redis
-    forgotten: int = 0  # the ends of tasks before this version may be forgotten
-    sealed: bool = False  # the journal's newest segment says that the run is over
+    journalled: Mapping[str, int] = field(default_factory=dict)  # ended tasks by outcome and reason
+    besides: Mapping[str, int] = field(default_factory=dict)  # Redis's other counts
+    forgotten: int = 0  # ends of tasks that began before this version may be lost
+    sealed: bool = False  # the newest segment records the end of the run
     quarantines: Quarantines = NO_QUARANTINES
     ahead: Head | None = None  # Redis's head, while it has versions that the journal lost
-    compared: int = 0  # epoch in which Redis was last compared with this; 0: compare again
+    compared: int = 0  # epoch of the last comparison with Redis; 0: compare again
 
     @property
     def version(self) -> int:
@@ -179,14 +178,14 @@ class RunState:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over: it made its last version, or someone ended it."""
+        """Whether the run made its last version or was ended early."""
         return self.run.state == "finished"
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is over, so that the newest version gets no successor.
+        """Whether the run is over and the newest version gets no successor.
 
-        False while versions that the journal lost are being made again.
+        False while lost versions are being remade.
         """
         return self.finished and (self.ahead is None or self.version >= self.ahead.version)
 
@@ -223,36 +222,36 @@ class RunState:
         )
 
     def apart(self, into: Model | None) -> RunState:
-        """The same state with a memory of its own, its sum in ``into``."""
+        """The same state with a copy of the strategy's memory, its sum in ``into``."""
         progress = self.progress
         state = replace(progress.state, memory=progress.state.memory.copy(into))
         return replace(self, progress=replace(progress, state=state))
 
     def ended(self, run: Run) -> RunState:
-        """The run is over, as this record of it says."""
+        """The state after the end of the run, with this record."""
         return replace(self, run=run)
 
     def in_segment(self, forgotten: int) -> RunState:
-        """The journal's newest segment begins with this state."""
+        """The state at the beginning of the journal's newest segment."""
         return replace(self, sealed=self.finished, forgotten=forgotten)
 
     def counted(self, counts: Mapping[str, int], told: Mapping[str, int]) -> RunState:
-        """Redis has these counts, ``told`` among them: those of the ends committed so far."""
+        """The state with Redis's counts. ``told``: the counts of committed ends among them."""
         besides = without(counts, told)
         return replace(self, besides=besides) if besides != self.besides else self
 
     def agreeing(self, epoch: int) -> RunState:
-        """Redis was compared in this epoch, and lacks nothing."""
+        """The state after a comparison in this epoch, in which Redis lacked nothing."""
         return replace(self, compared=epoch)
 
     def behind(self, ahead: Head) -> RunState:
-        """Redis has versions that the journal lost, up to this head."""
+        """The state if Redis has versions, up to this head, that the journal lost."""
         return replace(self, ahead=ahead)
 
     def caught_up(self) -> RunState:
-        """Redis has no versions that the journal lost."""
+        """The state once all lost versions are remade."""
         return replace(self, ahead=None)
 
     def to_compare(self) -> RunState:
-        """Redis may differ: it has to be compared again."""
+        """The state if Redis must be compared again."""
         return replace(self, compared=0)

@@ -1,16 +1,15 @@
-"""What coordinators do in Redis: they hand out tasks, admit answers and clean up."""
+"""The coordinators' operations on Redis: hand out tasks, admit answers, clean up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from fedstream.broker import blobs, custody, streams
+from fedstream.broker import blobs, cleanup, streams
 from fedstream.broker.keys import COORDINATORS, TRAINERS, member
-from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.letters import BURY, Letters
-from fedstream.broker.ledger.plumbing import Pending, packed, verdict, word
-from fedstream.broker.ledger.reading import LOOK, MemoryUse, Models, Overview, Register
+from fedstream.broker.ledger.base import Pending, Rights, packed, verdict, word
+from fedstream.broker.ledger.dead_letters import BURY, Letters
+from fedstream.broker.ledger.queries import LOOK, MemoryUse, Models, Overview, Register
 from fedstream.broker.scripts import Script, load_all
 from fedstream.broker.streams import Entry
 from fedstream.core import reasons
@@ -40,7 +39,7 @@ _SETTLE_UNSERVED = Script("settle_unserved")
 _WITHDRAW = Script("withdraw")
 
 _OF_SITES = ("update:*", "workspace:*", "tasks:*", "gateway:*")
-_OWNERS = 1000  # of the devices' owners, read at once
+_OWNERS = 1000  # fields of the register of owners per read
 
 RIGHTS = Rights(
     both=(
@@ -79,7 +78,7 @@ RIGHTS = Rights(
         "model:*",
         "device:*",
         "leader:scheduler",
-        "leader:updater",  # the live page says who is missing
+        "leader:updater",  # for the live page
     ),
     writes=("queue", "dead"),
     commands=(
@@ -112,21 +111,21 @@ RIGHTS = Rights(
         LOOK,
         streams.CLAIM,
         streams.REAP,
-        *custody.SCRIPTS,
+        *cleanup.SCRIPTS,
     ),
     apart=(  # to expire what sites leave behind
         Rights(reads=_OF_SITES, commands=("pttl", "strlen")),
         Rights(writes=_OF_SITES, commands=("pexpire",)),
-        Rights(both=("gateway:*",), scripts=(custody.TRIM,)),
+        Rights(both=("gateway:*",), scripts=(cleanup.TRIM,)),
     ),
 )
 
 
 class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
-    """The run as coordinators see and change it."""
+    """The coordinators' view of the run, and their changes to it."""
 
     async def prepare(self, sites: Iterable[str] = ()) -> None:
-        """Register the sites and load every script, including those that trainers may not load."""
+        """Register the sites, and load every script for all users, as trainers may load none."""
         await load_all(self._client)
         if names := sorted(sites):
             await self._client.call("SADD", self.keys.sites, *names)
@@ -134,9 +133,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     # tasks
 
     def dispatch(self, entry: Entry, trigger: Trigger) -> Pending[str]:
-        """Turn a trigger for an open task into a task for the device's owner, or else the pool.
+        """Send an open task to its device's owner, or else to the pool.
 
-        Returns 'sent', 'ended' (the task already has) or 'repeated'.
+        Returns 'sent', 'ended' (the task has ended) or 'repeated' (the same trigger again).
         """
         about = {
             "group": COORDINATORS,
@@ -151,12 +150,13 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     def take_up(
         self, site: str, entry: Entry, trigger: Trigger, *, anarchic: bool, rate: int, limit: int
     ) -> Pending[str]:
-        """Turn a site's trigger for its own device into a task.
+        """Open a task for a site's trigger of its own device.
 
-        Returns 'sent', 'unasked' (devices don't decide by themselves in this run), 'foreign' (the
-        device is not the site's or not in the run), 'limited' (the site exceeds ``rate`` per
-        second, or ``limit`` tasks are open), 'busy' (the device has a task), 'quarantined' (the
-        device is), 'resting' (its last tasks failed), 'finished' (the run has) or 'repeated'.
+        Returns 'sent', or a reason for refusal: 'unasked' (the run's policy doesn't let devices
+        trigger tasks), 'foreign' (the device is not the site's or not in the run), 'limited' (the
+        site exceeds ``rate`` triggers per second, or ``limit`` tasks are open), 'busy' (the device
+        has a task), 'quarantined' (the device), 'resting' (the device, after failures), 'finished'
+        (the run) or 'repeated' (the trigger).
         """
         about = {
             "group": COORDINATORS,
@@ -178,7 +178,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         )
 
     def close_round(self, entry: Entry, closing: CloseRound) -> Pending[str]:
-        """Give up a round's unanswered tasks and tell the updater through the queue."""
+        """Give up a round's unanswered tasks, and queue the end of the round for the updater."""
         about = {
             "group": COORDINATORS,
             "entry": entry.id,
@@ -190,7 +190,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         return self._pending(_CLOSE_ROUND, word, packed(about), end, packed(self._event()))
 
     def withdraw(self, entry: Entry, wish: Withdraw) -> Pending[str]:
-        """Give up the unanswered tasks of a request; their trainers lose their leases."""
+        """Give up the unanswered tasks in ``wish``; their trainers lose the leases."""
         about = {
             "group": COORDINATORS,
             "entry": entry.id,
@@ -201,9 +201,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         return self._pending(_WITHDRAW, word, packed(about), packed(self._event()))
 
     async def settle_unserved(self, lease_ms: int) -> int:
-        """Reassign or give up the pool's tasks when no live trainer serves it: how many given up.
+        """Reassign or give up the pool's tasks while no live trainer serves the pool.
 
-        A task goes to its device's owner if there is one.
+        A task goes to its device's owner if there is one. Returns the number of tasks given up.
         """
         event = packed(self._event())
         return int(await self._run(_SETTLE_UNSERVED, TRAINERS, lease_ms, event))
@@ -211,23 +211,23 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     async def find_lost(
         self, seen: Mapping[str, str], cursor: bytes = b"0"
     ) -> tuple[int, dict[str, str], bytes]:
-        """Give up lost open tasks: see :func:`fedstream.broker.custody.find_lost`."""
+        """Give up lost open tasks, as :func:`fedstream.broker.cleanup.find_lost` does."""
         event = packed(self._event())
-        return await custody.find_lost(self._client, self.keys, event, seen, cursor)
+        return await cleanup.find_lost(self._client, self.keys, event, seen, cursor)
 
     async def leases(self, lease_ms: int, owners: Iterable[str]) -> tuple[int, list[str]]:
-        """Count the tasks under a live lease, and find the streams with an expired one.
+        """Count the tasks under a live lease, and find the streams with an expired lease.
 
-        Looks at the pool's stream and those of ``owners``.
+        Covers the pool's stream and the streams of ``owners``.
         """
         leased, lapsed = 0, list[str]()
-        for some in custody.in_parts([self.keys.tasks, *map(self.keys.tasks_of, sorted(owners))]):
+        for some in cleanup.in_parts([self.keys.tasks, *map(self.keys.tasks_of, sorted(owners))]):
             more, over = await self._run(_MEASURE, TRAINERS, lease_ms, rest=some)
             leased += more
             lapsed += [some[at] for at in over]
         return leased, lapsed
 
-    # what sites say
+    # messages of sites
 
     def admit(
         self,
@@ -241,15 +241,17 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         sizes: tuple[int, int] | None = None,
         unfit: str = "",
     ) -> Pending[tuple[str, str]]:
-        """Admit an answer to the queue, or not: ('admitted' | 'refused' | ..., reason).
+        """Admit an answer to the queue, or refuse it.
 
-        ``sizes``: the fewest and the most bytes that an update in its format takes, for the layout
-        that it names; None: as many as the model. ``unfit``: why its format is refused.
+        Returns ('admitted' | 'refused' | ..., reason).
 
-        ``site``: whose inbox the answer came through. For untrusted sites, staleness counts from
-        the newest version at the time the task was handed out, and an update that took any steps
-        counts as having taken as many as its task asked for: if that gave epochs or a time, as many
-        as it says, within one for each epoch and ``most_steps``.
+        ``sizes``: the fewest and the most bytes of an update in this format and layout; None: the
+        model's bytes. ``unfit``: the reason to refuse the format; '' for none.
+
+        ``site``: the site of the inbox. For untrusted sites, staleness counts from the newest
+        version at hand-out. An untrusted update's steps count as the steps that the task asked for;
+        if the task gave epochs or a time, the claimed steps are bounded, from one per epoch to
+        ``most_steps``.
         """
         about: dict[str, object] = {
             "group": COORDINATORS,
@@ -313,10 +315,10 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         most: int,
         rate: int,
     ) -> Pending[str]:
-        """Record a trainer's announcement: 'heard', 'leaves', 'repeated' or 'over'.
+        """Record a trainer's announcement; return 'heard', 'leaves', 'repeated' or 'over'.
 
-        ``denied``: devices in the announcement that the site may not own. 'over': the site already
-        has ``most`` other trainers, or has named ``rate`` trainers and devices in this second.
+        ``denied``: announced devices that the site may not own. 'over': the site has ``most`` other
+        trainers already, or has announced ``rate`` trainers and devices in this second.
         """
         name = member(site, said.trainer)
         about = {
@@ -356,10 +358,11 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         )
 
     def beat(self, site: str, entry: Entry, said: Heartbeat, *, rate: int) -> Pending[str]:
-        """Record a trainer's heartbeat: 'heard', 'repeated', 'over', or 'unknown'.
+        """Record a trainer's heartbeat; return 'heard', 'repeated', 'over', or 'unknown'.
 
-        'over': the site has named ``rate`` trainers and devices in this second. 'unknown': its
-        devices are not, or no longer, on the register as it says; it will send their list.
+        'over': the site has announced ``rate`` trainers and devices in this second. 'unknown': the
+        register has another list of devices than the heartbeat's digest; the trainer will send its
+        list.
         """
         name = member(site, said.trainer)
         about = {
@@ -383,10 +386,10 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     def relay(
         self, site: str, entry: Entry, event: Event | None, *, most: int, why: str
     ) -> Pending[str]:
-        """Relay a site's event to observers: 'told', 'dropped' or 'repeated'.
+        """Relay a site's event to observers; return 'told', 'dropped' or 'repeated'.
 
-        ``event``: None if it is invalid, to be dropped. ``most``: events per second for the site.
-        ``why``: the reason under which dropped events are counted.
+        ``event``: None for an invalid event, which is dropped. ``most``: the site's events per
+        second. ``why``: the reason under which dropped events are counted.
         """
         return self._pending(
             _RELAY,
@@ -400,13 +403,13 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             stream=self.keys.inbox(site),
         )
 
-    # trainers that are gone, and old letters
+    # departed trainers and old dead letters
 
     async def owning(self, cursor: bytes = b"0") -> tuple[set[str], bytes]:
-        """Find trainers that own devices: those on the register, and any in a part of the owners.
+        """Find the registered trainers with devices, and owners in a part of the owners' register.
 
-        That some owner isn't on the register is rare, so the owners' register, which may be large,
-        is read in parts: ``cursor`` begins with ``b"0"``, and is returned for the next call.
+        An owner that isn't a registered trainer is rare, so the owners' register, which may be
+        large, is read in parts: ``cursor`` begins with ``b"0"`` and is returned for the next call.
         """
         alive, serve_all, (cursor, flat) = await self._client.pipeline(
             [
@@ -422,18 +425,18 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         return found, cursor
 
     async def unheard(self, owners: Iterable[str]) -> list[str]:
-        """Find those of these owners that are not on the register."""
+        """Find the owners that are not registered as trainers."""
         unheard: list[str] = []
-        for some in custody.in_parts(sorted(owners)):
+        for some in cleanup.in_parts(sorted(owners)):
             scores = await self._client.call("ZMSCORE", self.keys.alive, *some)
             unheard += [owner for owner, at in zip(some, scores, strict=True) if at is None]
         return unheard
 
     async def leave(self, name: bytes, *, silent_s: float = 0.0) -> int | None:
-        """Deregister a trainer that has been silent for ``silent_s`` or has said good-bye.
+        """Deregister a trainer that was silent for ``silent_s`` or has signed off.
 
-        Returns how many tasks waiting for its devices were given up; None if it has been heard from
-        since, or is neither registered nor an owner of devices.
+        Returns the number of its devices' waiting tasks that were given up; None if it was heard
+        from since, or is neither registered nor an owner of devices.
         """
         shown = name.decode(errors="replace")
         left = self._event(what="trainer", text=f"{shown} left")
@@ -450,5 +453,5 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         return None if given_up < 0 else int(given_up)
 
     async def age_letters(self, days: float) -> int:
-        """Delete dead letters older than ``days``: how many."""
+        """Delete dead letters older than ``days``; return their number."""
         return int(await self._run(_AGE_LETTERS, round(days * 86_400)))

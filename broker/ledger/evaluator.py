@@ -1,17 +1,16 @@
-"""What the evaluator does in Redis: it tells its measurements, and ends the run at its target."""
+"""The evaluator's operations on Redis: report measurements, and end the run at its target."""
 
 from __future__ import annotations
 
 from fedstream.broker import blobs
-from fedstream.broker.ledger.finishing import FINISH_RUN, Finishing
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights
 from fedstream.broker.scripts import Script
 from fedstream.core.messages import Event
 
 _TELL = Script("tell")
 
 RIGHTS = Rights(
-    both=("run", "events"),  # it ends a run by what it, and an evaluator before it, measured
+    both=("run", "events"),  # to end a run by the measurements of this evaluator and earlier ones
     reads=("head", "models", "model:*"),
     commands=("xread", "hgetall", *blobs.READS),
     scripts=(FINISH_RUN, _TELL),
@@ -19,7 +18,7 @@ RIGHTS = Rights(
 
 
 class EvaluatorLedger(Finishing):
-    """The run as the evaluator sees and changes it."""
+    """The evaluator's view of the run, and its changes to it."""
 
     async def tell(self, event: Event) -> None:
         """Write an event for observers."""

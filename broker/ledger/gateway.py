@@ -1,8 +1,8 @@
-"""What gateways do in Redis beside a site's trainer: they know devices, nonces and outcomes.
+"""The gateways' operations on Redis beyond a trainer's: devices, nonces and outcomes.
 
-A gateway enrols whom an operator invited. It can't invite, and it can't admit a device again that
-an operator revoked: it may read who is, and no more. The replicas of one gateway share a site, and
-with it a Redis user; another site's devices, nonces and secret are out of reach.
+A gateway enrols devices that an operator invited. It can neither invite devices nor readmit revoked
+ones: it may only read the list of revoked devices. The replicas of one gateway share a site and so
+a Redis user, which has no access to another site's devices, nonces and secret.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from typing import Literal, cast
 
 import msgpack
 
-from fedstream.broker import parts
+from fedstream.broker import partial_blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import trainer
-from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import word
-from fedstream.broker.ledger.reading import device_of
+from fedstream.broker.ledger.base import Rights, word
+from fedstream.broker.ledger.queries import device_of
 from fedstream.broker.ledger.trainer import TakesTasks
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import BLOCK_MS, Entry, Reader
-from fedstream.core.messages import HandOver, Seating
+from fedstream.core.messages import ArrivedDevices, HandOver
 
 ENROL = Script("enrol")
-_MOVES_KEPT = 2000  # messages about devices that moved, each of at most 1,000
+_MOVES_KEPT = 2000  # messages, each about at most 1,000 devices
 
-# All that a site's trainer may do, and more. Like trainers, gateways may not load scripts.
+# The rights of a site's trainer, and more. Like trainers, gateways may not load scripts.
 RIGHTS = Rights(
     reads=(*trainer.RIGHTS.reads, "admitted", "ended", "gateway:{site}:revoked"),
     commands=(*trainer.RIGHTS.commands, "hget", "hexists", "hkeys", "zrangebylex"),
@@ -46,8 +45,8 @@ RIGHTS = Rights(
         ),
         Rights(reads=("open",), commands=("hexists",)),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
-        Rights(both=("gateway:{site}:upload:*",), commands=parts.ON_NOTE),
-        Rights(writes=("update:{site}/*",), commands=parts.ON_BLOB),
+        Rights(both=("gateway:{site}:upload:*",), commands=partial_blobs.ON_NOTE),
+        Rights(writes=("update:{site}/*",), commands=partial_blobs.ON_BLOB),
         Rights(both=("gateway:{site}:upload:*", "update:{site}/*"), commands=("evalsha",)),
     ),
 )
@@ -57,31 +56,31 @@ Enrolling = Literal["enrolled", "again", "revoked", "used", "unknown", "expired"
 
 @dataclass(frozen=True)
 class Registration:
-    """A device that has enrolled."""
+    """The register's record of an enrolled device."""
 
-    key: str  # its public key, PEM
-    invite: str  # digest of the invite that it came with
-    at: int  # ms since 1970, Redis's clock
+    key: str  # the device's public key, PEM
+    invite: str  # digest of its invite
+    at: int  # time of enrolment, ms since 1970, Redis's clock
 
     @classmethod
     def parsed(cls, packed: bytes) -> Registration:
-        """As `enrol` packed it."""
+        """Decode a record that the script ``enrol`` packed."""
         found = msgpack.unpackb(packed)
         return cls(found["key"], found["invite"], int(found["at"]))
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What has become of a task so far: the attempt that was admitted, and how the task ended."""
+    """The state of a task: the admitted attempt, and how the task ended."""
 
-    admitted: str | None = None  # in the queue now
-    attempt: str = ""  # that ended it; '' if none did
-    outcome: str | None = None  # None: it has not ended, or long ago, or Redis forgot it
+    admitted: str | None = None  # the attempt that is in the queue now
+    attempt: str = ""  # the attempt that ended the task; '' if none did
+    outcome: str | None = None  # None: open, ended long ago, or forgotten by Redis
     reason: str = ""
 
 
 class GatewayLedger(TakesTasks):
-    """The run as a gateway sees it."""
+    """A gateway's view of the run, and its changes to it."""
 
     def __init__(self, client: Client, keys: Keys, service: str, site: str) -> None:
         super().__init__(client, keys, service)
@@ -95,10 +94,10 @@ class GatewayLedger(TakesTasks):
     ) -> Enrolling:
         """Enrol an invited device with its public key.
 
-        ``invite``: its digest. ``nonce_s``: how long the nonce is remembered. Returns 'enrolled';
-        'again' (with the same invite and key, which changes nothing); or why not: 'revoked' (the
-        device), 'used' (the invite, by another key), 'unknown' or 'expired' (the invite),
-        'replayed' (the nonce).
+        ``invite``: its digest. ``nonce_s``: seconds for which the nonce is remembered. Returns
+        'enrolled'; 'again' (the device had enrolled with this invite and key); or a reason for
+        refusal: 'revoked' (the device), 'used' (the invite, by another key), 'unknown' or 'expired'
+        (the invite), 'replayed' (the nonce).
         """
         reply = await self._run(
             ENROL,
@@ -115,22 +114,22 @@ class GatewayLedger(TakesTasks):
         return cast("Enrolling", word(reply))
 
     async def registration(self, device: int) -> tuple[Registration | None, bool]:
-        """Look up a device: its registration, if it has enrolled, and whether it is revoked."""
+        """Look up a device; return its registration, if any, and whether the device is revoked."""
         packed, revoked = await self._client.pipeline(
             [("HGET", self._enrolled, device), ("HEXISTS", self._revoked, device)]
         )
         return (Registration.parsed(packed) if packed else None), bool(revoked)
 
     async def revoked(self) -> frozenset[int]:
-        """The devices that are revoked, leaving out foreign fields."""
+        """Read the revoked devices, ignoring foreign fields."""
         named = map(device_of, await self._client.call("HKEYS", self._revoked))
         return frozenset(device for device in named if device is not None)
 
     async def state(self) -> tuple[bytes | None, bytes | None]:
-        """What is to be looked at again and again, in one exchange.
+        """Read the registers' version text and the site's signing secret, in one exchange.
 
-        A text that differs once a device has enrolled with another key, been revoked, or been
-        admitted again; and what this site signs tokens with. Either is None if there is none yet.
+        The text changes once a device enrols with another key, is revoked, or is admitted again.
+        The replicas sign tokens with the secret. Either is None if it doesn't exist yet.
         """
         changed, secret = await self._client.pipeline(
             [("GET", self._changed), ("GET", self.keys.secret(self._site))]
@@ -138,38 +137,38 @@ class GatewayLedger(TakesTasks):
         return changed, secret
 
     async def take_nonce(self, nonce: str, *, seconds: float) -> bool:
-        """Note a nonce for so long; False if it was there, so this request is a copy."""
+        """Remember a nonce for ``seconds``; False if it was known: the request is a replay."""
         key = self.keys.nonce(self._site, nonce)
         taken = await self._client.call("SET", key, "", "NX", "PX", round(seconds * 1000))
         return taken is not None
 
     async def secret(self, fresh: bytes) -> bytes:
-        """What this site signs tokens with; ``fresh`` becomes it if there is none."""
+        """Read the site's signing secret; set it to ``fresh`` if there is none."""
         key = self.keys.secret(self._site)
         _, found = await self._client.pipeline([("SET", key, fresh, "NX"), ("GET", key)])
         return bytes(found)
 
-    # devices that go from one replica to another
+    # devices that change replicas
 
-    async def move(self, message: Seating | HandOver) -> str:
-        """Tell the site's replicas; returns where in the order of such messages that is."""
+    async def move(self, message: ArrivedDevices | HandOver) -> str:
+        """Send a message to the site's replicas; return its id in their stream."""
         id_ = await self._client.call(
             "XADD", self._moves, "MAXLEN", "~", _MOVES_KEPT, "*", "m", message.encode()
         )
         return str(id_.decode())
 
     async def moves(self) -> list[Entry]:
-        """Read all that the site's replicas have told and that is kept."""
+        """Read all messages of the site's replicas that are still kept."""
         rows = await self._client.call("XRANGE", self._moves, "-", "+")
         return [Entry(id_.decode(), fields[1]) for id_, fields in rows]
 
     async def moves_after(self, entry: str, *, block_ms: int = BLOCK_MS) -> list[Entry]:
-        """Wait for what they tell after an entry, for at most ``block_ms``."""
+        """Wait at most ``block_ms`` for the replicas' messages after an entry."""
         found = await Reader(self._client, {self._moves: entry}).read(block_ms=block_ms)
         return found.get(self._moves, [])
 
     async def fates(self, tasks: Sequence[str]) -> list[Fate]:
-        """Look up what has become of tasks; of the newest 20,000 that ended Redis knows how."""
+        """Look up the state of tasks. Redis knows the ends of the newest 20,000 ended tasks."""
         asked = [
             command
             for task in tasks
@@ -185,7 +184,7 @@ class GatewayLedger(TakesTasks):
         ]
 
     async def is_open(self, task: str) -> bool:
-        """Whether a task is still to end; what Redis has forgotten is not."""
+        """Whether a task is open; False also for a task that Redis has forgotten."""
         return bool(await self._client.call("HEXISTS", self.keys.open, task))
 
 

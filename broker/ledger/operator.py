@@ -1,4 +1,4 @@
-"""What operators do in Redis: they look, retry dead letters, admit devices, and delete a run."""
+"""The operators' operations on Redis: inspect, retry dead letters, admit devices, delete a run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from fedstream.broker import blobs, lease, streams
 from fedstream.broker.commands import Command
 from fedstream.broker.ledger import scheduler, trainer
-from fedstream.broker.ledger.finishing import FINISH_RUN, Finishing
+from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights, packed, verdict
 from fedstream.broker.ledger.gateway import Registration
-from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import packed, verdict
-from fedstream.broker.ledger.reading import LOOK, Models, Register, Watch, device_of
+from fedstream.broker.ledger.queries import LOOK, Models, Register, Watch, device_of
 from fedstream.broker.scripts import Script
 from fedstream.core.messages import QUARANTINED, SetQuarantine, Trigger
 
-MAY = Script("may")  # asked by `doctor`
+MAY = Script("may")  # for `doctor`
 _RETRY = Script("retry")
 _SET_QUARANTINE = Script("set_quarantine")
 _INVITE = Script("invite")
 _SET_ACCESS = Script("set_access")
 
-# For status, top and doctor, for repairs (dead) and for purge. `replay --redis` acts as scheduler
-# and trainer.
+# For status, top, doctor, dead, devices and purge. `replay --redis` acts as scheduler and trainer.
 RIGHTS = Rights(
     both=("*",),
     commands=(
@@ -73,7 +70,7 @@ RIGHTS = Rights(
         "hincrby",
         *blobs.WRITES,
         "rename",
-        "zlexcount",  # by hand: bring back what was put aside, count a site's letters
+        "zlexcount",  # for manual repairs: restore quarantined keys, count a site's letters
     ),
     scripts=(
         LOOK,
@@ -92,16 +89,16 @@ RIGHTS = Rights(
 
 
 class OperatorLedger(Watch, Models, Register, Finishing):
-    """The run as operators and their commands see and change it."""
+    """The operators' view of the run, and their changes to it."""
 
     async def retry(self, letter: str, before: str, trigger: Trigger) -> tuple[str, str]:
-        """Retry a dead letter's work as the task in ``trigger``, and delete the letter.
+        """Retry a dead letter as the task in ``trigger``, and delete the letter.
 
-        ``before``: the task that the letter is about. Returns a verdict and a detail: 'sent', or
-        else nothing was done: 'gone' (no such letter), 'finished' (the run), 'open' (the task
-        still is), 'retried' (already; the detail is the new task), 'ended' (not as dead; the detail
-        is the outcome), 'forgotten' (how the task ended), 'round' (it is over), 'busy' (the device;
-        the detail is its task), 'held' (an update of the device is buffered).
+        ``before``: the letter's task. Returns a verdict and a detail. 'sent': done. All other
+        verdicts change nothing: 'gone' (no such letter), 'finished' (the run), 'open' (the task),
+        'retried' (before; the detail is the new task), 'ended' (otherwise than as dead; the detail
+        is the outcome), 'forgotten' (the task's end), 'round' (the round is over), 'busy' (the
+        device; the detail is its task), 'held' (an update of the device is buffered).
         """
         about: dict[str, object] = {
             "letter": letter,
@@ -116,9 +113,9 @@ class OperatorLedger(Watch, Models, Register, Finishing):
     async def set_quarantine(self, wanted: SetQuarantine) -> tuple[str, str]:
         """Queue a control entry for the updater. Returns a verdict and a detail.
 
-        'queued' (the detail is the entry's id), or else nothing was done: 'none' (no such run),
-        'finished' (the run), 'unknown' (the detail is a device that the run lacks), 'full' (the
-        detail is how many devices would be in quarantine, more than ``QUARANTINED``).
+        'queued': done; the detail is the entry's id. All other verdicts change nothing: 'none' (no
+        such run), 'finished' (the run), 'unknown' (the detail is a device that the run lacks),
+        'full' (the detail is the resulting number of quarantined devices, above ``QUARANTINED``).
         """
         about = {
             "devices": list(wanted.devices),
@@ -132,9 +129,9 @@ class OperatorLedger(Watch, Models, Register, Finishing):
     ) -> tuple[str, str]:
         """Invite devices to enrol at a site's gateway, all or none. Returns a verdict and a detail.
 
-        ``invites``: the digest of each device's. 'invited' (the detail is until when, in ms since
-        1970), or else nothing was done: 'none' (no such run), 'finished' (the run), 'unknown' or
-        'revoked' (the detail is that device).
+        ``invites``: digest of the invite by device. 'invited': done; the detail is the expiry in ms
+        since 1970. All other verdicts change nothing: 'none' (no such run), 'finished' (the run),
+        'unknown' or 'revoked' (the detail is that device).
         """
         about = {
             "devices": list(invites),
@@ -153,10 +150,10 @@ class OperatorLedger(Watch, Models, Register, Finishing):
     async def set_access(
         self, site: str, devices: Sequence[int], *, admit: bool
     ) -> tuple[str, list[int]]:
-        """Have a site's gateway turn devices away, or admit them again.
+        """Revoke devices at a site's gateway, or admit them again.
 
-        Returns a verdict and devices: 'set' (those that were not so already), 'unknown' (that the
-        run lacks) or 'none' (no such run).
+        Returns a verdict and devices: 'set' (the changed devices), 'unknown' (devices that the run
+        lacks) or 'none' (no such run).
         """
         about = {"devices": list(devices), "admit": admit, "stamp": secrets.token_hex(16)}
         reply = await self._run(
@@ -172,10 +169,10 @@ class OperatorLedger(Watch, Models, Register, Finishing):
     async def access(
         self, site: str
     ) -> tuple[dict[int, Registration], dict[int, float], dict[int, float]]:
-        """A gateway's devices: registrations, until when others are invited, since when revoked.
+        """Read a gateway's registrations, expiries of open invites, and times of revocation.
 
-        In seconds since 1970, by Redis's clock. Devices that change meanwhile may be missing;
-        foreign fields are left out.
+        Times are in seconds since 1970, by Redis's clock. Devices that change meanwhile may be
+        missing; foreign fields are ignored.
         """
         enrolled, invites, revoked = [
             {
@@ -201,9 +198,9 @@ class OperatorLedger(Watch, Models, Register, Finishing):
                 return
 
     async def ends(self, tasks: Sequence[str]) -> list[str]:
-        """Look up what became of tasks: 'open', an outcome, or '' if forgotten.
+        """Look up the state of tasks: 'open', an outcome, or '' if forgotten.
 
-        'retried': the task was dead, and was issued again as another task.
+        'retried': the dead task was issued again as another task.
         """
         asked: list[Command] = []
         for task in tasks:
@@ -217,10 +214,10 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         ]
 
     async def purge(self) -> int:
-        """Delete every key of the run at once: how many there were.
+        """Delete every key of the run at once; return their number.
 
-        To running services this looks as if Redis had been emptied, which they can repair; had the
-        keys gone one by one, their counts would stay wrong for ever. New keys written between the
+        To running services this looks like an emptied Redis, which they can repair; after a
+        deletion key by key, their counts would stay wrong for ever. New keys written between the
         scan and the deletion are blobs, which expire.
         """
         own = (name for name in vars(self.keys).values() if name.startswith(self.keys.prefix))

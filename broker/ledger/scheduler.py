@@ -1,9 +1,9 @@
-"""What the scheduler does in Redis: it hands out tasks, and asks for others to be given up.
+"""The scheduler's operations on Redis: hand out tasks, and ask coordinators to give up others.
 
-It looks at every version, so it doesn't read every open task and every owned device: scripts that
-change them name them in the log ``changes``, and a look tells how those stand that were named since
-its place there. Without such a place a look tells of all: at first, if Redis fell back behind it,
-or if the log was cut since.
+The scheduler looks at every version, so reading every open task and owned device each time would
+cost too much. Scripts that change a task or device append its name to the log ``changes``, and a
+look reads only the names after the scheduler's place in the log. The first look reads everything,
+as does a look whose place the log no longer has (it was cut, or Redis fell back).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedstream.broker import lease
-from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import Pending
-from fedstream.broker.ledger.reading import (
+from fedstream.broker.ledger.base import Pending, Rights
+from fedstream.broker.ledger.queries import (
     LOOK,
     LOOKED_AT,
     MemoryUse,
@@ -42,10 +41,10 @@ RIGHTS = Rights(
 
 
 class SchedulerLedger(Overview, MemoryUse):
-    """The run as the scheduler sees and changes it."""
+    """The scheduler's view of the run, and its changes to it."""
 
     async def changes(self, place: Bookmark | None = None) -> tuple[Tally, Changes]:
-        """Read everything countable, and what changed since a place, in one step.
+        """Read the run's counts and the changes since a place in the log, in one step.
 
         Raises NoRun until the run is created.
         """
@@ -60,11 +59,11 @@ class SchedulerLedger(Overview, MemoryUse):
         opening: Pending[int] | None = None,
         own: Mapping[str, Trigger] | None = None,
     ) -> tuple[int, Tally, Changes]:
-        """Open tasks, wait for news since ``seen``, and look for changes, all in one exchange.
+        """Open tasks, wait for news after ``seen``, and read changes, all in one exchange.
 
-        ``own``: the tasks that ``opening`` opens, by id, which then need not be decoded.
-        Returns how many tasks were opened, and the new look, after at most ``block_ms``. Raises
-        NoRun, and Fenced as :meth:`trigger` does.
+        ``own``: the tasks that ``opening`` opens, by id, which need no decoding. Returns, after at
+        most ``block_ms``, the number of opened tasks, the counts and the changes. Raises NoRun, and
+        Fenced as :meth:`trigger` does.
         """
         look = LOOK.command(self.keys.__dict__, 0, *asked_since(place))
         first = (opening.command,) if opening else ()
@@ -103,15 +102,15 @@ class SchedulerLedger(Overview, MemoryUse):
         )
 
     async def prepare(self) -> None:
-        """Load every script, including those that trainers may not load."""
+        """Load every script for all users, as trainers may load none."""
         await load_all(self._client)
 
     def trigger(
         self, token: str, limit: int, draw: int, triggers: Iterable[Trigger]
     ) -> Pending[int]:
-        """Open tasks and hand them out while fewer than ``limit`` are open: how many were opened.
+        """Open tasks and hand them out while fewer than ``limit`` are open; return their number.
 
-        ``draw`` is the number of tasks issued when these were drawn; if others were issued since,
+        ``draw``: the number of tasks issued before these were drawn. If others were issued since,
         none is opened. Raises Fenced.
         """
 
@@ -124,5 +123,5 @@ class SchedulerLedger(Overview, MemoryUse):
         return self._pending(TRIGGER, opened, token, limit, draw, *parts)
 
     async def ask(self, wish: CloseRound | Withdraw) -> None:
-        """Ask the coordinator to end a round or to give up tasks."""
+        """Ask the coordinators to end a round or to give up tasks."""
         await self._client.call("XADD", self.keys.triggers, "*", "m", wish.encode())

@@ -1,4 +1,4 @@
-"""What the sinks do in Redis: they read the run, and note how far each tracker is."""
+"""The sinks' operations on Redis: read the run, and save each tracker's cursor."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from dataclasses import dataclass
 import msgpack
 
 from fedstream.broker import blobs
-from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import Ledger
+from fedstream.broker.ledger.base import Ledger, Rights
 from fedstream.core.records import mapping
 
 RIGHTS = Rights(
     both=("sinks",),
     reads=("run", "head", "counts", "models", "events", "model:*"),
-    # The last two: with them `doctor` finds out which commands a user without scripts may send.
+    # With the last two, `doctor` tests the commands that a user without scripts may send.
     commands=("xread", "hgetall", "hset", *blobs.READS, "multi", "discard"),
 )
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a sink is."""
+    """The progress of a sink."""
 
-    run: str  # the lineage: another run's cursor under the same name doesn't count
-    version: int = -1  # the newest one written
-    evaluation: int = -1  # the newest version whose measurements are written
-    lost: int = 0  # versions that were gone before they could be written
-    ended: bool = False  # whether the record is complete
+    run: str  # lineage; a cursor of another run with this name is ignored
+    version: int = -1  # the newest written version
+    evaluation: int = -1  # the newest version with written measurements
+    lost: int = 0  # versions that Redis deleted before the sink wrote them
+    ended: bool = False  # the sink has written the end of the run
 
 
 class SinksLedger(Ledger):
-    """The run as its sinks see it."""
+    """The sinks' view of the run, and their cursors."""
 
     async def cursor(self, sink: str, run: str) -> Cursor:
         """Read a sink's cursor; a new one if it has none for this run."""

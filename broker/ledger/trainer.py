@@ -1,8 +1,8 @@
-"""What trainers do in Redis: they read the run and the newest version, and write to their inbox.
+"""The trainers' operations on Redis: read the run and the newest version, write to an inbox.
 
-All that a trainer says goes to its site's inbox, to which it can only append. An inbox's name tells
-its reader which site sent the messages. A coordinator decides what comes of them: trainers write
-nothing that others rely on.
+All messages of a trainer go to its site's inbox, to which it can only append. The inbox's name
+gives the reader the sender's site. A coordinator decides on each message: trainers write nothing
+that other services rely on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import TRAINERS, Keys, member
-from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.plumbing import word
-from fedstream.broker.ledger.reading import MemoryUse
+from fedstream.broker.ledger.base import Rights, word
+from fedstream.broker.ledger.queries import MemoryUse
+from fedstream.broker.link import Started
 from fedstream.broker.scripts import Script, run
-from fedstream.broker.started import Started
 from fedstream.broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import BrokerError
@@ -30,10 +29,10 @@ from fedstream.core.records import Head, mapping
 
 FINISH = Script("finish_task")
 _UNHEARD = 10_000  # inbox entries above which trainers skip their announcements
-_SHORT = 100  # devices: a list of as many is as good as a heartbeat
-TASKS = "{tasks}"  # the streams of a site's tasks
+_SHORT = 100  # devices: a list this short is sent with every announcement
+TASKS = "{tasks}"  # stands for the task streams of a site
 
-# `{site}` is the trainer's. Trainers may not load scripts; what those send is listed here.
+# `{site}`: the trainer's site. Trainers may not load scripts, but need the commands inside them.
 RIGHTS = Rights(
     reads=("run", "head", "model:*", "control:{site}/*", "owned:{site}/*"),
     commands=("get", "hgetall", "info", "multi", "exec", "discard", *blobs.READS),
@@ -63,38 +62,38 @@ RIGHTS = Rights(
 
 @dataclass(frozen=True, slots=True)
 class TakenTask:
-    """A task that a trainer has taken."""
+    """A task that a trainer has taken from a stream."""
 
     entry: Entry
-    newest: Head | None = None  # the newest version at that moment; None: not known
-    again: bool = False  # a trainer had it before, and may have left a workspace
+    newest: Head | None = None  # the newest version at that moment; None: unknown
+    again: bool = False  # another attempt came before, and may have left a workspace
 
 
 class TakesTasks(MemoryUse):
-    """Taking tasks, as trainers and gateways do."""
+    """Taking tasks, for trainers and gateways."""
 
     async def take(self, group: Group, *, block_ms: int = BLOCK_MS) -> TakenTask | None:
-        """Take a task that no trainer had before; None if there is none within ``block_ms``."""
+        """Take an undelivered task; None if there is none within ``block_ms``."""
         entries, head = await self.take_some(group, count=1, block_ms=block_ms)
         return TakenTask(entries[0], head) if entries else None
 
     async def take_some(
         self, group: Group, *, count: int, block_ms: int = BLOCK_MS
     ) -> tuple[list[Entry], Head | None]:
-        """Take at most ``count`` tasks that no trainer had before, with the newest version then.
+        """Take at most ``count`` undelivered tasks, and the newest version at that moment.
 
-        No tasks if there are none within ``block_ms``; no version before the run's first.
+        Returns no tasks if there are none within ``block_ms``; no version before the first.
         """
         taking = self._taking(group, count, block_ms)
         return await _taken(group, self._client.pipeline(taking, wait_s=block_ms / 1000))
 
     def _taking(self, group: Group, count: int, block_ms: int) -> tuple[Command, Command]:
-        # Redis reads the head once it has an entry to deliver, or none in time.
+        # Redis executes the read of the head after the blocking read of the stream.
         return reading([group], count=count, block_ms=block_ms), ("HGETALL", self.keys.head)
 
 
 async def _taken(group: Group, taking: Awaitable[list[Any]]) -> tuple[list[Entry], Head | None]:
-    """The tasks and the version in the replies."""
+    """Parse the replies: the tasks and the newest version."""
     try:
         reply, head = await taking
     except BrokerError as error:
@@ -107,32 +106,32 @@ async def _taken(group: Group, taking: Awaitable[list[Any]]) -> tuple[list[Entry
 
 
 class ComingTask:
-    """A task that is being taken."""
+    """A read of a task stream under way."""
 
     def __init__(self, group: Group, started: Started) -> None:
         self._group = group
         self._started = started
 
     async def taken(self) -> TakenTask | None:
-        """Wait for it; None if there is none in time. To be called once."""
+        """Wait for the task; None if there is none in time. Call it once."""
         entries, head = await _taken(self._group, self._started.rest())
         return TakenTask(entries[0], head) if entries else None
 
     def abandon(self) -> None:
-        """Stop waiting; the task may be taken all the same."""
+        """Stop waiting; Redis may have delivered a task all the same."""
         self._started.close()
 
 
 class TrainerLedger(TakesTasks):
-    """The run as trainers see it."""
+    """The trainers' view of the run."""
 
     async def take_after(
         self, commands: Sequence[Command], group: Group, *, block_ms: int = BLOCK_MS
     ) -> tuple[list[Any], ComingTask]:
-        """Send commands and then take a task as :meth:`take` does, all in one write.
+        """Send commands, and take a task as :meth:`take` does, in one write.
 
-        Returns the commands' replies as soon as they are there, and the task that is to come. If a
-        command fails, its error is raised, and a task may have been taken all the same.
+        Returns the commands' replies as soon as they are there, and the task under way. If a
+        command fails, this raises its error, but a task may have been taken all the same.
         """
         taking = self._taking(group, 1, block_ms)
         started = await self._client.start(
@@ -142,19 +141,19 @@ class TrainerLedger(TakesTasks):
 
 
 class Outbox:
-    """The sender for the trainers of one site."""
+    """Sends messages to the inbox of one site."""
 
     def __init__(self, client: Client, keys: Keys, site: str) -> None:
         client.bind(keys.prefix)
         self._client = client
         self._keys = keys
         self._inbox = keys.inbox(site)
-        self._list: tuple[Sequence[int], str] = ((), "")  # the devices announced last, their digest
-        self.unread = 0  # messages in the inbox, before the last announcement
+        self._list: tuple[Sequence[int], str] = ((), "")  # last announced devices, their digest
+        self.unread = 0  # messages in the inbox at the last announcement
         self.site = site
 
     async def say(self, message: Trigger | Event | Presence | Heartbeat) -> None:
-        """Append a message; sending it twice does no harm."""
+        """Append a message, which may safely be sent twice."""
         await self._client.call("XADD", self._inbox, "*", "m", message.encode())
 
     async def announce(
@@ -169,10 +168,10 @@ class Outbox:
     ) -> bool:
         """Announce that a trainer is alive and owns exactly these devices.
 
-        A long list is sent only until a coordinator has noted its digest, and when that note is
-        gone. Returns False and sends nothing while the inbox isn't being read, so that
-        announcements don't pile up. ``failing``: see :class:`~fedstream.core.messages.Presence`.
-        ``concurrent``: whether the devices work at the same time.
+        A long list is sent only while no coordinator has a note of its digest. Returns False and
+        sends nothing while the inbox isn't being read, so that announcements don't pile up.
+        ``failing``: see :class:`~fedstream.core.messages.Presence`. ``concurrent``: whether the
+        devices work at the same time.
         """
         digest = self._digest_of(owns) if len(owns) > _SHORT else None
         note = self._keys.owned(member(self.site, trainer))
@@ -206,13 +205,13 @@ class Outbox:
         return True
 
     def _digest_of(self, owns: Sequence[int]) -> str:
-        """The digest of a list of devices, computed once for the list of each announcement."""
+        """The digest of a list of devices, cached for the last list."""
         if self._list[0] is not owns:
             self._list = (owns, digest_of(" ".join(map(str, owns)).encode()))
         return self._list[1]
 
     async def goodbye(self, trainer: str) -> None:
-        """Say that a trainer leaves; a coordinator deregisters it at its next sweep."""
+        """Sign a trainer off; a coordinator deregisters it at its next sweep."""
         await self.say(Presence(trainer=trainer, leaves=True))
 
     async def answer(
@@ -228,10 +227,10 @@ class Outbox:
         """Send the answer to a task and end its lease, both or neither.
 
         A trainer that can't read a task answers with a Dead, as it may not write to ``dead``
-        itself. Returns 'said', 'over' (the lease had already ended) or 'unwritten' (the update's
+        itself. Returns 'said', 'over' (the lease had ended before) or 'unwritten' (the update's
         blob is missing). ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write
-        the blob. ``feedback``: the key of what the update left unsent, and the one that it gets if
-        the answer is said; otherwise it is deleted.
+        the blob. ``feedback``: the key of the staged error feedback, and its final key, to which
+        it is renamed with the answer; without an answer it is deleted.
         """
         command = self.answering(stream, entry, answer, expire_s=expire_s, feedback=feedback)
         return word(await run(self._client, command, ahead=ahead))
@@ -245,7 +244,7 @@ class Outbox:
         expire_s: float = 600.0,
         feedback: Sequence[str] = (),
     ) -> Command:
-        """The command that :meth:`answer` sends, for a pipeline; its reply is that word."""
+        """The command that :meth:`answer` sends, for a pipeline; its reply is the same word."""
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
         return FINISH.command(
             {"tasks": stream, "update": self._keys.update(update)},

@@ -1,4 +1,4 @@
-"""What the updater does in Redis: it publishes versions and ends tasks, in one step each."""
+"""The updater's operations on Redis: publish versions and end tasks, in one step each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 from fedstream.broker import blobs, lease
 from fedstream.broker.blobs import chunks_of
+from fedstream.broker.cleanup import ended_unlike
 from fedstream.broker.commands import Command
-from fedstream.broker.custody import ended_unlike
-from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.letters import BURY, Letters
-from fedstream.broker.ledger.plumbing import packed
-from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, MemoryUse, Models, Overview
+from fedstream.broker.ledger.base import Rights, packed
+from fedstream.broker.ledger.dead_letters import BURY, Letters
+from fedstream.broker.ledger.queries import LOOK, LOOKED_AT, MemoryUse, Models, Overview
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Look
 from fedstream.core.errors import BadMessage, Fenced, NoScript
@@ -81,21 +80,21 @@ RIGHTS = Rights(
 
 
 class UpdaterLedger(Overview, Models, Letters, MemoryUse):
-    """The run as the updater sees and changes it."""
+    """The updater's view of the run, and its changes to it."""
 
     async def awaits(self, upload: Upload) -> bool:
-        """Check whether an update was admitted and its task has not ended."""
+        """Whether the update was admitted and its task has not ended."""
         admitted = await self._client.call("HGET", self.keys.admitted, upload.task)
         return bool(admitted == upload.attempt.encode())
 
     async def ended(self) -> list[Upload]:
-        """Read the updates in the queue whose tasks have ended: done, but not yet deleted."""
+        """Read the queued updates whose tasks have ended, which only remain to be deleted."""
         rows, opened = await self._client.pipeline(
             [("XRANGE", self.keys.queue, "-", "+"), ("HKEYS", self.keys.open)]
         )
         found = []
         for _, fields in rows:
-            with suppress(BadMessage):  # the updater will come across it too
+            with suppress(BadMessage):  # the updater reports it when it reads the queue
                 found.append(Upload.decode(fields[1]))
         return [upload for upload in found if upload.task.encode() not in set(opened)]
 
@@ -112,14 +111,14 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         mean_staleness: float = 0.0,
         quarantines: Quarantines = NO_QUARANTINES,
     ) -> Committed:
-        """Create the run with its first version, or publish its newest one over Redis's state.
+        """Create the run with its first version, or restore its newest version in Redis.
 
         Returns 'created', 'unwritten' (the model's blob is missing), 'lost' (the token is missing)
         or 'moved' (Redis fell back again meanwhile, or this request is late). ``counts``: the run's
         counts, for a Redis that was emptied. ``journalled``: the counts of the ends in the journal.
-        ``done``: how a task ended, for a Redis that fell back; tasks that are open there, or have
-        ended differently since, end as ``done`` says. Open tasks that Redis no longer knows are
-        given up. A run that is finished in Redis stays so, unless ``run`` has more versions.
+        ``done``: the journal's end of a task, for a Redis that fell back; a task that is open
+        there, or ended differently since, gets this end. Open tasks that Redis no longer knows are
+        given up. A run that is finished in Redis stays finished, unless ``run`` has more versions.
         Raises Fenced.
         """
         about: dict[str, Any] = {
@@ -149,16 +148,16 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         ahead: Sequence[Command] = (),
         look: Look | None = None,
     ) -> Committed:
-        """Publish, end tasks and delete in one step, or do nothing at all.
+        """Publish versions, end tasks and delete queue entries in one step, or change nothing.
 
         Returns 'done' (also for a repetition after a lost reply), 'lost' (Redis was emptied),
         'behind:<version>' (Redis's head is neither the first version's parent nor one of the
-        versions, or is older than `at`, or Redis has forgotten ends that it was told) or
-        'unwritten' (the last version's blob is missing; those before it have none). Raises Fenced.
+        versions, or is older than `at`, or Redis has forgotten committed ends) or 'unwritten' (the
+        last version's blob is missing; only the last version has a blob). Raises Fenced.
 
         ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the last
-        version's blob. ``look``: goes behind the commit in the same write; its reply is waited for
-        later.
+        version's blob. ``look``: a read that follows the commit in the same write, and whose reply
+        is awaited later.
         """
         versions = commit.versions
         about: dict[str, Any] = {
@@ -194,7 +193,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             reply = await self._looking(look, arguments, rest, ahead)
             if reply is not None:
                 return self._committed(reply, token)
-            ahead = ()  # they were executed
+            ahead = ()  # executed with the failed script
         reply = await self._run(_COMMIT, *arguments, rest=rest, ahead=ahead)
         return self._committed(reply, token)
 
@@ -205,7 +204,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         rest: Sequence[str],
         ahead: Sequence[Command],
     ) -> Any:
-        """Run the commit's script with a look behind it; None if Redis does not have the script."""
+        """Run the commit's script, then the look; None if Redis does not have the script."""
         command = _COMMIT.command(self.keys.__dict__, *arguments, rest=rest)
         try:
             started = await self._client.start([*ahead, command, look.command], wait_s=look.wait_s)
@@ -217,10 +216,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
     async def hand_out(
         self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()
     ) -> str:
-        """Replace a device's state, as its trainers read it, with the staged one.
+        """Replace the device's state that trainers read by the staged state.
 
         Returns 'done', 'lost' (the token is missing) or 'unwritten' (nothing is staged, perhaps
-        because it was handed out already). Raises Fenced. ``ahead``: commands from
+        after an earlier call). Raises Fenced. ``ahead``: commands from
         :func:`fedstream.broker.blobs.prepare` that write the staged state.
         """
         reply = await self._run(
@@ -236,7 +235,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         return self._unless_fenced(reply, token)
 
     async def retire(self, token: str, blobs: Sequence[str]) -> str:
-        """Delete models early, which takes no memory: 'done' or 'lost'. Raises Fenced."""
+        """Delete models early, even out of memory; return 'done' or 'lost'. Raises Fenced."""
         rest = [self.keys.model(blob) for blob in blobs]
         return self._unless_fenced(await self._run(_RETIRE, token, *blobs, rest=rest), token)
 
@@ -276,13 +275,13 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
                 "chunks": version.chunks,
             }
             if version.encoded is not None:
-                # With the blob's name: a release that knows no formats won't replace this.
+                # With the blob's name, as a release that knows no formats won't replace this field.
                 values["encoded"] = f"{version.blob} {version.encoded.text}"
         return flattened(values)
 
 
 def _published(version: Version) -> dict[str, Any]:
-    """What the scripts need to know of a version that they publish."""
+    """The scripts' description of a version to publish."""
     about: dict[str, Any] = {
         "version": version.version,
         "digest": version.digest,

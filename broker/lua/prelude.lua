@@ -75,7 +75,7 @@ local function remember(task, attempt, outcome, reason)
 end
 
 -- Notes that a device's task failed, and until when the device rests: after the second failure in a
--- row, and then for twice as long each time (`rest_after` in coordinator/rests.py says the same).
+-- row, and then for twice as long each time (`rest_after` in coordinator/cooldowns.py says the same).
 local function note_failure(device, reason)
   local n = tonumber(string.match(redis.call('HGET', key.failing, device) or '', '^%d+') or 0) + 1
   local rest_s = n < 2 and 0 or math.min(FIRST_REST_S * 2 ^ (n - 2), LONGEST_REST_S)

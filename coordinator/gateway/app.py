@@ -1,7 +1,7 @@
-"""A gateway's routes for devices, except for those of enrolment and uploads.
+"""A gateway's routes for devices, except enrolment and uploads.
 
-Whatever a device sends, it gets an answer that says what was wrong with it, and costs no more than
-the limits allow. Nothing of it ends the service.
+Each invalid request gets an answer that names the mistake, costs no more than the limits allow, and
+can't end the service.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from fedstream.coordinator.gateway import offers, openapi, upload_requests
-from fedstream.coordinator.gateway.bodies import body_of
-from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.quotas import Quotas
-from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
+from fedstream.coordinator.gateway.device_sessions import NotHeld
+from fedstream.coordinator.gateway.refusals import RETRY_S, Quotas, Refusal, body_of
 from fedstream.core import reasons
 from fedstream.core.errors import FedstreamError
 from fedstream.protocol import headers
@@ -40,11 +38,11 @@ from fedstream.runtime.limits import network_of
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler
     from fedstream.coordinator.gateway.check_ins import CheckIns
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
+    from fedstream.coordinator.gateway.handover import HandOvers
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
-    from fedstream.coordinator.gateway.moves import Moves
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.uploads import Uploads
@@ -57,38 +55,38 @@ B = TypeVar("B", bound=Body)
 
 
 class Recognition(Protocol):
-    """Who makes a request."""
+    """Identifies the device that makes a request."""
 
     async def device_of(self, request: web.Request) -> int:
-        """The device that a request proves to be of. Raises Refusal (401), Unavailable."""
+        """The authenticated device of a request. Raises Refusal (401), Unavailable."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What the routes need of a gateway that runs."""
+    """The parts of a running gateway that the routes use."""
 
     context: Context
     check_ins: CheckIns
     tasks: Tasks
-    moves: Moves
+    moves: HandOvers
     uploads: Uploads
     metrics: GatewayMetrics
 
 
 class GatewayApp:
-    """The routes. Until :meth:`open` they are answered 503."""
+    """The routes for devices. Before :meth:`open` they answer 503."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        desk: Desk,
-        current: Current,
+        sessions: DeviceSessions,
+        run_cache: RunCache,
         models: ModelCopies,
         identity: Recognition,
     ) -> None:
         self._settings = settings
-        self._desk = desk
-        self._current = current
+        self._sessions = sessions
+        self._run_cache = run_cache
         self._models = models
         self._identity = identity
         self._quotas = Quotas(settings.device_rate, settings.address_rate)
@@ -97,11 +95,11 @@ class GatewayApp:
         self._openapi = json.dumps(openapi.document()).encode()
 
     def open(self, opened: Opened) -> None:
-        """Begin to serve devices."""
+        """Start serving devices."""
         self._opened = opened
 
     def routes(self, *others: web.RouteDef) -> Sequence[web.RouteDef]:
-        """All routes under /v1, each within the limits; ``others``: of enrolment and uploads."""
+        """All routes under /v1, with limits applied; ``others``: of enrolment and uploads."""
         own = (
             web.post(CHECK_IN, self._check_in),
             web.get(MODEL, self._model),
@@ -127,7 +125,7 @@ class GatewayApp:
         ]
 
     async def device_of(self, request: web.Request) -> int:
-        """The device that makes a request, within its quota. Raises Refusal."""
+        """The device of a request, charged to its quota. Raises Refusal."""
         if self._opened is None:
             raise self._not_yet()
         device = await self._identity.device_of(request)
@@ -135,7 +133,7 @@ class GatewayApp:
         return device
 
     def charge(self, device: int) -> None:
-        """Charge a request to its device. Raises Refusal if there were too many."""
+        """Charge a request to its device. Raises Refusal above the quota."""
         self._quotas.take_device(device)
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
@@ -164,15 +162,15 @@ class GatewayApp:
         try:
             held = await self._running().moves.find(task, device)
         except NotHeld:
-            if task in self._desk:
+            if task in self._sessions:
                 raise  # another device's
             why: Literal["run over", "given up"]
-            why = "run over" if self._current.is_over else "given up"
+            why = "run over" if self._run_cache.is_over else "given up"
             return _json(Advice(go_on=False, why=why))
         why_not = await self._running().tasks.overdue(held)
-        run, head = self._current.run, self._current.head
+        run, head = self._run_cache.run, self._run_cache.head
         advice = offers.advice(held, said.attempt, run, head, self._running().tasks.now())
-        if advice.why == "too stale":  # and it would be, however often it were offered again
+        if advice.why == "too stale":  # another offer would have the same staleness
             why_not = why_not or reasons.BECAME_STALE
         if why_not is not None:
             await self._running().tasks.give_up(held, why_not)
@@ -186,7 +184,7 @@ class GatewayApp:
         try:
             held = await self._running().moves.find(task, device)
         except NotHeld:
-            if task in self._desk:
+            if task in self._sessions:
                 raise  # another device's
         else:
             if said.attempt == held.attempt:
@@ -203,7 +201,7 @@ class GatewayApp:
     # the rest
 
     def _heard(self, device: int) -> None:
-        self._desk.heard(device, time.monotonic())
+        self._sessions.heard(device, time.monotonic())
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
@@ -242,7 +240,7 @@ class GatewayApp:
     # limits and errors
 
     def answering(self, handler: Handler) -> Handler:
-        """Wrap a handler: whatever goes wrong becomes an answer, counted by its reason."""
+        """Wrap a handler: every error becomes an answer, counted by its reason."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
@@ -259,7 +257,7 @@ class GatewayApp:
         return answer
 
     def _refusal(self, error: Exception, path: str) -> Refusal | None:
-        """What an error is refused as; None: it is nothing that we know of."""
+        """The refusal for a known error; None for an unknown one."""
         match error:
             case Refusal():
                 return error
@@ -271,17 +269,17 @@ class GatewayApp:
             case FedstreamError():
                 if self._opened is not None:
                     self._opened.context.log.error("request failed", path=path, exc_info=error)
-                return Refusal(500, "internal", "internal error: the gateway's log says which")
+                return Refusal(500, "internal", "internal error: see the gateway's log")
             case _:
                 return None
 
     def _refused(self, refusal: Refusal) -> web.Response:
-        """The answer to a request that is refused, which is counted."""
+        """Count a refusal, and make its answer."""
         if self._opened is not None:
             self._opened.metrics.refused(refusal.reason)
         about = dict(refusal.headers)
         if refusal.retry_after_s is not None:
-            # Not all at once: devices that were refused together would come together again.
+            # Jitter: devices that were refused together must not retry together.
             wait_s = refusal.retry_after_s * self._rng.uniform(1.0, 2.0)
             about[hdrs.RETRY_AFTER] = str(math.ceil(wait_s))
         body, about[hdrs.CONTENT_TYPE] = refusal.document()
@@ -291,7 +289,7 @@ class GatewayApp:
         return response
 
     def _network(self, peer: str, forwarded: str) -> str:
-        """Whom a request is charged to: the peer, or what the first of our own proxies says."""
+        """The network to charge: the peer's, or the client's as our first proxy states it."""
         if self._settings.proxies:
             peer = forwarded.split(",")[-self._settings.proxies :][0].strip()
         return network_of(peer)

@@ -1,11 +1,11 @@
-"""Attestation: what a device that enrols shows besides its invite, and who judges that.
+"""Attestation: evidence that an enrolling device shows, and the plug-in that verifies it.
 
-An invite says that the operator wants this device, its signature that it has the key. What kind of
-device it is (who made it, whether its key is in hardware) only somebody else can say, in a form of
-his own; so who judges that is a plug-in. The built-in one judges nothing.
+An invite proves that the operator wants a device, and its signature that it has the key. Only a
+third party can attest more (the maker, a key in hardware), each in a format of its own, so the
+verifier is a plug-in. The built-in verifier accepts every device.
 
-Whatever is shown must be about the device's public key. The request is signed by that key, so an
-attestation that somebody else has copied is worth nothing to him.
+An attestation must cover the device's public key. The request is signed by that key, so a copied
+attestation is useless to others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 from fedstream.core.errors import FedstreamError
-from fedstream.runtime.config import Chosen
-from fedstream.runtime.plugins import Door, OneOf
+from fedstream.runtime.config import NamedSettings
+from fedstream.runtime.plugins import OneOf, Registry
 
 if TYPE_CHECKING:
     from fedstream.protocol.messages import Attestation
@@ -34,7 +34,7 @@ WORDS: Final[dict[Doubt, str]] = {
 
 
 class NotAttested(FedstreamError):
-    """A device may not enrol, because of its attestation."""
+    """The device may not enrol because of its attestation."""
 
     def __init__(self, why: Doubt) -> None:
         super().__init__(WORDS[why])
@@ -43,15 +43,15 @@ class NotAttested(FedstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A device that enrols. Its request is signed by its key; its invite is yet to be checked."""
+    """An enrolling device, whose signature is verified and whose invite is not checked yet."""
 
     device: int
     run: str
-    public_key: str  # PEM; a key has one text
+    public_key: str  # PEM, in canonical form
 
 
-class AttestationVerifier(Chosen):
-    """Base of all verifiers: its fields are keys of ``gateway.attestation``."""
+class AttestationVerifier(NamedSettings):
+    """Base of all verifiers; a verifier's fields are the keys of ``gateway.attestation``."""
 
     kind: str = ""
 
@@ -59,25 +59,25 @@ class AttestationVerifier(Chosen):
     async def verify(self, attestation: Attestation | None, newcomer: Newcomer) -> None:
         """Raise NotAttested unless the device may enrol.
 
-        ``attestation``: None if it shows none. Anybody who can reach the gateway can make it ask,
-        so it should be quick; after 10 s the device is told to try again later.
+        ``attestation``: None if the device shows none. Any client of the gateway can cause this
+        call, so it should be quick; after 10 s the device is told to try again later.
         """
 
 
 class NoVerifier(AttestationVerifier):
-    """Every device may enrol, whatever it shows."""
+    """Accepts every device."""
 
     kind: Literal["none"] = "none"
 
     async def verify(self, attestation: Attestation | None, newcomer: Newcomer) -> None:
-        """Nothing is judged."""
+        """Accept the device."""
 
 
 def _accept(value: object) -> type[AttestationVerifier] | None:
     return value if isinstance(value, type) and issubclass(value, AttestationVerifier) else None
 
 
-VERIFIERS: Door[type[AttestationVerifier]] = Door(
+VERIFIERS: Registry[type[AttestationVerifier]] = Registry(
     "fedstream.attestation",
     "verifier of attestations",
     {"none": NoVerifier},

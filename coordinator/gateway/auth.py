@@ -1,29 +1,30 @@
-"""Who a device is: enrolment, tokens, and whose request a request is.
+"""Authentication of devices: invites, enrolment, tokens, and the device of each request.
 
-A device proves once every ten minutes, by a signature, that it has the key that it enrolled with,
-and gets a token (JWT, HS256) for its other requests. The token is for one device and its key, one
-run and one gateway; it ends early if the device is revoked or enrols with another key.
+A device signs one request every ten minutes with its enrolled key, and gets a token (JWT, HS256)
+for its other requests. The token is valid for one device and key, one run and one gateway; it ends
+early if the device is revoked or enrols with another key.
+
+An invite begins with the device's number, followed by 192 random bits. Redis has only its digest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import secrets
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Final
 
 import jwt
 from aiohttp import hdrs, web
+from yarl import URL
 
 from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
-from fedstream.coordinator.gateway.bodies import body_of
-from fedstream.coordinator.gateway.invites import device_in
-from fedstream.coordinator.gateway.names import OwnNames
-from fedstream.coordinator.gateway.quotas import Quota
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import Quota, Refusal, body_of
 from fedstream.coordinator.gateway.registry import Registry
-from fedstream.coordinator.gateway.verified import ALGORITHM, VerifiedTokens, untrusted
+from fedstream.coordinator.gateway.tokens import ALGORITHM, VerifiedTokens, untrusted
 from fedstream.core.digest import digest_of
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
@@ -47,14 +48,66 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.protocol.messages import Attestation
 
+_FORM = re.compile(r"(0|[1-9][0-9]{0,9})-[A-Za-z0-9_-]{22,53}")
+
+
+def new_invite(device: int) -> str:
+    """Make an unguessable invite."""
+    return f"{device}-{secrets.token_urlsafe(24)}"
+
+
+def device_in(invite: str) -> int | None:
+    """The device number in an invite; None if the invite is malformed."""
+    found = _FORM.fullmatch(invite)
+    return int(found[1]) if found else None
+
+
+class AcceptedNames:
+    """The host names that signed requests may be for: configured ones, or the certificate's.
+
+    Without this check, a server that devices talk to by mistake could forward their signed requests
+    and get their tokens. Without names and certificate, any name is accepted: then the proxy in
+    front decides.
+    """
+
+    def __init__(self, settings: GatewaySettings, served: ServedCertificate | None) -> None:
+        """``served``: None for plain HTTP."""
+        self._names = settings.names
+        self._served = served
+
+    def of(self, host: str) -> Sequence[str]:
+        """The names that a request may be signed for. ``host``: its header. Raises Refusal."""
+        if self._names:
+            return self._names
+        said = host.lower().removesuffix(":443")
+        if self._served is not None and not _is_for(self._served.certificate.names, said):
+            raise Refusal(
+                401,
+                "signature",
+                f"the request is for {said[:80]!r}, which is none of this gateway's names: its "
+                "operator can add it to gateway.names",
+            )
+        return (said,)
+
+
+def _is_for(names: Sequence[str], said: str) -> bool:
+    """Whether a certificate with these names covers a host, given with or without a port."""
+    try:
+        # The form in certificates: international names in ASCII, canonical addresses.
+        host = URL(f"https://{said}").raw_host or ""
+    except ValueError:
+        return False
+    return host in names or f"*.{host.partition('.')[2]}" in names
+
+
 DEVICES: Final = "/v1/devices"
 TOKEN: Final = "/v1/token"  # noqa: S105  (a path)
 TOKEN_S: Final = 600
 
-# As long as a request would be accepted: its clock may be ahead of ours, and behind.
+# As long as a request is acceptable: the device's clock may be ahead or behind.
 _NONCE_S = 2 * WINDOW_S + 10.0
-_VERIFY_S = 10.0  # for an attestation
-_RETRY_S = 10.0  # after a verifier that failed
+_VERIFY_S = 10.0  # time limit of an attestation's verification
+_RETRY_S = 10.0  # Retry-After if the verifier fails
 _LOG = logging.getLogger("fedstream.gateway")
 _SIGNED = ("Content-Digest", "Signature-Input", "Signature")
 
@@ -74,7 +127,7 @@ _WHY_NOT: dict[Enrolling, str] = {
 
 
 class Auth:
-    """The routes of enrolment and tokens, and the check that all others begin with."""
+    """The routes of enrolment and tokens, and the authentication of all other requests."""
 
     def __init__(
         self,
@@ -84,8 +137,8 @@ class Auth:
         *,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """``served``: None for plain HTTP. ``clock``: seconds since 1970; None: Redis's,
-        on which replicas agree."""
+        """``served``: None for plain HTTP. ``clock``: seconds since 1970; None: Redis's clock,
+        which all replicas share."""
         secret = settings.secret
         self._ledger = ledger
         self._registry = Registry(
@@ -94,11 +147,11 @@ class Auth:
         self._run = ledger.keys.name
         self._audience = f"{self._run}/{settings.site}"
         self._verified = VerifiedTokens(self._audience)
-        self._names = OwnNames(settings, served)
+        self._names = AcceptedNames(settings, served)
         self._body_s = settings.body_s
         self._verifier = settings.attestation
         self._clock = clock or ledger.now
-        self._of_device = Quota("device", settings.device_rate)  # each token leaves its nonce
+        self._of_device = Quota("device", settings.device_rate)  # each stores a nonce
 
     def routes(self) -> Sequence[web.RouteDef]:
         """The two routes that need no token."""
@@ -107,7 +160,7 @@ class Auth:
     # signed requests
 
     async def enrol(self, request: web.Request) -> web.Response:
-        """Make the device of an invite out of a public key. Raises Refusal."""
+        """Enrol the invited device with its public key. Raises Refusal."""
         signature, body = await self._signed(request, DEVICES)
         if signature.device is not None:
             raise Refusal(401, "signature", 'a device that enrols signs with keyid="new"')
@@ -136,7 +189,7 @@ class Auth:
                 raise Refusal(403, "invite", _WHY_NOT[verdict])
 
     async def _attested(self, shown: Attestation | None, newcomer: Newcomer) -> None:
-        """Raise Refusal unless the operator's verifier lets a device enrol."""
+        """Raise Refusal unless the operator's verifier accepts the device."""
         try:
             async with asyncio.timeout(_VERIFY_S):
                 await self._verifier.verify(shown, newcomer)
@@ -158,7 +211,7 @@ class Auth:
         if device is None:
             raise Refusal(401, "signature", "keyid must be the device's number")
         Nothing.decode(body)
-        # Not from the registry's memory: a device may have enrolled just now.
+        # Read from Redis and not from the registry, as the device may have enrolled just now.
         registration, revoked = await self._registry.asked(device)
         if registration is None:
             raise Refusal(401, "unknown device", f"device {device} has not enrolled in this run")
@@ -180,8 +233,8 @@ class Auth:
         return _json(Access(token=made, expires_in=TOKEN_S))
 
     async def _signed(self, request: web.Request, path: str) -> tuple[Signature, bytes]:
-        """A request's signature, not verified yet, and its body. Raises Refusal."""
-        if request.raw_path != path:  # a query, or another spelling: neither would be signed
+        """Read a request's signature, without verifying it, and its body. Raises Refusal."""
+        if request.raw_path != path:  # a query or another spelling would not be signed
             raise Refusal(401, "signature", f"a signed request goes to {path}, as it is")
         if any(len(request.headers.getall(name, ())) > 1 for name in _SIGNED):
             raise Refusal(401, "signature", f"{', '.join(_SIGNED)}: each once")
@@ -204,7 +257,7 @@ class Auth:
     def _verify(
         self, request: web.Request, signature: Signature, key: PublicKey, body: bytes
     ) -> None:
-        """Check that this key signed this request for this gateway. Raises Refusal."""
+        """Check that ``key`` signed this request for this gateway. Raises Refusal."""
         why: BadSignature | None = None
         for name in self._names.of(request.host):
             try:
@@ -220,7 +273,7 @@ class Auth:
     # all other requests
 
     async def device_of(self, request: web.Request) -> int:
-        """The device that a request's token is for. Raises Refusal, Unavailable."""
+        """The device of a request, by its token. Raises Refusal, Unavailable."""
         given = request.headers.getall(hdrs.AUTHORIZATION, ())
         if len(given) != 1:
             raise untrusted("send Authorization: Bearer with the token of /v1/token")
@@ -235,7 +288,7 @@ class Auth:
         return device
 
     async def revoked(self) -> frozenset[int]:
-        """The devices that an operator has revoked. Raises Unavailable."""
+        """The revoked devices. Raises Unavailable."""
         return await self._registry.revoked()
 
 

@@ -1,6 +1,6 @@
-"""A gateway's certificate: whose names it is for, until when, and how it is renewed while it runs.
+"""A gateway's certificate: its names and expiry, and its renewal at run time.
 
-Nothing here trusts a certificate.
+Reads certificates without trusting any.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What devices look at. Times in seconds since 1970."""
+    """The parts of a certificate that devices check. Times are in seconds since 1970."""
 
-    # Hosts, in lower case, and addresses (subjectAltName), the only ones that count.
+    # Hosts in lower case, and addresses, of the extension subjectAltName.
     names: tuple[str, ...]
     begins: float
     ends: float
 
 
 def certificate_in(pem: bytes) -> Certificate:
-    """The first certificate of a chain, which is the server's own. Raises ConfigError."""
+    """The first certificate of a chain, the server's own. Raises ConfigError."""
     try:
         found = x509.load_pem_x509_certificates(pem)[0]
         names = _names(found)
@@ -48,11 +48,11 @@ def certificate_in(pem: bytes) -> Certificate:
 
 @dataclass(frozen=True)
 class Authority:
-    """Who signs devices' certificates."""
+    """An authority for devices' certificates."""
 
     subject: str  # as in RFC 4514
     ends: float  # seconds since 1970
-    may_sign: bool  # certificates
+    may_sign: bool  # whether it may sign certificates
 
 
 def authorities_in(pem: bytes) -> list[Authority]:
@@ -85,13 +85,13 @@ def _names(found: x509.Certificate) -> tuple[str, ...]:
 
 
 class ServedCertificate:
-    """The certificate of new connections, kept as its files are."""
+    """The certificate for new connections, reloaded when its files change."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        """Of settings with ``tls_cert``. Raises ConfigError if it can't be used.
+        """Read the certificate of settings with ``tls_cert``. Raises ConfigError.
 
-        Make it before ``settings.tls()`` reads the files for the first connections: it notices if
-        they are replaced from now on.
+        Create it before ``settings.tls()`` reads the files, so that it notices any replacement
+        since then.
         """
         self._settings = settings
         self._seen = stamp(self._files())
@@ -99,23 +99,23 @@ class ServedCertificate:
         self._authorities_end = self._read_authorities()
 
     def ends(self) -> dict[str, float]:
-        """When what new connections rely on ends, in seconds since 1970, by its setting."""
+        """The expiry of each certificate in use, in seconds since 1970, by setting."""
         found = {"gateway.tls_cert": self.certificate.ends}
         if self._authorities_end is not None:
             found["gateway.client_ca"] = self._authorities_end
         return found
 
     def look(self, current: CurrentTls, log: FilteringBoundLogger) -> None:
-        """Serve what is in the files from the next handshake on, if they have changed.
+        """If the files have changed, use them from the next handshake on.
 
-        ``current``: what connections begin with. Files that can't be used are reported once, and
-        the certificate before stays.
+        ``current``: the TLS context of new connections. Unusable files are reported once, and the
+        previous certificate stays in use.
         """
         found = stamp(self._files())
         if found == self._seen:
             return
         try:
-            # A context of its own: files that don't fit would spoil the one in use.
+            # A new context, as mismatched files would spoil the one in use.
             newest, read, authorities_end = (
                 self._settings.tls(),
                 self._read(),
@@ -131,7 +131,7 @@ class ServedCertificate:
             self.certificate = read
             self._authorities_end = authorities_end
             log.info("certificate renewed", ends=logging.stamp(read.ends), names=read.names)
-        # Files that changed meanwhile are looked at again.
+        # Files that changed meanwhile are read again next time.
         self._seen = found if found == stamp(self._files()) else None
 
     def _read(self) -> Certificate:
@@ -142,7 +142,7 @@ class ServedCertificate:
             raise ConfigError(f"gateway.tls_cert = {str(file)!r}: {error}") from error
 
     def _read_authorities(self) -> float | None:
-        """When the first of those that sign devices' certificates ends."""
+        """The earliest expiry of the authorities for devices' certificates."""
         file = self._settings.client_ca
         if file is None:
             return None

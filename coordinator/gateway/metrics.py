@@ -9,25 +9,25 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from fedstream.coordinator.gateway.refusals import REFUSALS
 
 if TYPE_CHECKING:
-    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
     from fedstream.coordinator.gateway.models import ModelCopies
     from fedstream.coordinator.gateway.settings import GatewaySettings
 
 
 class GatewayMetrics:
-    """What a gateway does and whom it serves."""
+    """Metrics of one replica."""
 
     def __init__(
         self,
         registry: CollectorRegistry,
-        desk: Desk,
+        sessions: DeviceSessions,
         models: ModelCopies,
         settings: GatewaySettings,
     ) -> None:
         gauges = {
-            "devices": ("Devices present.", lambda: len(desk.present())),
-            "polls": ("Check-ins that wait for a task.", lambda: desk.polls),
-            "tasks": ("Tasks in hand.", lambda: len(desk)),
+            "devices": ("Devices present.", lambda: len(sessions.present())),
+            "polls": ("Check-ins that wait for a task.", lambda: sessions.polls),
+            "tasks": ("Tasks in hand.", lambda: len(sessions)),
             "downloads": ("Model downloads in progress.", lambda: models.downloads),
             "changes_bytes": (
                 "Bytes of changes between models in memory.",

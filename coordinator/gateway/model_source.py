@@ -1,8 +1,8 @@
-"""One download's way through a model: from memory, or from Redis, a chunk at a time.
+"""The source of a download: a copy of the model in memory, or Redis, chunk by chunk.
 
-Whoever reads slowly keeps a copy in memory for long. Once its room is wanted for another version,
-he goes on with what Redis has, and so does who finds no room for what he asks for: both only while
-there is room for one more who reads from Redis.
+A slow download keeps a copy in memory for a long time. When another version needs the memory, the
+download continues from Redis. A download for which memory has no room begins there. The number of
+downloads that read from Redis is limited.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fedstream.runtime.http import SLICE
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from fedstream.coordinator.gateway.shelf import Volume
+    from fedstream.coordinator.gateway.byte_cache import CachedBytes
 
 
 class RedisReaders:
-    """The downloads that read from Redis, which the updater needs too: at most so many."""
+    """A limit on the downloads that read from Redis, which the updater needs too."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -32,12 +32,12 @@ class RedisReaders:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may."""
+        """Whether one more download may read from Redis."""
         return self.now < self._most
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """One of them inside the block. There has to be room."""
+        """Count a download inside the block. There must be room."""
         self.now += 1
         try:
             yield
@@ -47,28 +47,28 @@ class RedisReaders:
 
 @dataclass(frozen=True)
 class InRedis:
-    """A model that can be read from Redis from any chunk on."""
+    """A model in Redis, readable from any chunk on."""
 
-    chunk: Callable[[int], Awaitable[bytes]]  # reads one; all but the last have the same length
+    chunk: Callable[[int], Awaitable[bytes]]  # reads a chunk; all but the last have the same length
     readers: RedisReaders
 
 
 class ModelSource:
-    """The bytes for one download, as a context manager inside which they stay."""
+    """The bytes for one download, available inside a ``with`` block."""
 
-    def __init__(self, volume: Volume | None, stored: InRedis | None = None) -> None:
-        """``volume``: the copy in memory; None: it is read from Redis, where there is room for one
-        more reader. ``stored``: None if it can't be read there. One of the two is there.
+    def __init__(self, cached: CachedBytes | None, stored: InRedis | None = None) -> None:
+        """``cached``: the copy in memory; None: read from Redis, which needs room for one more
+        reader. ``stored``: the model in Redis; None if it can't be read there. One must be given.
         """
-        self._volume = volume
+        self._cached = cached
         self._stored = stored
         self._until = ExitStack()
         self._data = memoryview(b"")
-        self._begin = 0  # of that chunk
+        self._begin = 0  # offset of that chunk
 
     def __enter__(self) -> ModelSource:
-        if self._volume is not None:
-            self._data = self._until.enter_context(self._volume.read())
+        if self._cached is not None:
+            self._data = self._until.enter_context(self._cached.read())
         else:
             self._read_from_redis()
         return self
@@ -78,14 +78,14 @@ class ModelSource:
         self._until.close()
 
     async def piece(self, begin: int, end: int) -> memoryview:
-        """Some bytes from ``begin`` on, and before ``end``. Raises BlobMissing, BlobDamaged."""
-        volume, stored = self._volume, self._stored
-        if volume is not None and volume.is_wanted_back and stored and stored.readers.has_room:
-            self._volume, self._data = None, memoryview(b"")
+        """The next bytes from ``begin``, at most up to ``end``. Raises BlobMissing, BlobDamaged."""
+        cached, stored = self._cached, self._stored
+        if cached is not None and cached.is_wanted_back and stored and stored.readers.has_room:
+            self._cached, self._data = None, memoryview(b"")
             self._until.close()
             self._read_from_redis()
         end = min(end, begin + SLICE)
-        if self._volume is None:
+        if self._cached is None:
             assert stored is not None  # noqa: S101  (one of the two is there)
             if not self._begin <= begin < self._begin + len(self._data):
                 self._begin, self._data = begin - begin % CHUNK, memoryview(b"")  # one at a time
@@ -106,9 +106,9 @@ async def send(
     *,
     within_s: float,
 ) -> None:
-    """Send these bytes, each MiB within so many seconds, or cut the connection.
+    """Send the bytes from ``begin`` to ``end``, each MiB within ``within_s``, or abort.
 
-    Raises what :meth:`ModelSource.piece` does, as long as nothing has been sent, and
+    Raises the errors of :meth:`ModelSource.piece` before the first byte is sent, and
     ConnectionError.
     """
     loop = asyncio.get_running_loop()
@@ -123,10 +123,10 @@ async def send(
             if begin >= due:
                 until, due = loop.time() + within_s, begin + CHUNK
             if begin < end:
-                del piece  # of the copy that may be wanted back
+                del piece  # a view of the copy, which may have to be freed
                 piece = await source.piece(begin, end)
         await response.write_eof()
-    except (TimeoutError, FedstreamError) as error:  # too slow; or the version has gone meanwhile
+    except (TimeoutError, FedstreamError) as error:  # or the version was deleted
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(str(error)) from error

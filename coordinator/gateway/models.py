@@ -1,4 +1,4 @@
-"""Published models for devices, and what changed between them, in whole or in part."""
+"""Downloads of published models and of changes between them, whole or by byte range."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from fedstream.broker import blobs
+from fedstream.coordinator.gateway.byte_cache import ByteCache, CachedBytes, NoRoom
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
 from fedstream.coordinator.gateway.model_source import (
     InRedis,
@@ -21,7 +22,6 @@ from fedstream.coordinator.gateway.model_source import (
 )
 from fedstream.coordinator.gateway.offers import model_format
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
-from fedstream.coordinator.gateway.shelf import NoRoom, Shelf, Volume
 from fedstream.core.digest import DIGEST_PATTERN
 from fedstream.core.errors import BlobDamaged, BlobMissing
 from fedstream.core.formats import format_of
@@ -31,32 +31,32 @@ from fedstream.protocol import headers
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.coordinator.gateway.current import Current
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.core.records import Head
 
-_OF_A_DEVICE = 2  # downloads at once: one that was cut, and the next
+_OF_A_DEVICE = 2  # concurrent downloads: one that was cut, and the next
 _BYTES = "application/octet-stream"
 _DIGEST = re.compile(DIGEST_PATTERN)
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 
 
 class ModelCopies:
-    """The newest models that were asked for, and what changed between them, within two budgets."""
+    """The requested models and changes, cached within two budgets."""
 
     def __init__(
-        self, client: Client, keys: Keys, current: Current, settings: GatewaySettings
+        self, client: Client, keys: Keys, run_cache: RunCache, settings: GatewaySettings
     ) -> None:
         self._client = client
         self._keys = keys
-        self._current = current
+        self._run_cache = run_cache
         self._most = settings.downloads
         self._redis_readers = RedisReaders(settings.redis_downloads)
         self._within_s = settings.chunk_s
-        self._copies = Shelf(settings.model_bytes)
+        self._copies = ByteCache(settings.model_bytes)
         self._changes = ModelChanges(settings.changes_bytes)
-        self.downloads = 0  # now
-        self._downloading: Counter[int] = Counter()  # downloads of each device, now
+        self.downloads = 0  # current downloads
+        self._downloading: Counter[int] = Counter()  # current downloads by device
 
     @property
     def changes_bytes(self) -> int:
@@ -64,24 +64,24 @@ class ModelCopies:
         return self._changes.nbytes
 
     def changes_url(self, head: Head, has: str | None) -> str | None:
-        """Offer a device that has the model ``has`` what changed: its URL, or None.
+        """The URL of the changes for a device that has the model ``has``; None: no offer.
 
-        It costs nothing to say so: changes are made when they are first asked for.
+        An offer costs nothing, as the first request makes the changes.
         """
         if has is None or self._base(head, has) is None:
             return None
         self._changes.offer(has, head.given)
         return f"/v1/models/{head.given}/changes/{has}"
 
-    def _base(self, head: Head, has: str) -> Volume | None:
-        """The copy of a device's model, if changes from it to a version may help."""
+    def _base(self, head: Head, has: str) -> CachedBytes | None:
+        """The copy of the device's model ``has``, if changes from it may save bytes."""
         old = self._copies.there(has) if has != head.given else None
         if old is None or old.format != model_format(head):
             return None
         return old if self._changes.may_help(has, head.given) else None
 
     def prepare(self, head: Head) -> None:
-        """Begin to read a model that was offered: Redis may soon have newer ones in its place."""
+        """Begin to read an offered model, before newer ones replace it in Redis."""
         size = self._size(head)
         self._copies.prepare(head.given, size, partial(self._read, head, size))
 
@@ -97,30 +97,30 @@ class ModelCopies:
     async def get_changes(
         self, request: web.Request, device: int
     ) -> tuple[web.StreamResponse, int]:
-        """Answer GET and HEAD of what changed since a model that the device has.
+        """Answer GET and HEAD of the changes since a model that the device has.
 
-        Second, how many bytes fewer than the model it was sent: 0 unless this answer has all of
-        the changes, so that no part counts twice. Raises Refusal.
+        Also returns the bytes saved compared with the whole model; 0 if this answer has only a part
+        of the changes, so that no part counts twice. Raises Refusal.
         """
         head = await self._asked(request)
         with self._place(device):
-            volume = await self._changed(head, request.match_info["has"])
-            size = volume.data.nbytes
-            about = _About(request, volume.digest, size, volume.format)
-            with ModelSource(volume) as source:
+            cached = await self._changed(head, request.match_info["has"])
+            size = cached.data.nbytes
+            about = _About(request, cached.digest, size, cached.format)
+            with ModelSource(cached) as source:
                 response = await about.send(source, self._within_s)
         is_all = about.is_whole and request.method == "GET"
         return response, self._size(head) - size if is_all else 0
 
-    async def _changed(self, head: Head, has: str) -> Volume:
-        """What changed since the model ``has``. Raises Refusal.
+    async def _changed(self, head: Head, has: str) -> CachedBytes:
+        """Get the changes since the model ``has``. Raises Refusal.
 
-        It is made only up to the newest version, or one that was the newest when somebody was
-        offered it: else devices could ask for any two of the models.
+        Changes are made only to the newest version or to an offered one, or devices could request
+        any pair of models.
         """
         if (made := self._changes.there(has, head.given)) is not None:
             return made
-        is_newest = head.given == self._current.head.given
+        is_newest = head.given == self._run_cache.head.given
         if not is_newest and not self._changes.is_offered(has, head.given):
             raise _no_changes()
         if self._base(head, has) is None:
@@ -134,21 +134,21 @@ class ModelCopies:
             raise _no_changes()
         try:
             with old.read(), new.read():
-                return await self._changes.get(old, new, self._current.run.layout)
+                return await self._changes.get(old, new, self._run_cache.run.layout)
         except NotWorthIt as error:
             raise _no_changes() from error
 
     async def _asked(self, request: web.Request) -> Head:
-        """The version whose model is asked for. Raises Refusal."""
+        """The version whose model a request names. Raises Refusal."""
         digest = request.match_info["digest"]
-        head = await self._current.version_of(digest) if _DIGEST.fullmatch(digest) else None
+        head = await self._run_cache.version_of(digest) if _DIGEST.fullmatch(digest) else None
         if head is None:
             raise _superseded(digest)
         return head
 
     @contextmanager
     def _place(self, device: int) -> Iterator[None]:
-        """One of the downloads at a time. Raises Refusal."""
+        """Count a download inside the block. Raises Refusal above a limit."""
         if self.downloads >= self._most:
             raise _busy(f"{self._most} downloads are in progress")
         if self._downloading[device] >= _OF_A_DEVICE:
@@ -167,11 +167,11 @@ class ModelCopies:
 
     @contextmanager
     def _reading(self, head: Head) -> Iterator[None]:
-        """Read a version's model inside the block. Raises Refusal if it can't be read."""
+        """Turn errors of reading a version's model inside the block into Refusal."""
         try:
             yield
         except BlobMissing as error:
-            self._current.forget(head.given)
+            self._run_cache.forget(head.given)
             raise _superseded(head.given) from error
         except BlobDamaged as error:
             raise Refusal(
@@ -182,12 +182,12 @@ class ModelCopies:
             ) from error
 
     async def _source(self, head: Head) -> ModelSource:
-        """Where a version's model comes from: memory, or Redis if there is no room.
+        """The source of a version's model: memory, or Redis if memory has no room.
 
         Raises Refusal, BlobMissing, BlobDamaged.
         """
         size = self._size(head)
-        seekable = head.chunks in (None, blobs.chunks_of(size))  # not by another release
+        seekable = head.chunks in (None, blobs.chunks_of(size))  # this release's chunks
         readers = self._redis_readers
         stored = InRedis(partial(self._chunk, head, size), readers) if seekable else None
         try:
@@ -197,8 +197,8 @@ class ModelCopies:
                 raise _busy("others are read, and there is no room for one more model") from error
             return ModelSource(None, stored)
 
-    async def _copy(self, head: Head) -> Volume:
-        """The copy of a version's model; read from Redis by whoever asks first.
+    async def _copy(self, head: Head) -> CachedBytes:
+        """The copy of a version's model; the first request reads it from Redis.
 
         Raises NoRoom, BlobMissing, BlobDamaged.
         """
@@ -209,10 +209,10 @@ class ModelCopies:
         key = self._keys.model(head.blob)
         return await blobs.read_chunk(self._client, key, number, size, encoded=head.encoded)
 
-    async def _read(self, head: Head, size: int) -> Volume:
-        """Read a published blob as it is, and check it as far as its digest is that of its bytes.
+    async def _read(self, head: Head, size: int) -> CachedBytes:
+        """Read a published blob without decoding it, and check its digest if possible.
 
-        The digest of a compressed model is that of what is inside: devices check it.
+        The digest of a compressed model covers the decompressed bytes, so devices check it.
         """
         payload = Payload.empty(size)
         compressed = head.encoded is not None and format_of(head.encoded.format).zstd
@@ -224,17 +224,17 @@ class ModelCopies:
             chunks=head.chunks,
             encoded=head.encoded,
         )
-        return Volume(payload.buffer.data.toreadonly(), head.given, model_format(head))
+        return CachedBytes(payload.buffer.data.toreadonly(), head.given, model_format(head))
 
     def _size(self, head: Head) -> int:
-        return head.encoded.size if head.encoded else self._current.run.layout.nbytes
+        return head.encoded.size if head.encoded else self._run_cache.run.layout.nbytes
 
 
 class _About:
-    """What a request asks for of some bytes, and how it is answered."""
+    """A request for bytes or a range of them, and its answer."""
 
     def __init__(self, request: web.Request, digest: str, size: int, format_: str) -> None:
-        """Raises Refusal if there are no such bytes."""
+        """Raises Refusal for an unsatisfiable range."""
         self._request = request
         tag = f'"{digest}"'
         self._headers = {
@@ -266,7 +266,7 @@ class _About:
         return self.status != 304 and (self._begin, self._end) == (0, self._size)
 
     async def answer(self) -> web.StreamResponse:
-        """Answer HEAD, or who has the bytes."""
+        """Answer without a body: HEAD, or a client that has the bytes."""
         if self.status == 304:
             return web.Response(status=304, headers=self._headers)
         response = self._response(self._size)
@@ -275,7 +275,7 @@ class _About:
         return response
 
     async def send(self, source: ModelSource, within_s: float) -> web.StreamResponse:
-        """Send what was asked for; each MiB within so many seconds. Raises as the source does."""
+        """Send the requested bytes, each MiB within ``within_s``. Raises as the source does."""
         if not self.has_body:
             return await self.answer()
         response = self._response(self._end - self._begin)
@@ -289,9 +289,9 @@ class _About:
 
 
 def byte_range(asked: str, size: int) -> tuple[int, int] | None:
-    """The bytes from and up to which a Range header asks for; None: all, as for several ranges.
+    """Parse a Range header; return (begin, end), or None for all bytes and several ranges.
 
-    Raises Refusal (416) if there are none of them.
+    Raises Refusal (416) for an unsatisfiable range.
     """
     found = _RANGE.fullmatch(asked.strip())
     if found is None or not (found[1] or found[2]):
@@ -300,7 +300,7 @@ def byte_range(asked: str, size: int) -> tuple[int, int] | None:
         begin = int(found[1])
         end = int(found[2]) + 1 if found[2] else max(size, begin + 1)
         if end <= begin:
-            return None  # not valid, and so to be ignored (RFC 9110, 14.1.1)
+            return None  # an invalid header is ignored (RFC 9110, 14.1.1)
     else:
         begin, end = max(0, size - int(found[2])), size
     if begin >= size:

@@ -1,4 +1,4 @@
-"""What a device is told: the offer of a task, and whether to go on with it. Pure."""
+"""The offer of a task to a device, and the advice whether to continue. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedstream.core.formats import F32
 from fedstream.protocol.messages import Advice, ExpectedUpdate, Offer, OfferedModel, OfferedTask
 
 if TYPE_CHECKING:
-    from fedstream.coordinator.gateway.desk import Held
+    from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.core.formats import Format
     from fedstream.core.messages import Assignment
     from fedstream.core.records import Head, Run
@@ -28,10 +28,10 @@ def offer(
     changes: str | None = None,
     heartbeat_s: float,
 ) -> Offer:
-    """The offer of a task, to be trained from the newest version.
+    """Offer a task, to be trained from the newest version.
 
-    ``update``: format to send. ``now``: seconds since 1970, by the clock of the task's deadline.
-    ``changes``: where the device gets what changed in the model.
+    ``update``: the wanted format of the update. ``now``: seconds since 1970, by the clock of the
+    task's deadline. ``changes``: the URL of the changes since the device's model.
     """
     task, encoded = held.task, head.encoded
     return Offer(
@@ -65,21 +65,21 @@ def offer(
 
 
 def model_format(head: Head) -> str:
-    """The name of the format that a version's model is published in."""
+    """The name of a published model's format."""
     return head.encoded.format if head.encoded else F32.name
 
 
 def format_for(formats: Sequence[str], wanted: Format) -> Format:
-    """The format in which a device is to send updates: the wanted one if it can, else float32.
+    """The format for a device's updates: the wanted one if the device knows it, else float32.
 
-    ``formats``: those that the device knows; ``topk`` stands for any share.
+    ``formats``: known by the device; ``topk`` stands for any share.
     """
     kind = f"{wanted.kind}{'+zstd' if wanted.zstd else ''}"
     return wanted if {wanted.name, kind} & {*formats} else F32
 
 
 def overdue(task: Assignment, head: Head, now: float) -> str | None:
-    """The reason to give a task up although its device is there; None: there is none.
+    """The reason to give up a task of a present device; None for none.
 
     ``now``: seconds since 1970.
     """
@@ -91,12 +91,12 @@ def overdue(task: Assignment, head: Head, now: float) -> str | None:
 
 
 def advice(held: Held, attempt: str, run: Run, head: Head, now: float) -> Advice:
-    """What a device hears that works on a task. ``now``: seconds since 1970."""
+    """The advice to a device that works on a task. ``now``: seconds since 1970."""
     if run.state == "finished":
         return Advice(go_on=False, why="run over")
     if attempt != held.attempt or overdue(held.task, head, now) is not None:
         return Advice(go_on=False, why="given up")
-    # Untrusted sites' staleness counts from the hand-out, which was no later than the offer.
+    # For untrusted sites, staleness counts from the hand-out, which came before the offer.
     if (
         run.max_staleness is not None
         and held.tau is not None

@@ -1,10 +1,10 @@
-"""The devices of a gateway, as far as a replica knows them, and what it signs tokens with.
+"""A replica's cache of the enrolled devices, and the secret for tokens.
 
-Every request with a token asks for its device. Redis answers once; after that, a look every other
-second tells whether anything has changed, and if so all is asked anew. So a revocation takes effect
-within about two seconds, and a request costs Redis nothing. A device that enrols for the first time
-changes nothing for others: only that a device is not there is forgotten with every look. The list
-of those who are revoked is read as a whole, for tasks whose devices make no request.
+Every request with a token looks its device up. The cache reads each device from Redis once, and
+checks every two seconds whether a register has changed; if so, it starts anew. So a revocation
+takes effect within about two seconds, and most requests cost Redis nothing. A first enrolment
+doesn't count as a change, so the cache forgets absent devices with every check. The list of revoked
+devices is read as a whole, for tasks whose devices make no request.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedstream.broker.ledger.gateway import GatewayLedger, Registration
 
-LOOK_S = 2.0  # between two looks at whether anything has changed
-# Then everything is asked again, whatever the look says. A device that waits checks in each minute,
-# so with less, each check-in would cost an exchange.
+LOOK_S = 2.0  # between two checks for changes
+# Age at which the cache starts anew in any case. A waiting device checks in each minute, so a lower
+# value would cost an exchange per check-in.
 _ANEW_S = 600.0
 _SECRET = 32  # bytes
 
 
 class Registry:
-    """The registrations of devices that are neither unknown nor revoked."""
+    """The registrations of enrolled devices that are not revoked."""
 
     def __init__(
         self,
@@ -36,32 +36,32 @@ class Registry:
         most: int = 100_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``secret``: the configured one; None: the replicas' common one in Redis. ``most``:
-        devices remembered. ``clock``: monotonic seconds.
+        """``secret``: the configured secret; None: the replicas' common secret in Redis.
+        ``most``: cached devices. ``clock``: monotonic seconds.
         """
         self._ledger = ledger
         self._configured = secret
         self._most = most
         self._clock = clock
         self._found: dict[int, Registration | None] = {}
-        self._absent: set[int] = set()  # those of them that are not there
+        self._absent: set[int] = set()  # cached devices without a registration
         self._revoked: frozenset[int] = frozenset()
         self._secret = b""
         self._stamp: bytes | None = None
-        self._looked: float | None = None  # when the last look began
+        self._looked: float | None = None  # beginning of the last check
         self._emptied = 0.0
         self._generation = 0
         self._looking = asyncio.Lock()
 
     async def secret(self) -> bytes:
-        """What tokens are signed with. Raises Unavailable."""
+        """The secret for signing tokens. Raises Unavailable."""
         await self._look()
         return self._secret
 
     async def get(self, device: int) -> Registration | None:
-        """A device that may take part; None if it has not enrolled or is revoked.
+        """The registration of a device; None if it has not enrolled or is revoked.
 
-        Raises Unavailable: nobody is let in on what was true before.
+        Raises Unavailable rather than trust an outdated cache.
         """
         await self._look()
         if device in self._found:
@@ -70,11 +70,14 @@ class Registry:
         return None if revoked else registration
 
     async def asked(self, device: int) -> tuple[Registration | None, bool]:
-        """A device's registration as it is now, and whether it is revoked. Raises Unavailable."""
+        """Read from Redis a device's registration, and whether it is revoked.
+
+        Raises Unavailable.
+        """
         await self._look()
         generation = self._generation
         registration, revoked = await self._ledger.registration(device)
-        if generation == self._generation:  # else this was read before the change
+        if generation == self._generation:  # else the answer was read before the change
             if len(self._found) >= self._most:
                 del self._found[next(iter(self._found))]
             found = self._found[device] = None if revoked else registration
@@ -83,12 +86,12 @@ class Registry:
         return registration, revoked
 
     async def revoked(self) -> frozenset[int]:
-        """The devices that are revoked. Raises Unavailable."""
+        """The revoked devices. Raises Unavailable."""
         await self._look()
         return self._revoked
 
     async def _look(self) -> None:
-        """Notice changes, if the last look is a while ago; several requests wait for one look."""
+        """Check for changes if the last check is too old; concurrent requests share one check."""
         if self._is_fresh():
             return
         async with self._looking:

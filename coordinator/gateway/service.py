@@ -1,7 +1,7 @@
 """The gateway: devices over HTTPS, served as the trainer of a site of its own.
 
-Any number of replicas serve one run, each with a stable name; a replica that restarts takes up the
-tasks that it had. What devices get is what a trainer gets, and nothing that they say is trusted.
+Any number of replicas serve one run, each with a stable name; a restarted replica takes up its
+earlier tasks. Devices get the same data as trainers, and their messages are never trusted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from fedstream.broker.bounded import BoundedClient
+from fedstream.broker.bounded_client import BoundedClient
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox
@@ -24,12 +24,12 @@ from fedstream.coordinator.gateway.attestation import NoVerifier
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.certificate import ServedCertificate
 from fedstream.coordinator.gateway.check_ins import CheckIns
-from fedstream.coordinator.gateway.current import Current
-from fedstream.coordinator.gateway.desk import Desk
+from fedstream.coordinator.gateway.device_sessions import DeviceSessions
+from fedstream.coordinator.gateway.handover import HandOvers
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
-from fedstream.coordinator.gateway.moves import Moves
 from fedstream.coordinator.gateway.receipts import Receipts
+from fedstream.coordinator.gateway.run_cache import RunCache
 from fedstream.coordinator.gateway.settings import OTHER_FILES
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.coordinator.gateway.uploads import Uploads
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.core.formats import Format
-    from fedstream.runtime.tasks import LeaseSettings
+    from fedstream.runtime.task_settings import LeaseSettings
 
-_LOOK_S = 1.0  # between two looks at the run and at who is away
+_LOOK_S = 1.0  # between two checks of the run and of absent devices
 _ANNOUNCE_S = 2.0  # between two announcements of the same devices
-_CHANGED_S = 0.2  # between two announcements if they change
-_LONG = 1000  # devices: a list of more is announced no more often because it changes
-_GROWING = 8  # announcements after which nobody seems to read them: 16 s at most
-_LINKS = 64  # connections to Redis, however many devices ask for something at once
-_GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
+_CHANGED_S = 0.2  # the same after a change
+_LONG = 1000  # devices: changes of a longer list are not announced early
+_GROWING = 8  # growing announcements in a row that mean that no coordinator reads
+_LINKS = 64  # most connections to Redis
+_GOODBYE_S = 2.0  # time-out of the last message, shorter than the drain
 
 
 class Gateway:
-    """The service. Replicas differ only in ``name``."""
+    """The gateway service. Replicas differ only in ``name``."""
 
     role = "gateway"
 
@@ -72,8 +72,8 @@ class Gateway:
         update: Format,
         identity: Recognition | None = None,
     ) -> None:
-        """``update``: the format that devices send updates in, if they can. ``identity``: who
-        makes a request; None: the device whose token it has.
+        """``update``: the wanted format of updates. ``identity``: identifies a request's device;
+        None: by the request's token.
         """
         self._settings = settings
         self._lease = lease
@@ -85,22 +85,24 @@ class Gateway:
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name))
         self._group = Group(self._client, stream, TRAINERS, name)
-        self._desk = Desk(away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices)
-        self._current = Current(self._ledger, update, supernodes=settings.flower_app is not None)
-        self._models = ModelCopies(self._client, keys, self._current, settings)
+        self._sessions = DeviceSessions(
+            away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices
+        )
+        self._run_cache = RunCache(self._ledger, update, supernodes=settings.flower_app is not None)
+        self._models = ModelCopies(self._client, keys, self._run_cache, settings)
         self._served = ServedCertificate(settings) if settings.tls_cert is not None else None
         self._auth = Auth(self._ledger, settings, self._served)
         self._app = GatewayApp(
-            settings, self._desk, self._current, self._models, identity or self._auth
+            settings, self._sessions, self._run_cache, self._models, identity or self._auth
         )
         self._fleet = self._flower() if settings.flower_app else None
         self._announced: tuple[int, ...] = ()
         self._announced_at = 0.0
         self._unread = 0  # messages in the inbox, at the last announcement
-        self._growing = 0  # announcements in a row at which it held more than at the one before
+        self._growing = 0  # announcements in a row with more unread messages each
 
     def _flower(self) -> FleetRoutes:
-        """What serves Flower's supernodes. Raises ConfigError."""
+        """Make the routes for Flower's supernodes. Raises ConfigError."""
         try:
             from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
             from fedstream.coordinator.gateway.fleet.routes import FleetRoutes
@@ -111,8 +113,8 @@ class Gateway:
             ) from error
         return FleetRoutes(
             self._settings,
-            self._desk,
-            self._current,
+            self._sessions,
+            self._run_cache,
             self._client,
             self._keys,
             self._ledger,
@@ -121,24 +123,24 @@ class Gateway:
         )
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """The routes of the protocol, for devices; and those of Flower, if they are on."""
+        """The routes for devices, and the routes for supernodes if configured."""
         fleet = self._fleet.routes(self._app.answering, self._app.charge) if self._fleet else ()
         return [*fleet, *self._app.routes(*self._auth.routes())]
 
     async def run(self, context: Context) -> None:
-        """Work until stopped, and go on with all of it while uploads in progress end.
+        """Serve until stopped, and then until the uploads in progress have ended.
 
-        Tasks in hand stay ours: the replica of our name takes them up.
+        Held tasks stay leased to this replica's name, so its next process takes them up.
         """
         context.watch(self._client)
         drained = asyncio.Event()
         lasting = context.until(drained)
-        metrics = GatewayMetrics(context.registry, self._desk, self._models, self._settings)
+        metrics = GatewayMetrics(context.registry, self._sessions, self._models, self._settings)
         if self._served is not None:
             context.certificates.append(self._served.ends)
         tasks = Tasks(
-            self._desk,
-            self._current,
+            self._sessions,
+            self._run_cache,
             self._client,
             self._group,
             self._ledger,
@@ -148,10 +150,10 @@ class Gateway:
             context,
             name=self._name,
         )
-        moves = Moves(
-            self._desk,
+        moves = HandOvers(
+            self._sessions,
             tasks,
-            self._current,
+            self._run_cache,
             self._ledger,
             lasting,
             name=self._name,
@@ -185,8 +187,8 @@ class Gateway:
                 self._client,
                 self._keys,
                 self._outbox,
-                self._current,
-                self._desk,
+                self._run_cache,
+                self._sessions,
                 tasks,
                 moves,
                 Receipts(self._ledger.fates, self._ledger.is_open),
@@ -198,8 +200,8 @@ class Gateway:
             )
             check_ins = CheckIns(
                 self._settings,
-                self._desk,
-                self._current,
+                self._sessions,
+                self._run_cache,
                 self._models,
                 tasks,
                 metrics,
@@ -228,13 +230,13 @@ class Gateway:
             await self._client.close()
 
     async def _join(self, context: Context, tasks: Tasks) -> bool:
-        """Wait for the run; True once there is one, and the tasks are known that we had before.
+        """Wait for the run and recover our earlier tasks; False if stopped before.
 
         Raises ConfigError if devices can't join the run.
         """
         self._look_at_certificate(context)
-        await self._current.look()
-        if self._current.has_begun:
+        await self._run_cache.look()
+        if self._run_cache.has_begun:
             await tasks.take()
             return True
         await pause(context.stop, 0.2)
@@ -254,13 +256,13 @@ class Gateway:
         if self._served is not None and context.tls is not None:
             self._served.look(context.tls, context.log)
 
-    async def _announce(self, context: Context, tasks: Tasks, moves: Moves) -> None:
-        """Announce who is present: soon after a change of a short list, else every two seconds."""
-        present, now = self._desk.present(), time.monotonic()
-        if len(present) > OWNED:  # devices with tasks from before a restart, and new ones
+    async def _announce(self, context: Context, tasks: Tasks, moves: HandOvers) -> None:
+        """Announce present devices: soon after a change of a short list, else every 2 s."""
+        present, now = self._sessions.present(), time.monotonic()
+        if len(present) > OWNED:  # devices with tasks from before a restart, plus new ones
             present = present[:OWNED]
         if not present and self._announced and not await self._group.is_empty():
-            # Other replicas have tasks of our stream, which goes with the last device that we own.
+            # Other replicas hold tasks of our stream, which is deleted with our last device.
             present = self._announced[:1] if len(self._announced) > 1 else self._announced
         changed_s = _CHANGED_S if len(present) <= _LONG else _ANNOUNCE_S
         since_s = now - self._announced_at
@@ -273,27 +275,27 @@ class Gateway:
                 self._unread = self._outbox.unread
                 if self._growing == _GROWING:
                     context.log.warning(
-                        "no coordinator reads what this gateway says, so its devices get no tasks: "
+                        "no coordinator reads this gateway's inbox, so its devices get no tasks: "
                         "is its site in coordinator.sites, and does a coordinator run?",
                         site=self._settings.site,
                         unread=self._unread,
                     )
             elif self._announced:
-                await self._outbox.goodbye(self._name)  # a site's trainer without devices is none
+                await self._outbox.goodbye(self._name)  # a site's trainer must have devices
             self._announced, self._announced_at = present, now
         await moves.tell()
-        if self._fleet:  # which alone wants to know whether there are other replicas
+        if self._fleet:  # only the Fleet routes need the list of replicas
             await moves.greet()
         await pause(context.stop, _CHANGED_S)
 
     async def _drain(self, context: Context, uploads: Uploads, drained: asyncio.Event) -> None:
         await context.stop.wait()
-        self._desk.release_all()
-        await uploads.end()  # those in progress; devices go on with the others later
+        self._sessions.release_all()
+        await uploads.end()  # uploads in progress; devices continue the others later
         drained.set()
 
     async def _leave(self, context: Context) -> None:
-        """Say good-bye if our stream is empty; otherwise devices come back to us for its tasks."""
+        """Sign off if our stream is empty; else our next process serves its tasks."""
         if not self._announced:
             return
         self._client.hurry(_GOODBYE_S)

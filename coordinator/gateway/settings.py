@@ -15,46 +15,46 @@ from fedstream.core.messages import OWNED, POOL
 from fedstream.protocol.messages import WAIT_S, UrlHost
 from fedstream.runtime.config import Positive, Section
 
-OTHER_FILES = 256  # that a gateway opens besides its devices' connections
+OTHER_FILES = 256  # open files besides the devices' connections
 
 
 class GatewaySettings(Section):
-    """Whom a gateway serves, for how long it waits for devices, and its limits on them."""
+    """The table ``[gateway]``: site, time limits, quotas, TLS and enrolment."""
 
-    site: str = GATEWAY  # its replicas share a Redis user; not the pool
-    devices: Annotated[int, Field(ge=1, le=OWNED)] = 20_000  # present at once, at this replica
-    away_s: Positive = 60.0  # without a request, a device without a task is no longer present
-    lease_s: Positive = 120.0  # without a request, a device's tasks are given up
+    site: str = GATEWAY  # not the pool; its replicas share a Redis user
+    devices: Annotated[int, Field(ge=1, le=OWNED)] = 20_000  # most devices present at this replica
+    away_s: Positive = 60.0  # silence after which a device without a task is no longer present
+    lease_s: Positive = 120.0  # silence after which a device's tasks are given up
     poll_s: Annotated[float, Field(ge=0, le=WAIT_S)] = (
         WAIT_S  # longest that a check-in waits for a task
     )
-    retry_s: tuple[Positive, Positive] = (1.0, 10.0)  # when to check in again: between these
+    retry_s: tuple[Positive, Positive] = (1.0, 10.0)  # wait before the next check-in: between these
     heartbeat_s: Positive = 5.0  # between two heartbeats of a device that trains
     connections: Annotated[int, Field(ge=1)] = 25_000  # simultaneous; each waiting device has one
-    # Of these, from one address, which may be that of a whole network; not with ``proxies``.
+    # Connections from one address, which may belong to a whole network; not with ``proxies``.
     address_connections: Annotated[int, Field(ge=1)] = 10_000
-    # New ones per second from an address, beyond as many at once; likewise. Each costs a handshake.
+    # New connections per second from one address, after a burst; not with ``proxies``.
     address_arrivals: Positive = 200.0
     downloads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of models
-    redis_downloads: Annotated[int, Field(ge=1)] = 64  # of these, that find no room in memory
-    model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of models kept in memory
-    # Of changes between models kept in memory; 0: devices get whole models.
+    redis_downloads: Annotated[int, Field(ge=1)] = 64  # of these, downloads that read from Redis
+    model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # bytes of models in memory
+    # Bytes of changes between models in memory; 0: devices get whole models.
     changes_bytes: Annotated[int, Field(ge=0)] = 64 << 20
     uploads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of updates; each takes 2 MiB
-    chunk_s: Positive = 60.0  # in which 1 MiB of a model or an update, or its end, must pass
-    # What tokens are signed with; None: the replicas agree on one in Redis.
+    chunk_s: Positive = 60.0  # time limit for each MiB of a model or an update
+    # Secret for signing tokens; None: the replicas share one in Redis.
     secret: Annotated[Annotated[SecretStr, Field(min_length=32)] | None, Field(exclude=True)] = None
-    body_s: Positive = 15.0  # in which a JSON body must arrive
+    body_s: Positive = 15.0  # time limit for a JSON body
     device_rate: Positive = 20.0  # requests per second of a device
     address_rate: Positive = 500.0  # requests per second from an address
-    proxies: Annotated[int, Field(ge=0)] = 0  # ours, in front, that add to X-Forwarded-For
-    tls_cert: str | None = None  # PEM: the certificate and those that signed it
+    proxies: Annotated[int, Field(ge=0)] = 0  # our own in front; they add to X-Forwarded-For
+    tls_cert: str | None = None  # PEM: the certificate and its chain
     tls_key: str | None = None  # PEM, without a password
-    client_ca: str | None = None  # PEM: who signs devices' certificates; None: they need none
-    attestation: VerifierSettings = NoVerifier()  # who judges what devices that enrol show
-    # Host, or host:port, of the URLs that devices have for it; none: the certificate's names.
+    client_ca: str | None = None  # PEM: authorities for devices' certificates; None: not required
+    attestation: VerifierSettings = NoVerifier()  # verifier of enrolling devices' attestations
+    # Host or host:port in the devices' URLs; none: the certificate's names.
     names: Annotated[tuple[UrlHost, ...], Field(max_length=16)] = ()
-    flower_app: str | None = None  # FAB that Flower's supernodes run; None: there are none
+    flower_app: str | None = None  # FAB for Flower's supernodes; None: no supernodes
     flower_keys: str | None = None  # file: the supernodes' public keys, by device
     drain_s: Positive = 20.0
 
@@ -96,7 +96,7 @@ class GatewaySettings(Section):
         return self
 
     def tls(self) -> ssl.SSLContext | None:
-        """What to serve TLS with; None: plain HTTP. Raises ConfigError if a file can't be used."""
+        """Make the TLS context; None: plain HTTP. Raises ConfigError for an unusable file."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         for key in ("tls_cert", "tls_key", "client_ca"):
@@ -118,17 +118,17 @@ class GatewaySettings(Section):
             ) from error
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
-            # Who resumes shows no certificate, though it has ended or the authorities changed.
-            # Only TLS 1.3: Python can't turn off the cache from which 1.2 resumes without tickets.
+            # No resumption: a resuming client shows no certificate, which may have expired since.
+            # Only TLS 1.3: Python can't turn off the session cache of TLS 1.2.
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
-            # Whoever is in the file is trusted, though somebody else signed its certificate: or it
-            # would take a whole institution's root to trust its authority for devices.
+            # Trust intermediate authorities in the file, so that an institution's authority for
+            # devices can be trusted without its root.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             try:
                 context.load_verify_locations(self.client_ca)
-            except OSError as error:  # as above; it may have been removed since it was read
+            except OSError as error:  # as above; the file may have been removed since
                 raise ConfigError(
                     f"gateway.client_ca = {self.client_ca!r}: no certificates in PEM: {error}"
                 ) from error

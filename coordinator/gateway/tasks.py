@@ -1,4 +1,4 @@
-"""A replica's tasks: how it takes them, keeps their leases, and gives up those of lost devices."""
+"""A replica's tasks: taking them, renewing their leases, giving up tasks of lost devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway import offers
-from fedstream.coordinator.gateway.desk import Held
+from fedstream.coordinator.gateway.device_sessions import Held
 from fedstream.coordinator.gateway.receipts import receipt_of
 from fedstream.coordinator.gateway.upload_notes import upload_blob
 from fedstream.core import reasons
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.ledger.trainer import Outbox
-    from fedstream.broker.parts import PartialBlob
+    from fedstream.broker.partial_blobs import PartialBlob
     from fedstream.broker.streams import Entry
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.runtime.service import Context
-    from fedstream.runtime.tasks import LeaseSettings
+    from fedstream.runtime.task_settings import LeaseSettings
 
-_AT_ONCE = 256  # tasks taken with one read
-_DEAF_S = 3.0  # without a sweep: devices may have gone unheard
+_AT_ONCE = 256  # tasks per read
+_DEAF_S = 3.0  # pause between sweeps after which silence counts anew
 
 
 class Tasks:
-    """The tasks of one replica, from its stream to the desk and, given up, to the inbox."""
+    """Takes tasks from the replica's stream, and sends given-up tasks to the inbox."""
 
     def __init__(
         self,
-        desk: Desk,
-        current: Current,
+        sessions: DeviceSessions,
+        run_cache: RunCache,
         client: Client,
         group: Group,
         ledger: GatewayLedger,
@@ -50,8 +50,8 @@ class Tasks:
         *,
         name: str,
     ) -> None:
-        self._desk = desk
-        self._current = current
+        self._sessions = sessions
+        self._run_cache = run_cache
         self._client = client
         self._group = group
         self._ledger = ledger
@@ -60,32 +60,32 @@ class Tasks:
         self._lease = lease
         self._context = context
         self._name = name
-        self._unsure = True  # whether there may be tasks of ours that we don't know of
+        self._unsure = True  # whether unknown pending tasks may be ours
         self._began = False
         self._swept = 0.0
-        self._listened = self._hears_since = 0.0  # when the last sweep ended; and since when
+        self._listened = self._hears_since = 0.0  # end of the last sweep; beginning without a break
         self.answers = 0
 
     async def take(self) -> None:
-        """Take new tasks, or those that we had before a restart or the loss of a reply."""
-        unsure, self._unsure = self._unsure, True  # until proven otherwise
+        """Take new tasks, or first our pending ones from before a restart or a lost reply."""
+        unsure, self._unsure = self._unsure, True  # until the read succeeds
         head, are_new = None, False
         if unsure:
-            # Quiet: it is devices that work on tasks, so our crash does not speak against one.
+            # Quiet: devices do the work, so our crash says nothing about a task.
             await self._group.ensure()
             entries, _ = await self._group.claim(
                 idle_ms=0, most=self._lease.attempts, own=True, quiet=True, count=OWNED
             )
-            await self._current.look()
+            await self._run_cache.look()
         elif entries := await self._lapsed():
-            await self._current.look()
+            await self._run_cache.look()
         else:
             are_new = True
             entries, head = await self._ledger.take_some(self._group, count=_AT_ONCE)
             if head is not None and entries:
-                self._current.saw(head)
+                self._run_cache.saw(head)
         now = time.monotonic()
-        known = {held.entry.id for held in self._desk} if unsure else set()
+        known = {held.entry.id for held in self._sessions} if unsure else set()
         for entry in entries:
             if entry.id not in known:
                 await self._hold(entry, self._group, now, is_new=are_new)
@@ -93,14 +93,16 @@ class Tasks:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the tasks that this replica had before are in hand again."""
+        """Whether this replica's earlier tasks are held again."""
         return self._began
 
     async def take_over(self, stream: str, entries: Sequence[str]) -> None:
-        """Take tasks in hand that another replica of the site leaves to this one."""
+        """Hold tasks that another replica of the site hands over."""
         group = self._group_of(stream)
         taken = await group.take_over(entries)
-        await self._current.look()  # a task is trained from no older version than it was sent with
+        await (
+            self._run_cache.look()
+        )  # a task is trained from no older version than it was sent with
         for entry in taken:
             await self._hold(entry, group, time.monotonic())
 
@@ -110,7 +112,7 @@ class Tasks:
         return Group(self._client, stream, TRAINERS, self._name)
 
     async def _lapsed(self) -> list[Entry]:
-        """Tasks of ours that another replica took over and then lost, at a quarter of the lease."""
+        """Our tasks that another replica took over and lost; checked each quarter lease."""
         if time.monotonic() - self._swept <= self._lease.seconds / 4:
             return []
         self._swept = time.monotonic()
@@ -129,49 +131,51 @@ class Tasks:
             await self._bury(entry, group.stream, str(error))
             return
         self._context.trace("taken", task=task.task, device=task.device)
-        self._desk.hold(Held(task, entry, group.stream, is_new=is_new, is_untouched=is_new), now)
+        self._sessions.hold(
+            Held(task, entry, group.stream, is_new=is_new, is_untouched=is_new), now
+        )
 
     async def renew(self) -> None:
-        """Renew all leases together; tasks whose lease is lost are over for their devices."""
+        """Renew all leases together; release the tasks whose lease is lost."""
         by_stream: dict[str, list[Held]] = {}
-        for held in self._desk:
+        for held in self._sessions:
             by_stream.setdefault(held.stream, []).append(held)
         for stream, some in by_stream.items():
             ours = await self._group_of(stream).renew_all([held.entry.id for held in some])
-            lost = [one for one in some if one.entry.id not in ours and self._desk.has(one)]
+            lost = [one for one in some if one.entry.id not in ours and self._sessions.has(one)]
             for held in lost:
                 task = held.task
                 self._context.log.info("lease lost", task=task.task, device=task.device)
-                self._desk.ended(task.task)
+                self._sessions.ended(task.task)
             await self._discard_ended(lost)
 
     async def sweep(self) -> None:
-        """Look at the run, and give up the tasks of devices that stay away.
+        """Read the run, and give up the tasks of devices that stay away.
 
-        Once the run is over, give up all tasks, and let go of all who wait for one.
+        Once the run is over, gives up all tasks and ends all waiting check-ins.
 
-        Silence counts only while devices could be heard: while Redis is away they are told to come
-        again, and a process that stands still hears nobody.
+        Silence counts only while devices can be heard: not while Redis is away, when devices are
+        told to retry, nor while the process is stopped.
         """
-        await self._current.look()
+        await self._run_cache.look()
         now = time.monotonic()
         if now - self._listened > _DEAF_S:
             self._hears_since = now
-        for held in self._desk.gone(now, self._hears_since):
+        for held in self._sessions.gone(now, self._hears_since):
             await self.give_up(held, reasons.DROPPED_OUT)
-        if self._current.is_over:
-            self._desk.release_all()
-            for held in self._desk:
+        if self._run_cache.is_over:
+            self._sessions.release_all()
+            for held in self._sessions:
                 await self.give_up(held, reasons.RUN_FINISHED)
         self._listened = time.monotonic()
 
     async def turn_away(self, devices: Set[int]) -> None:
-        """Let revoked devices go, and give up their tasks."""
-        for held in self._desk.expel(devices):
+        """Remove revoked devices, and give up their tasks."""
+        for held in self._sessions.expel(devices):
             await self.give_up(held, reasons.REVOKED_DEVICE)
 
     async def give_up(self, held: Held, reason: str) -> None:
-        """Say that a device will not finish a task, and let go of it."""
+        """Give up a task, and release it."""
         task = held.task
         answer = GiveUp(
             task=task.task,
@@ -181,7 +185,7 @@ class Tasks:
             reason=reason,
         )
         said = await self._outbox.answer(held.stream, held.entry, answer)
-        self._desk.ended(task.task)
+        self._sessions.ended(task.task)
         if said == "said":
             self.answers += 1
             self._context.trace("gave up", task=task.task, device=task.device, reason=reason)
@@ -190,10 +194,10 @@ class Tasks:
             await self._discard_ended([held])
 
     async def _discard_ended(self, some: Sequence[Held]) -> None:
-        """Delete what has arrived of updates that nobody waits for any more.
+        """Delete the partial uploads of ended tasks.
 
-        A lease also ends with an answer that no coordinator has read, or at another replica that
-        took the task over: their updates stay.
+        A lease also ends with an answer that no coordinator has read yet, or if another replica
+        takes the task over: the uploads of such tasks stay.
         """
         fates = await self._ledger.fates([held.task.task for held in some])
         for held, fate in zip(some, fates, strict=True):
@@ -205,8 +209,8 @@ class Tasks:
         return upload_blob(self._client, self._keys, site, task, held.attempt)
 
     async def due(self, device: int) -> Held | None:
-        """The oldest task that a device is to do, giving up those that came to nothing."""
-        while (held := self._desk.first(device)) is not None:
+        """The device's oldest task, after giving up its overdue tasks."""
+        while (held := self._sessions.first(device)) is not None:
             why = await self.overdue(held)
             if why is None:
                 held.is_new = False
@@ -215,19 +219,19 @@ class Tasks:
         return None
 
     async def overdue(self, held: Held) -> str | None:
-        """As :func:`offers.overdue`, by a version that was read after the task came."""
+        """The reason to give up a task, by a version that was read after the task came."""
         version = held.task.version
-        if version is not None and version > self._current.head.version:
-            await self._current.look()  # another replica read it sooner, or Redis has fallen back
-        return offers.overdue(held.task, self._current.head, self.now())
+        if version is not None and version > self._run_cache.head.version:
+            await self._run_cache.look()  # another replica read it, or Redis fell back
+        return offers.overdue(held.task, self._run_cache.head, self.now())
 
     def now(self) -> float:
-        """Seconds since 1970, by the clock of the tasks' deadlines: Redis's."""
+        """Seconds since 1970 by Redis's clock, as in the tasks' deadlines."""
         return self._ledger.now()
 
     def answered(self, upload: Upload, *, said: bool) -> None:
-        """Let go of a task whose update was handed over; ``said``: now, and not before."""
-        self._desk.ended(upload.task)
+        """Release a task whose update was handed over; ``said``: by this request, not earlier."""
+        self._sessions.ended(upload.task)
         if said:
             self.answers += 1
             self._context.trace(

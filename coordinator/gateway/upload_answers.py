@@ -1,47 +1,56 @@
-"""What a gateway answers to requests to an upload: how far it has got, and what became of it."""
+"""Answers to requests on uploads: the offset, the receipt, refusals, and early stops."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from aiohttp import hdrs, web
 
 from fedstream.broker.blobs import CHUNK
+from fedstream.coordinator.gateway import offers
+from fedstream.coordinator.gateway.device_sessions import NotHeld
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.upload_notes import EXPIRE_S
+from fedstream.core import reasons
 from fedstream.protocol import headers
 from fedstream.protocol.messages import Receipt, WrongOffset
 
 if TYPE_CHECKING:
+    from fedstream.broker.partial_blobs import PartialBlob
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held
+    from fedstream.coordinator.gateway.receipts import Receipts
+    from fedstream.coordinator.gateway.run_cache import RunCache
+    from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.upload_notes import UploadNote
 
 
-_ASK_AGAIN_S = (1, 3)  # whoever asked together would come together again
+_ASK_AGAIN_S = (1, 3)  # range of a random wait, so that devices don't retry together
 _STATUS: Final = {"admitted": 200, "received": 202, "refused": 422, "given up": 422}
 
 
 @dataclass(frozen=True, slots=True)
 class UploadEnd:
-    """What became of an update, and the note of its upload if that is still there."""
+    """The receipt of an update, and the note of its upload if it still exists."""
 
     receipt: Receipt
     note: UploadNote | None
 
     def answer(self, method: str) -> web.Response:
-        """Answer any request to the upload. Raises Refusal."""
+        """Answer a request on this upload. Raises Refusal."""
         if method == hdrs.METH_DELETE:
             raise complete()
         if method != hdrs.METH_HEAD:
             return receipt(self.receipt)
         if self.note is None or not self.note.complete:
-            raise over()  # how long it was is not known, or it never got there
+            raise over()  # the length is unknown, or the upload was incomplete
         return state(204, self.note, self.note.length)
 
 
 def state(status: int, note: UploadNote, at: int, *, path: str | None = None) -> web.Response:
-    """How far an upload has got. ``path``: where it goes on, if it is new."""
+    """Answer with an upload's offset. ``path``: of a new upload."""
     about = {
         headers.OFFSET: str(at),
         headers.COMPLETE: headers.as_boolean(note.complete),
@@ -55,7 +64,7 @@ def state(status: int, note: UploadNote, at: int, *, path: str | None = None) ->
 
 
 def receipt(said: Receipt) -> web.Response:
-    """What became of an update, for the request that completes its upload and for those after."""
+    """Answer with the receipt, to the request that completes the upload and to later ones."""
     about = {headers.COMPLETE: headers.as_boolean(True), hdrs.CACHE_CONTROL: "no-store"}
     if said.state == "received":
         about[hdrs.RETRY_AFTER] = str(random.randint(*_ASK_AGAIN_S))
@@ -68,13 +77,13 @@ def receipt(said: Receipt) -> web.Response:
 
 
 def limits(most: int) -> dict[str, str]:
-    """The header Upload-Limit, for uploads of at most so many bytes."""
+    """The header Upload-Limit, for uploads of at most ``most`` bytes."""
     by_name = {headers.MOST: most, headers.LEAST_PART: CHUNK, headers.AGE: round(EXPIRE_S)}
     return {headers.LIMIT: headers.as_limits(by_name)}
 
 
 class OffsetRefused(Refusal):
-    """A part that does not begin where its upload has got to."""
+    """A part does not begin at its upload's offset."""
 
     def __init__(self, *, expected: int, provided: int) -> None:
         super().__init__(
@@ -86,25 +95,92 @@ class OffsetRefused(Refusal):
         self._problem = WrongOffset(expected=expected, provided=provided)
 
     def document(self) -> tuple[bytes, str]:
-        """A problem of the draft's type, which says both offsets."""
+        """A problem document of the draft's type, with both offsets."""
         return self._problem.encode(), headers.PROBLEM
 
 
 def no_upload() -> Refusal:
-    """Nothing is there to go on with."""
+    """The refusal if there is no upload to continue."""
     return Refusal(404, "no upload", "no upload has begun here, or it expired: begin with POST")
 
 
 def over() -> Refusal:
-    """Nothing is left of the upload but what became of it."""
+    """The refusal if only the receipt is left of the upload."""
     return Refusal(410, "no upload", "the upload is over: its end, sent again, is answered by how")
 
 
 def complete() -> Refusal:
-    """It is too late to cancel."""
+    """The refusal to cancel a complete upload."""
     return Refusal(409, "complete", "the update is complete, so it can't be cancelled any more")
 
 
 def taken_over() -> Refusal:
-    """The request was the older one of two."""
+    """The refusal of a request that a newer one has replaced."""
     return Refusal(409, "taken over", "a newer request for this upload has come: ask with HEAD")
+
+
+Revoked: TypeAlias = "Callable[[], Awaitable[Set[int]]]"
+
+
+class StoppedUpload(Exception):
+    """The task has ended, so its update is no longer needed."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        super().__init__(receipt.state)
+        self.receipt = receipt
+
+
+class UploadStops:
+    """Stops uploads whose update is no longer needed; called between chunks."""
+
+    def __init__(
+        self,
+        sessions: DeviceSessions,
+        run_cache: RunCache,
+        tasks: Tasks,
+        receipts: Receipts,
+        revoked: Revoked,
+    ) -> None:
+        """``revoked``: reads the revoked devices."""
+        self._sessions = sessions
+        self._run_cache = run_cache
+        self._tasks = tasks
+        self._receipts = receipts
+        self._revoked = revoked
+
+    async def admit(self, device: int, blob: PartialBlob) -> None:
+        """Raise Refusal if a device was revoked since its request began.
+
+        A replica that holds the task gives it up by itself; a replica that has only the upload's
+        note would accept the rest.
+        """
+        if device in await self._revoked():
+            await blob.discard()
+            raise Refusal(403, "revoked", "the operator has revoked this device")
+
+    async def go_on(self, device: int, task: str, attempt: str) -> None:
+        """Check, like a heartbeat, whether the rest of an upload is still needed.
+
+        Raises StoppedUpload if its task has ended, or ends now.
+        """
+        try:
+            held = self._sessions.held(task, device)
+        except NotHeld:  # ended, or at another replica
+            if (receipt := await self._receipts.now(task, attempt)) is not None:
+                raise StoppedUpload(receipt) from None
+            return
+        if (why := await self._why_over(held, attempt)) is not None:
+            await self._tasks.give_up(held, why)
+            # A decision on an answer through another replica takes precedence.
+            decided = await self._receipts.now(task, attempt)
+            raise StoppedUpload(decided or Receipt(state="given up", reason=why))
+
+    async def _why_over(self, held: Held, attempt: str) -> str | None:
+        """The reason to give up a held task; None for none."""
+        run, head = self._run_cache.run, self._run_cache.head
+        if self._run_cache.is_over:
+            return reasons.RUN_FINISHED
+        if (why := await self._tasks.overdue(held)) is not None:
+            return why
+        advice = offers.advice(held, attempt, run, head, self._tasks.now())
+        return reasons.BECAME_STALE if advice.why == "too stale" else None

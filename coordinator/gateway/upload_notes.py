@@ -1,4 +1,4 @@
-"""What is kept in Redis beside an upload, for any replica to go on with it."""
+"""Notes about uploads in Redis, with which any replica can continue an upload."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Final, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.broker.parts import PartialBlob
+from fedstream.broker.partial_blobs import PartialBlob
 from fedstream.protocol.messages import UpdateReport
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
 
-EXPIRE_S: Final = 600.0  # after the last chunk came, an upload that was not completed is gone
+EXPIRE_S: Final = 600.0  # expiry of an incomplete upload after its last chunk
 
 
 def upload_blob(client: Client, keys: Keys, site: str, task: str, attempt: str) -> PartialBlob:
-    """The blob that an attempt's update arrives in, and its note."""
+    """The blob and the note of an attempt's upload."""
     name = f"{task}.{attempt}"
     key, note_key = keys.update(f"{site}/{name}"), keys.upload_note(site, name)
     return PartialBlob(client, key, note_key, expire_s=EXPIRE_S)
 
 
 class Source(BaseModel):
-    """The task that an update answers, as it was handed to this site."""
+    """The task of an update, as handed to this site."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -36,22 +36,22 @@ class Source(BaseModel):
 
 
 class UploadNote(BaseModel):
-    """An upload: the task that it answers, how long it is, and what the device says of it."""
+    """An upload's task, length and report."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     source: Source
     length: int  # bytes
     report: UpdateReport
-    complete: bool = False  # the device has sent the end
+    complete: bool = False  # the device has sent the last byte
 
     def encode(self) -> bytes:
-        """As Redis has it."""
+        """Encode the note for Redis."""
         return self.model_dump_json().encode()
 
     @classmethod
     def parsed(cls, data: bytes | None) -> Self | None:
-        """The note as it was written; None if there is none, or one of another release."""
+        """Decode a note; None if there is none or another release wrote it."""
         if data is None:
             return None
         try:
@@ -60,5 +60,5 @@ class UploadNote(BaseModel):
             return None
 
     def at(self, chunks: int) -> int:
-        """How many bytes so many chunks of the upload have."""
+        """The number of bytes in the first ``chunks`` chunks."""
         return min(chunks * CHUNK, self.length)

@@ -1,17 +1,114 @@
-"""What requests to an upload say in their headers, and when their bodies are asked for."""
+"""Requests on uploads: headers, parts, chunks, and interim responses.
+
+An upload keeps whole chunks of equal length (except the last), so its offset is a multiple of that
+length, or the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from aiohttp import HttpVersion11, hdrs, web
 
-from fedstream.coordinator.gateway.parts import UploadPart
+from fedstream.broker.blobs import CHUNK
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.protocol import headers
 from fedstream.protocol.messages import BadBody, UpdateReport
+
+Flaw = Literal["offset", "length", "too short"]
+
+
+class TooLong(ValueError):
+    """More bytes than the upload's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPart:
+    """The position of a request's body in its upload."""
+
+    offset: int
+    size: int | None  # bytes; None: not stated
+    completes: bool  # whether the upload ends with this part
+
+    def flaw(self, *, length: int, at: int, chunk: int = CHUNK) -> Flaw | None:
+        """Why an upload of ``length`` bytes at offset ``at`` can't continue with this part.
+
+        None if it can. "too short": the part would fill no chunk.
+        """
+        if self.offset != at:
+            return "offset"
+        if self.size is None:
+            return None
+        end = at + self.size
+        if end > length or (self.completes and end < length):
+            return "length"
+        if not self.completes and 0 < self.size < chunk and end < length:
+            return "too short"
+        return None
+
+    def repeats_the_end(self, *, length: int, at: int) -> bool:
+        """Whether this repeats the end of an upload that has all its bytes, or is an empty end."""
+        if not self.completes or at < length or self.offset > length:
+            return False
+        return self.size is None or self.offset + self.size == length
+
+
+class Chunks:
+    """Splits the bytes of an upload into chunks, from an offset on; buffers one chunk."""
+
+    def __init__(self, length: int, at: int, *, chunk: int = CHUNK) -> None:
+        """``at``: a multiple of ``chunk``, or ``length``."""
+        self._length = length
+        self._chunk = chunk
+        self._begin = at  # offset of the chunk being filled
+        self._held = bytearray()
+
+    @property
+    def received(self) -> int:
+        """Received bytes of the upload, including an incomplete chunk."""
+        return self._begin + len(self._held)
+
+    @property
+    def offset(self) -> int:
+        """Bytes of the upload in whole chunks."""
+        return self._begin
+
+    @property
+    def missing(self) -> int:
+        """Bytes of the upload that are not yet in whole chunks."""
+        return self._length - self._begin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes have arrived."""
+        return not self.missing
+
+    @property
+    def number(self) -> int:
+        """The number of the chunk being filled."""
+        return -(-self._begin // self._chunk)
+
+    def take(self, data: bytes) -> Iterator[tuple[int, bytearray]]:
+        """Add bytes; yield the number and the bytes of each chunk that they fill.
+
+        Raises TooLong above the upload's length.
+        """
+        rest = memoryview(data)
+        while rest:
+            size = min(self._chunk, self._length - self._begin)
+            room = size - len(self._held)
+            if not room:
+                raise TooLong
+            self._held += rest[:room]
+            rest = rest[room:]
+            if len(self._held) == size:
+                number, whole = self.number, self._held
+                self._begin += size
+                self._held = bytearray()
+                yield number, whole
+
 
 T = TypeVar("T")
 
@@ -24,11 +121,11 @@ _SUPPORTED = "HTTP/1.1 104 Upload Resumption Supported\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """What a request to create an upload says."""
+    """The headers of a request to create an upload."""
 
     length: int  # bytes
     report: UpdateReport
-    part: UploadPart  # in its body
+    part: UploadPart  # the part in the request's body
 
 
 def creation(request: web.Request) -> Creation:
@@ -46,7 +143,7 @@ def creation(request: web.Request) -> Creation:
 
 
 def part(request: web.Request) -> UploadPart:
-    """Parse the headers of a request to go on with an upload. Raises Refusal."""
+    """Parse the headers of a request to continue an upload. Raises Refusal."""
     media_type = request.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0]
     if media_type.strip().lower() != headers.PARTIAL:
         raise Refusal(
@@ -62,12 +159,12 @@ def part(request: web.Request) -> UploadPart:
 
 
 def stated_length(request: web.Request) -> int | None:
-    """How many bytes the upload is to have in all; None if this request doesn't say."""
+    """The stated length of the whole upload in bytes; None if not stated. Raises Refusal."""
     return _header(request, headers.LENGTH, headers.integer)
 
 
 def _header(request: web.Request, name: str, parse: Callable[[str, str], T]) -> T | None:
-    """A header's value; None without it. Raises Refusal if it is malformed or there twice."""
+    """A header's value, or None. Raises Refusal if the header is malformed or repeated."""
     values = request.headers.getall(name, ())
     if not values:
         return None
@@ -93,18 +190,18 @@ def _completes(request: web.Request) -> bool:
 
 
 def _size(request: web.Request) -> int | None:
-    """Bytes of a request's body; None if it doesn't say. Raises Refusal if they are coded."""
+    """The stated size of a request's body, or None. Raises Refusal for a coded body."""
     if hdrs.CONTENT_ENCODING in request.headers:
         raise Refusal(415, "malformed", "content codings are not supported: send the bytes alone")
     return request.content_length if request.body_exists else 0
 
 
 async def wait_for_checks(_request: web.Request) -> None:
-    """Send no 100 (Continue) ahead of a handler that may refuse the body."""
+    """Suppress the automatic 100 (Continue), as the handler may refuse the body."""
 
 
 async def go_ahead(request: web.Request) -> None:
-    """Have a client send the body that waits for 100 (Continue)."""
+    """Send 100 (Continue) to a client that waits for it."""
     expected = request.headers.get(hdrs.EXPECT, "").lower()
     if request.version == HttpVersion11 and expected == "100-continue":
         await request.writer.write(_CONTINUE)
@@ -112,10 +209,10 @@ async def go_ahead(request: web.Request) -> None:
 
 
 async def announce(request: web.Request, about: Mapping[str, str]) -> None:
-    """Send an interim response (104) to a client that wants any, and reads ours.
+    """Send an interim response (104) to a client that can read it.
 
-    By the draft, such a client names the version of it that it speaks. Others may take any interim
-    response but 100 for the final one, as Python's ``http.client`` does.
+    Such a client names its version of the draft. Other clients may mistake an interim response
+    other than 100 for the final one, as Python's ``http.client`` does.
     """
     said = request.headers.getall(headers.INTEROP, ())
     if request.version != HttpVersion11 or [*said] != [headers.INTEROP_VERSION]:

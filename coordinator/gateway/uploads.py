@@ -1,9 +1,9 @@
-"""Resumable uploads: an update arrives in one request or in many, and becomes a trainer's answer.
+"""Resumable uploads: an update arrives in one or many requests, and becomes a task's answer.
 
-They follow draft-ietf-httpbis-resumable-upload. What arrives goes straight into the chunks of the
-update's blob, each when it is whole; an upload that was cut goes on after the chunks that Redis
-has, at any replica. Nothing is believed that the gateway knows itself: device, site and task come
-from the task in hand, and sizes are checked against the run's layout before a byte is read.
+They follow draft-ietf-httpbis-resumable-upload. Each whole chunk is written to the update's blob at
+once; an interrupted upload continues after the chunks in Redis, at any replica. Device, site and
+task come from the held task and not from the request, and sizes are checked against the run's
+layout before the body is read.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from fedstream.broker.blobs import CHUNK, chunks_of
-from fedstream.broker.parts import Written
+from fedstream.broker.partial_blobs import Written
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.gateway import upload_answers, upload_requests
-from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.moves import HeldElsewhere
-from fedstream.coordinator.gateway.parts import Chunks, TooLong, UploadPart
+from fedstream.coordinator.gateway.device_sessions import NotHeld
+from fedstream.coordinator.gateway.handover import HeldElsewhere
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.turns import TakenOver, Turns
-from fedstream.coordinator.gateway.upload_answers import OffsetRefused, UploadEnd
+from fedstream.coordinator.gateway.upload_answers import (
+    OffsetRefused,
+    StoppedUpload,
+    UploadEnd,
+    UploadStops,
+)
+from fedstream.coordinator.gateway.upload_locks import TakenOver, UploadLocks
 from fedstream.coordinator.gateway.upload_notes import EXPIRE_S, Source, UploadNote, upload_blob
-from fedstream.coordinator.gateway.upload_stops import StoppedUpload, UploadStops
+from fedstream.coordinator.gateway.upload_requests import Chunks, TooLong, UploadPart
 from fedstream.core.errors import BlobMissing
 from fedstream.core.formats import F32
 from fedstream.core.messages import Upload
@@ -41,36 +45,36 @@ if TYPE_CHECKING:
     from fedstream.broker.commands import Command
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import Outbox
-    from fedstream.broker.parts import PartialBlob
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk, Held
+    from fedstream.broker.partial_blobs import PartialBlob
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held
+    from fedstream.coordinator.gateway.handover import HandOvers
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
-    from fedstream.coordinator.gateway.moves import Moves
     from fedstream.coordinator.gateway.receipts import Receipts
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.coordinator.gateway.tasks import Tasks
-    from fedstream.coordinator.gateway.turns import Turn
-    from fedstream.coordinator.gateway.upload_stops import Revoked
+    from fedstream.coordinator.gateway.upload_answers import Revoked
+    from fedstream.coordinator.gateway.upload_locks import UploadLock
     from fedstream.core.formats import Format
     from fedstream.protocol.messages import UpdateReport
 
-_NOTE_S = 60.0  # then the note of an update is gone that came in one request
-PLACE = 2 << 20  # bytes of memory that an upload may take: a chunk, and what comes meanwhile
+_NOTE_S = 60.0  # expiry of the note of an update that came in one request
+PLACE = 2 << 20  # bytes of memory per upload: a chunk, and bytes that arrive meanwhile
 _NOTHING = Written(note=None, chunks=None)
 _NAMES = re.compile(f"{TASK_ID}/{ATTEMPT_ID}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Mine:
-    """An upload, while a request has its turn."""
+    """An upload, while a request holds its lock."""
 
     task: str
     attempt: str
     source: Source
-    turn: Turn
+    lock: UploadLock
     blob: PartialBlob
-    in_hand: bool  # the task was, when the request came; else only its upload's note is known
-    is_first: bool = False  # of all requests to it, at whichever replica: nothing can be there yet
+    in_hand: bool  # the task was held when the request came; else only the note is known
+    is_first: bool = False  # the first request at any replica, so there can be no blob yet
 
 
 class Uploads:
@@ -81,10 +85,10 @@ class Uploads:
         client: Client,
         keys: Keys,
         outbox: Outbox,
-        current: Current,
-        desk: Desk,
+        run_cache: RunCache,
+        sessions: DeviceSessions,
         tasks: Tasks,
-        moves: Moves,
+        moves: HandOvers,
         receipts: Receipts,
         metrics: GatewayMetrics,
         settings: GatewaySettings,
@@ -93,38 +97,38 @@ class Uploads:
         name: str,
         wire: Format,
     ) -> None:
-        """``name``: the replica's. ``wire``: the format of updates, for devices that know it."""
+        """``name``: of this replica. ``wire``: the format of updates, for devices that know it."""
         self._client = client
         self._keys = keys
         self._outbox = outbox
-        self._current = current
-        self._desk = desk
+        self._run_cache = run_cache
+        self._sessions = sessions
         self._tasks = tasks
         self._moves = moves
         self._receipts = receipts
         self._metrics = metrics
         self._settings = settings
-        self._stops = UploadStops(desk, current, tasks, receipts, revoked)
+        self._stops = UploadStops(sessions, run_cache, tasks, receipts, revoked)
         self._name = name
         self._formats = {one.name: one for one in (F32, wire)}
-        self._turns = Turns()
+        self._locks = UploadLocks()
         self._methods = {
             hdrs.METH_POST: self._create,
             hdrs.METH_PATCH: self._append,
             hdrs.METH_HEAD: self._look,
             hdrs.METH_DELETE: self._cancel,
         }
-        self._receiving = 0  # places that bodies have
+        self._receiving = 0  # places taken by bodies
 
     async def end(self) -> None:
-        """Wait until no request to an upload is being answered."""
-        await self._turns.end()
+        """Wait until all requests on uploads are answered."""
+        await self._locks.end()
 
     async def answer(self, request: web.Request, device: int) -> web.Response:
-        """Answer a device's request to its upload; ``device`` is that of its token.
+        """Answer a request on an upload; ``device``: by the request's token.
 
-        Raises Refusal, and BrokerError while Redis is away or full: the upload goes on later, after
-        the chunks that are there.
+        Raises Refusal, and BrokerError while Redis is away or full; the device then continues the
+        upload later, after the chunks in Redis.
         """
         task, attempt = request.match_info["task"], request.match_info["attempt"]
         if not _NAMES.fullmatch(f"{task}/{attempt}"):
@@ -133,13 +137,13 @@ class Uploads:
         source = await self._source(task, attempt, device, blob)
         if isinstance(source, UploadEnd):
             return source.answer(request.method)
-        in_hand = task in self._desk
-        is_first = in_hand and self._desk.held(task, device).is_untouched
+        in_hand = task in self._sessions
+        is_first = in_hand and self._sessions.held(task, device).is_untouched
         if is_first:
-            self._desk.held(task, device).is_untouched = False
+            self._sessions.held(task, device).is_untouched = False
         try:
-            async with self._turns.taken(f"{task}.{attempt}") as turn:
-                mine = _Mine(task, attempt, source, turn, blob, in_hand, is_first)
+            async with self._locks.taken(f"{task}.{attempt}") as lock:
+                mine = _Mine(task, attempt, source, lock, blob, in_hand, is_first)
                 return await self._methods[request.method](request, mine)
         except TakenOver:
             raise upload_answers.taken_over() from None
@@ -149,14 +153,14 @@ class Uploads:
             receipt = await self._receipts.now(task, attempt)
             if receipt is None:
                 raise upload_answers.no_upload() from None
-            return UploadEnd(receipt, None).answer(request.method)  # it ended meanwhile
+            return UploadEnd(receipt, None).answer(request.method)  # the task ended meanwhile
 
     async def _source(
         self, task: str, attempt: str, device: int, blob: PartialBlob
     ) -> Source | UploadEnd:
-        """The task that this device is to answer, or what became of its answer. Raises Refusal."""
+        """The task that an upload answers, or the end of the upload. Raises Refusal."""
         try:
-            held = self._desk.held(task, device)
+            held = self._sessions.held(task, device)
         except NotHeld:
             note = UploadNote.parsed((await blob.written()).note)
             if note is not None and note.source.device != device:
@@ -165,25 +169,25 @@ class Uploads:
             if receipt is not None:
                 return UploadEnd(receipt, note)
             if note is not None and note.complete:
-                return note.source  # it was answered, and nobody has decided yet
+                return note.source  # answered, but not decided yet
             try:
                 held = await self._moves.find(task, device)
             except (NotHeld, HeldElsewhere):
                 if note is None:
                     raise
-                return note.source  # it began at a replica that is away
+                return note.source  # begun at a replica that is away
         if held.attempt != attempt:
             raise Refusal(
-                404, "unknown task", f"attempt {attempt} is not the one in hand: check in again"
+                404, "unknown task", f"attempt {attempt} is not the current one: check in again"
             )
         return Source(device=device, seed=held.task.seed, stream=held.stream, entry=held.entry.id)
 
     # the four methods
 
     async def _create(self, request: web.Request, mine: _Mine) -> web.Response:
-        """Begin with a first part, with all of it, or with nothing yet.
+        """Create an upload, with a first part, the whole update, or no bytes yet.
 
-        The same again begins nothing; another report begins anew.
+        A repeated request continues the upload; a different report begins it anew.
         """
         asked = upload_requests.creation(request)
         self._fits(asked.length, asked.report)
@@ -206,7 +210,7 @@ class Uploads:
         return await self._received(request, mine, note, part, anew=not goes_on)
 
     async def _append(self, request: web.Request, mine: _Mine) -> web.Response:
-        """Go on where the upload has got to; or hear again what became of it."""
+        """Append a part at the upload's offset; for an ended upload, answer with the receipt."""
         part = upload_requests.part(request)
         note, at = await self._begun(mine)
         if part.repeats_the_end(length=note.length, at=at):
@@ -221,7 +225,7 @@ class Uploads:
         return upload_answers.state(204, note, at)
 
     async def _cancel(self, _request: web.Request, mine: _Mine) -> web.Response:
-        """Forget the upload; the task stays in hand."""
+        """Delete the upload; the task stays held."""
         note, _ = await self._begun(mine)
         if note.complete:
             raise upload_answers.complete()
@@ -229,14 +233,14 @@ class Uploads:
         return web.Response(status=204)
 
     async def _begin(self, mine: _Mine, note: UploadNote) -> None:
-        """Begin the blob, unless the task is given up at the same time. Raises NotHeld."""
+        """Begin the blob, unless the task was given up meanwhile. Raises NotHeld."""
         await mine.blob.begin(note.length, note.encode())
-        if mine.in_hand and mine.task not in self._desk:
+        if mine.in_hand and mine.task not in self._sessions:
             await mine.blob.discard()
             raise NotHeld(mine.task)
 
     async def _begun(self, mine: _Mine) -> tuple[UploadNote, int]:
-        """The note of an upload and how far it has got. Raises Refusal if there is none."""
+        """The note and the offset of an upload. Raises Refusal if there is no upload."""
         written = await mine.blob.written()
         note = UploadNote.parsed(written.note)
         if note is None or (written.chunks is None and not note.complete):
@@ -248,9 +252,9 @@ class Uploads:
 
     @contextmanager
     def place(self, places: int = 1) -> Iterator[None]:
-        """Hold places for uploads inside the block, each for ``PLACE`` bytes of a body.
+        """Take places for a body inside the block, each for ``PLACE`` bytes.
 
-        A body alone always has room. Raises Refusal.
+        A single body always gets its places. Raises Refusal.
         """
         if self._receiving and self._receiving + places > self._settings.uploads:
             raise Refusal(
@@ -267,7 +271,7 @@ class Uploads:
             self._receiving -= places
 
     async def _whole(self, request: web.Request, mine: _Mine, note: UploadNote) -> web.Response:
-        """An update of one chunk, all of it in this request: written together with its answer."""
+        """Receive an update of one chunk in one request, and write it together with its answer."""
         found: list[bytearray] = []
         note = note.model_copy(update={"complete": True})
 
@@ -279,7 +283,7 @@ class Uploads:
             data = memoryview(found.pop())
             ahead = mine.blob.whole(data, note.encode(), note_expire_s=_NOTE_S)
             await self._hand_over(mine, note, ahead)
-            del data, ahead  # whoever waits for a receipt holds no bytes
+            del data, ahead  # free the bytes during the wait for the receipt
         return await self._told(mine, note)
 
     async def _received(
@@ -291,9 +295,9 @@ class Uploads:
         *,
         anew: bool = False,
     ) -> web.Response:
-        """Write the chunks of this part as they come, and answer the task if it is the last.
+        """Write the chunks of this part as they arrive, and answer the task after the last part.
 
-        ``anew``: the upload begins with it.
+        ``anew``: the upload begins with this part.
         """
         last = chunks_of(note.length) - 1
         begun, done = note.encode(), note.model_copy(update={"complete": True})
@@ -326,16 +330,16 @@ class Uploads:
         *,
         completes: bool,
     ) -> None:
-        """Read the body, and use each chunk as soon as it is whole. Raises Refusal, TakenOver."""
+        """Read the body, and call ``use`` with each whole chunk. Raises Refusal, TakenOver."""
         loop = asyncio.get_running_loop()
         if chunks.missing > CHUNK:
             await self._stops.go_on(mine.source.device, mine.task, mine.attempt)
         await upload_requests.go_ahead(request)
         until = loop.time() + self._settings.chunk_s
         try:
-            while data := await mine.turn.within(until, request.content.readany):
+            while data := await mine.lock.within(until, request.content.readany):
                 self._metrics.upload_bytes.inc(len(data))
-                self._desk.heard(mine.source.device, time.monotonic())
+                self._sessions.heard(mine.source.device, time.monotonic())
                 for number, chunk in chunks.take(data):
                     await self._stops.admit(mine.source.device, mine.blob)
                     await use(number, chunk)
@@ -348,14 +352,14 @@ class Uploads:
             ) from None
         except TooLong:
             await mine.blob.discard()
-            raise Refusal(400, "length", "more bytes came than the upload was to have") from None
+            raise Refusal(400, "length", "more bytes than the upload has") from None
         if completes and not chunks.is_whole:
             raise Refusal(400, "length", f"the upload ends after {chunks.received} bytes")
 
     async def deliver(self, held: Held, report: UpdateReport, data: memoryview) -> None:
-        """Answer a task with an update that is here, as if its device had uploaded it.
+        """Answer a task with an update in memory, as if its device had uploaded it.
 
-        Raises Refusal, and BrokerError while Redis is away or full; then it may be tried again.
+        Raises Refusal, and BrokerError while Redis is away or full; the caller may then retry.
         """
         self._fits(data.nbytes, report)
         task, attempt = held.task.task, held.attempt
@@ -369,8 +373,8 @@ class Uploads:
         ahead: Sequence[Command] = ()
         self._metrics.upload_bytes.inc(data.nbytes)
         try:
-            async with self._turns.taken(f"{task}.{attempt}") as turn:
-                mine = _Mine(task, attempt, source, turn, blob, in_hand=True)
+            async with self._locks.taken(f"{task}.{attempt}") as lock:
+                mine = _Mine(task, attempt, source, lock, blob, in_hand=True)
                 if not last:
                     ahead = blob.whole(data, done.encode(), note_expire_s=_NOTE_S)
                 else:
@@ -386,9 +390,9 @@ class Uploads:
     # the end
 
     async def _finished(self, mine: _Mine, note: UploadNote) -> web.Response:
-        """Answer the task, unless that was done before, and wait for the receipt.
+        """Answer the task, unless it was answered before, and wait for the receipt.
 
-        Raises BlobMissing if the update is gone: the upload has to begin anew.
+        Raises BlobMissing if the update is gone, so the upload must begin anew.
         """
         if not note.complete:
             note = note.model_copy(update={"complete": True})
@@ -399,7 +403,7 @@ class Uploads:
     async def _hand_over(
         self, mine: _Mine, note: UploadNote, ahead: Sequence[Command] = ()
     ) -> None:
-        """Answer the task; nothing changes if it was answered. ``ahead``: writes the blob."""
+        """Answer the task unless it was answered. ``ahead``: commands that write the blob."""
         source, upload = mine.source, self._upload(mine, note)
         said = await self._outbox.answer(
             source.stream, Entry(source.entry, b""), upload, expire_s=EXPIRE_S, ahead=ahead
@@ -410,13 +414,13 @@ class Uploads:
         self._tasks.answered(upload, said=said == "said")
 
     async def _told(self, mine: _Mine, note: UploadNote) -> web.Response:
-        """Wait for what becomes of the update. Raises BlobMissing if nobody knows any more."""
-        receipt = await self._receipts.of(mine.task, mine.attempt, mine.turn)
+        """Wait for the receipt. Raises BlobMissing if Redis has forgotten task and update."""
+        receipt = await self._receipts.of(mine.task, mine.attempt, mine.lock)
         if receipt is not None and receipt.state == "received":
             if (await mine.blob.written()).chunks is not None:
-                await mine.blob.mark(note.encode())  # to be asked again, perhaps much later
+                await mine.blob.mark(note.encode())  # for requests that come much later
                 return upload_answers.receipt(receipt)
-            # Whoever decides takes the blob away, so what became of it is known; or it expired.
+            # Without a blob, either a decision took it, so there is a receipt, or it expired.
             receipt = await self._receipts.now(mine.task, mine.attempt)
         if receipt is None:
             await mine.blob.discard()
@@ -424,7 +428,7 @@ class Uploads:
         return upload_answers.receipt(receipt)
 
     def _upload(self, mine: _Mine, note: UploadNote) -> Upload:
-        """The answer: of what the device says, only what it alone can know."""
+        """The answer, with only those values of the device that the gateway can't know itself."""
         report = note.report
         return Upload(
             task=mine.task,
@@ -442,7 +446,7 @@ class Uploads:
             loss=report.loss,
             seconds=report.seconds,
             seed=mine.source.seed,
-            sends=self._current.run.sends,
+            sends=self._run_cache.run.sends,
             site=self._outbox.site,
             chunks=chunks_of(note.length),
             format=report.format,
@@ -451,8 +455,8 @@ class Uploads:
     # requests and responses
 
     def _fits(self, length: int, report: UpdateReport) -> None:
-        """Raise Refusal if no update of this run can be like this."""
-        layout = self._current.run.layout
+        """Raise Refusal if the length or report can't be of an update of this run."""
+        layout = self._run_cache.run.layout
         wire = self._formats.get(report.format)
         if wire is None:
             raise Refusal(
@@ -476,7 +480,7 @@ class Uploads:
             )
 
     def _check(self, part: UploadPart, length: int, *, at: int) -> None:
-        """Raise Refusal if the upload can't go on with this part."""
+        """Raise Refusal if the upload can't continue with this part."""
         match part.flaw(length=length, at=at):
             case "offset":
                 raise OffsetRefused(expected=at, provided=part.offset)

@@ -1,8 +1,8 @@
-"""The process of a run that was started from Python: what `fedstream run` does, told as messages.
+"""The process of a run started from Python: `fedstream run` with messages as output.
 
-It is a process of its own so that a run changes nothing in its caller's: no signal handlers, no
-umask, no event loop, no fork beside the caller's threads. If the caller dies, however it does, the
-run is interrupted as by a signal and leaves its results.
+A separate process, so that a run changes nothing in its caller's: no signal handlers, no umask, no
+event loop, no fork beside the caller's threads. If the caller dies, the run is interrupted as by a
+signal and writes its results.
 
 The request arrives on stdin, since other users can see a command line.
 """
@@ -27,7 +27,7 @@ def main() -> NoReturn:
     process.take()
     os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a task prints is no message
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a task's output is no message
     code = process.INTERRUPTED
     try:
         process.interrupt()
@@ -41,25 +41,25 @@ def main() -> NoReturn:
 
 def _run(channel: IO[bytes]) -> int:
     with process.importing():
-        from fedstream.api.messages import Teller
+        from fedstream.api.messages import MessageWriter
         from fedstream.api.parameters import request_of
         from fedstream.core.errors import FedstreamError
-        from fedstream.local.lives import new_launcher
+        from fedstream.local.launcher import new_launcher
         from fedstream.local.run import run
-        from fedstream.runtime.parent import end_with_parent
+        from fedstream.runtime.process import end_with_parent
 
-    teller = Teller(channel)
+    writer = MessageWriter(channel)
     try:
-        # Before the request is read, which may import a rule of the user's; the caller has checked.
+        # Before the request is read, which may import a user's rule; the caller has checked it.
         with new_launcher() as launcher:
-            end_with_parent()  # by a thread, and only a process with one thread can be forked
-            code, _ = run(request_of(sys.stdin.read()), teller, launcher)
+            end_with_parent()  # starts a thread, after which forking is not safe
+            code, _ = run(request_of(sys.stdin.read()), writer, launcher)
     except FedstreamError as error:
-        teller.error(error)
+        writer.error(error)
         return 1
     except OSError as error:  # a full disk, or a file or folder without permission
         where = "" if error.filename is None else f"{error.filename}: "
-        teller.error(FedstreamError(f"{where}{error.strerror or error}"))
+        writer.error(FedstreamError(f"{where}{error.strerror or error}"))
         return 1
     return code
 

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Unpack
 
-from fedstream.api import folders
-from fedstream.api.endings import Interrupted, RunFailed
+from fedstream.api import run_folder
 from fedstream.api.messages import as_error
 from fedstream.api.parameters import (
     ConfigTable,
@@ -24,13 +23,14 @@ from fedstream.api.parameters import (
     check_names,
     options,
 )
-from fedstream.api.progress import Shown, on_interrupt, showing
+from fedstream.api.progress import ProgressDisplay, on_interrupt, progress_display
 from fedstream.api.references import TaskLike, label, name_for_others, task_and_table
+from fedstream.api.run_folder import Interrupted, RunFailed
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord
 from fedstream.local.supervisor import how_it_ended
-from fedstream.runtime.parent import VARIABLE
+from fedstream.runtime.process import PARENT_VARIABLE
 
 _OTHERS = (
     "task",
@@ -47,7 +47,7 @@ _OTHERS = (
     "journal",
     "progress",
 )
-_TAIL = 4096  # characters of what a process that failed printed
+_TAIL = 4096  # characters kept of a failed process's output
 
 
 def run(
@@ -122,8 +122,8 @@ def run(
     file = None if config is None else Path(config)
     settings = PythonRequest(
         file, named, Path(), trainers, port
-    ).settings()  # what is wrong, before all
-    with folders.for_run(settings.run.name, out) as folder:
+    ).settings()  # raises for wrong settings first
+    with run_folder.for_run(settings.run.name, out) as folder:
         if task is not None and not isinstance(task, str):
             named += options(None, {"task": name_for_others(task, folder)})
         asked = PythonRequest(file, named, folder, trainers, port)
@@ -148,14 +148,14 @@ class _Process:
         with (
             tempfile.TemporaryFile() as printed,
             on_interrupt(self._interrupt),
-            showing(self._what, self._versions, wanted=self._progress) as shown,
+            progress_display(self._what, self._versions, wanted=self._progress) as display,
         ):
-            code = self._played(printed, shown)
+            code = self._played(printed, display)
             if self._ended is None:
                 if self._interrupted:
                     raise KeyboardInterrupt
                 raise FedstreamError(_why(code, printed))
-            shown.close(f"{self._ended['state']}: {self._ended['why']}")
+            display.close(f"{self._ended['state']}: {self._ended['why']}")
         record = RunRecord(self._asked.out)
         if self._ended["state"] == "interrupted":
             raise Interrupted(record)
@@ -163,8 +163,8 @@ class _Process:
             raise RunFailed(self._ended["why"], record)
         return record
 
-    def _played(self, printed: IO[bytes], shown: Shown) -> int:
-        """Start the process and show what it tells until it ends; returns its exit code."""
+    def _played(self, printed: IO[bytes], display: ProgressDisplay) -> int:
+        """Start the process and show its messages until it ends; return its exit code."""
         process = subprocess.Popen(
             # -P: a user's redis.py or random.py must not shadow the library
             [sys.executable, "-P", "-m", "fedstream.api"],
@@ -172,13 +172,13 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=printed,
             text=True,
-            env=os.environ | {VARIABLE: str(os.getpid())},
+            env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
             # Its own session: it learns of Ctrl-C from us, and stops its services in order.
             start_new_session=True,
         )
         with process:
             self._process = process
-            if self._interrupted:  # before there was a process
+            if self._interrupted:  # before the process started
                 process.send_signal(signal.SIGINT)
             try:
                 assert process.stdin is not None  # noqa: S101
@@ -186,18 +186,18 @@ class _Process:
                 with suppress(BrokenPipeError), process.stdin as request:
                     request.write(self._asked.as_json())
                 for text in process.stdout:
-                    self._heard(json.loads(text), shown)
+                    self._heard(json.loads(text), display)
             except BaseException:  # also an error of ours: leave nothing running
                 process.terminate()
                 raise
         return process.returncode
 
-    def _heard(self, message: Mapping[str, Any], shown: Shown) -> None:
+    def _heard(self, message: Mapping[str, Any], display: ProgressDisplay) -> None:
         match message["kind"]:
             case "say":
-                shown.say(message["text"])
+                display.say(message["text"])
             case "show":
-                shown.update(message["version"], message["text"])
+                display.update(message["version"], message["text"])
             case "result":
                 self._ended = message
             case "error":
@@ -211,7 +211,7 @@ class _Process:
 
 
 def _why(code: int, printed: IO[bytes]) -> str:
-    """Why the run's process ended without a result."""
+    """The reason why the run's process ended without a result."""
     printed.seek(max(0, printed.seek(0, os.SEEK_END) - _TAIL))
     last = printed.read().decode(errors="replace").strip()
     how = how_it_ended(code) + (f":\n{last}" if last else "")

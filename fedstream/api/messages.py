@@ -1,4 +1,4 @@
-"""What a run's own process tells the process that called ``fedstream.run``: lines of JSON."""
+"""Messages from a run's process to the caller of ``fedstream.run``: lines of JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ERRORS: dict[str, type[FedstreamError]] = {
 }
 
 
-class Teller:
+class MessageWriter:
     """The run's :class:`fedstream.history.display.Display`: writes a line for each call."""
 
     def __init__(self, channel: IO[bytes]) -> None:
@@ -38,7 +38,7 @@ class Teller:
             self._channel.write(json.dumps(message).encode() + b"\n")
             self._channel.flush()
         except BrokenPipeError:
-            pass  # the caller has died, which interrupts the run: it still leaves its results
+            pass  # the caller has died, which interrupts the run
 
     def header(self, rows: Mapping[str, str]) -> None:
         self._tell(kind="header", rows=dict(rows))
@@ -64,13 +64,13 @@ class Teller:
         pass
 
     def error(self, error: FedstreamError) -> None:
-        """Tell why the run could not start."""
+        """Send the reason why the run could not start."""
         known = (one.__name__ for one in type(error).__mro__ if one.__name__ in _ERRORS)
         self._tell(kind="error", error=next(known, ""), text=str(error), trace=error.trace)
 
 
 def as_error(message: Mapping[str, Any]) -> FedstreamError:
-    """The exception that a message of the kind ``error`` stands for."""
+    """The exception in a message of the kind ``error``."""
     error = _ERRORS.get(message["error"], FedstreamError)(message["text"])
     if message["trace"]:
         error.add_note(message["trace"])

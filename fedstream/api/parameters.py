@@ -1,7 +1,7 @@
 """Keyword parameters of ``fedstream.run`` and ``fedstream.simulate``, as configuration keys.
 
-A class or function that a program gives, such as a strategy or a solver, stands in the
-configuration by its name. The process that runs gets the parameters as JSON.
+A program's class or function, such as a strategy or a solver, is represented by its name. The run's
+process gets the parameters as JSON.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pydantic_core import PydanticSerializationError, to_json
 from fedstream.api.references import importable
 from fedstream.core.errors import ConfigError
 from fedstream.local.request import RunRequest
-from fedstream.runtime.config import Chosen, Option
+from fedstream.runtime.config import NamedSettings, Option
 from fedstream.runtime.text import did_you_mean
 from fedstream.settings.config import Settings, read
-from fedstream.settings.parts import DOORS
+from fedstream.settings.plugin_sources import REGISTRIES
 from fedstream.strategies import Strategy
 from fedstream.trainer.solvers import Solver
 
@@ -33,23 +33,23 @@ _TAGS = ("kind", "name")
 
 
 def _is_named(value: object) -> TypeGuard[Part]:
-    """Whether a value stands in a configuration by its name: a class or a function."""
+    """Whether a value is represented by its name: a class or a function."""
     return isinstance(value, type) or isfunction(value)
 
 
-def _is_part(value: object) -> TypeGuard[Chosen]:
-    """Whether a value stands in a configuration by its keys: an object of such a class."""
-    return isinstance(value, Chosen)
+def _is_part(value: object) -> TypeGuard[NamedSettings]:
+    """Whether a value is represented by its keys: an object of such a class."""
+    return isinstance(value, NamedSettings)
 
 
 def _tagged(key: str, part: Part) -> str:
-    """The key that has a part's name: ``solver.kind`` for a solver at ``solver``."""
+    """The key for a plug-in's name: ``solver.kind`` for a solver at ``solver``."""
     return key if key.rpartition(".")[2] in _TAGS else f"{key}.{_tag(part)}"
 
 
 def _name_of(key: str, part: Part) -> str:
-    """The name by which every process finds a class or function. Raises ConfigError."""
-    if isinstance(part, type) and issubclass(part, Chosen):
+    """The name by which other processes find a class or function. Raises ConfigError."""
+    if isinstance(part, type) and issubclass(part, NamedSettings):
         built_in = part.model_fields[part.naming_key].default
         if isinstance(built_in, str) and built_in:
             return built_in
@@ -70,12 +70,12 @@ def _name_of(key: str, part: Part) -> str:
             "package, or start in the folder that contains it"
         )
     found = f"{source}:{own}"
-    for door in DOORS.values():
-        door.renew(found, part)
+    for registry in REGISTRIES.values():
+        registry.renew(found, part)
     return found
 
 
-def _table_of(key: str, part: Chosen) -> dict[str, object]:
+def _table_of(key: str, part: NamedSettings) -> dict[str, object]:
     """The table of an object, such as ``Mine(beta=0.9)``. Raises ConfigError."""
     inner = {field: _table_of(f"{key}.{field}", value) for field, value in part if _is_part(value)}
     return {
@@ -86,7 +86,7 @@ def _table_of(key: str, part: Chosen) -> dict[str, object]:
 
 
 def _tag(part: Part) -> str:
-    cls = part if isinstance(part, type) and issubclass(part, Chosen) else Chosen
+    cls = part if isinstance(part, type) and issubclass(part, NamedSettings) else NamedSettings
     return cls.naming_key
 
 
@@ -96,7 +96,7 @@ SolverLike: TypeAlias = ConfigTable | type[Solver] | Solver
 
 
 class Tables(TypedDict, total=False):
-    """Tables of the configuration that have a keyword parameter of their own name."""
+    """Tables of the configuration that are keyword parameters."""
 
     run: ConfigTable
     http: ConfigTable
@@ -130,7 +130,7 @@ _KEYS = {
 
 
 def check_names(function: str, tables: Mapping[str, object], others: Sequence[str]) -> None:
-    """Raise TypeError for a keyword that is no parameter. ``others``: parameters but the tables."""
+    """Raise TypeError for an unknown keyword. ``others``: parameters that are no tables."""
     for name in tables:
         if name not in Tables.__annotations__:
             hint = did_you_mean(name, [*others, *Tables.__annotations__])
@@ -138,7 +138,7 @@ def check_names(function: str, tables: Mapping[str, object], others: Sequence[st
 
 
 def options(keys: Mapping[str, object] | None, parameters: Mapping[str, object]) -> list[Option]:
-    """Configuration keys to set, in order. Raises ConfigError for what is no key or value.
+    """Configuration keys to set, in order. Raises ConfigError for an invalid key or value.
 
     ``keys``: values by dotted key, the parameter ``set``. ``parameters``: the others by name; None:
     not given.
@@ -158,7 +158,7 @@ def _is_table(value: object) -> bool:
 
 
 def _flat(source: str, key: str, value: object) -> Iterator[Option]:
-    """A key for each value in a tree of tables, so that one layer can set neighbours of it."""
+    """Flatten a tree of tables into keys, so that other layers can set neighbouring keys."""
     if _is_part(value):
         value = _table_of(key, value)
     if isinstance(value, Mapping):
@@ -175,7 +175,7 @@ def _flat(source: str, key: str, value: object) -> Iterator[Option]:
 
 
 def _plain(source: str, key: str, value: object) -> Any:
-    """A value as JSON knows it: numpy's numbers as Python's, tuples as lists, parts by name."""
+    """A value for JSON: numpy's numbers as Python's, tuples as lists, plug-ins by name."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if _is_named(value):
@@ -200,8 +200,7 @@ def _plain(source: str, key: str, value: object) -> Any:
 class PythonRequest:
     """The parameters of ``fedstream.run``.
 
-    The configuration is read again by the process that runs it: written out, it would lack its
-    secrets.
+    The run's process reads the configuration again, as a written one would lack its secrets.
     """
 
     config: Path | None
@@ -215,7 +214,7 @@ class PythonRequest:
         return read(self.config, (), self.options)
 
     def as_json(self) -> str:
-        """The same as text; it may hold secrets."""
+        """The parameters as JSON, which may contain secrets."""
         return json.dumps(
             {
                 "config": None if self.config is None else str(self.config),
@@ -228,7 +227,7 @@ class PythonRequest:
 
 
 def request_of(text: str) -> RunRequest:
-    """The request that was made as JSON. Raises ConfigError."""
+    """The request for parameters in JSON. Raises ConfigError."""
     said = json.loads(text)
     config = None if said["config"] is None else Path(said["config"])
     options = [Option(*option) for option in said["options"]]

@@ -1,6 +1,4 @@
-"""Progress of a run or simulation (in a notebook, on a terminal, or as lines on stderr), and
-Ctrl-C.
-"""
+"""Progress of a run or simulation in a notebook, on a terminal or as lines; and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,16 +13,16 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.terminal import console, line
 
 
 @contextmanager
 def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, SIGINT calls ``act`` instead of raising KeyboardInterrupt anywhere.
+    """Inside the block, SIGINT calls ``act`` instead of raising KeyboardInterrupt.
 
-    Only the main thread can handle signals. Anywhere else this does nothing: there, nothing is
-    interrupted either, because KeyboardInterrupt is raised in the main thread.
+    Only the main thread can handle signals. In other threads this does nothing, and Ctrl-C does not
+    interrupt them.
     """
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
@@ -42,42 +40,42 @@ _LINE_EVERY_S = 3.0
 _REFRESH_S = 0.1
 
 
-class Shown(Protocol):
-    """Where progress is shown."""
+class ProgressDisplay(Protocol):
+    """A display of progress."""
 
     def update(self, done: int, text: str) -> None:
-        """Show how many versions there are, and a text about the run."""
+        """Show the number of versions, and a text about the run."""
 
     def say(self, text: str) -> None:
-        """Report something that happened."""
+        """Report an event."""
 
     def close(self, text: str) -> None:
-        """End the bar; where it stays visible, ``text`` says how the run ended."""
+        """End the display; ``text``: the end of the run, for a bar that stays visible."""
 
 
 @contextmanager
-def showing(what: str, total: int, *, wanted: bool) -> Iterator[Shown]:
-    """The progress that suits where this runs; not ``wanted``: only what is said.
+def progress_display(what: str, total: int, *, wanted: bool) -> Iterator[ProgressDisplay]:
+    """A display that fits the environment; not ``wanted``: only reported events.
 
-    ``what`` is in progress, until ``total`` versions.
+    ``what``: the work in progress; ``total``: versions.
     """
-    shown: Shown
+    display: ProgressDisplay
     if not wanted:
-        shown = _Silent()
+        display = _Silent()
     elif in_notebook():
-        shown = _Notebook(what, total)
+        display = _Notebook(what, total)
     elif console(err=True).is_terminal:
-        shown = _Terminal(what, total)
+        display = _Terminal(what, total)
     else:
-        shown = _Lines(what, total)
+        display = _Lines(what, total)
     try:
-        yield shown
+        yield display
     finally:
-        shown.close("")
+        display.close("")
 
 
 def in_notebook() -> bool:
-    """Whether this is a notebook's kernel. IPython is not imported for it."""
+    """Whether this is a notebook's kernel, without importing IPython."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython  # type: ignore[attr-defined, unused-ignore]
@@ -86,7 +84,7 @@ def in_notebook() -> bool:
 
 
 class _Silent:
-    """Only what is said, on stderr."""
+    """Only reported events, on stderr."""
 
     def update(self, done: int, text: str) -> None:
         pass
@@ -113,11 +111,11 @@ class _Lines(_Silent):
 
 
 class _Terminal(_Silent):
-    """A bar on stderr that disappears in the end."""
+    """A bar on stderr that disappears at the end."""
 
     def __init__(self, what: str, total: int) -> None:
         self._bar = Progress(
-            TextColumn(visible(what)),
+            TextColumn(escaped(what)),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
@@ -129,17 +127,17 @@ class _Terminal(_Silent):
         self._bar.start()
 
     def update(self, done: int, text: str) -> None:
-        self._bar.update(self._task, completed=done, text=visible(text))
+        self._bar.update(self._task, completed=done, text=escaped(text))
 
     def close(self, text: str) -> None:
         self._bar.stop()
 
 
 class _Notebook(_Silent):
-    """A bar in the cell's output, which stays there as a line that says how the run ended.
+    """A bar in the cell's output, replaced by a line about the end of the run.
 
-    Jupyter updates an output in place. rich would need ipywidgets for that, and an extension of
-    the notebook's server.
+    Jupyter updates outputs in place; rich would need ipywidgets and an extension of the notebook's
+    server.
     """
 
     def __init__(self, what: str, total: int) -> None:

@@ -1,4 +1,4 @@
-"""The name by which another process finds a task that was given as an object."""
+"""Names by which other processes find a task given as an object."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FILE = f"task{PICKLED}"
 def task_and_table(
     given: TaskLike | Mapping[str, object] | None,
 ) -> tuple[TaskLike | None, dict[str, object]]:
-    """The task, and the other keys of its table ``[task]``, where one is given.
+    """The task, and the other keys of a given table ``[task]``.
 
-    Raises ConfigError if the task is none.
+    Raises ConfigError if the value is no task.
     """
     table: dict[str, object] = dict(given) if isinstance(given, Mapping) else {"name": given}
     task = table.pop("name", None)
@@ -47,12 +47,12 @@ def _checked(task: object) -> TaskLike:
 
 
 def label(task: TaskLike) -> str:
-    """The task's name in a few letters."""
+    """A short name of the task."""
     return short(task) if isinstance(task, str) else str(_owner(task).__name__)
 
 
 def local_name(task: Task | Callable[..., Task]) -> str:
-    """A name for a task that stays in this process: as importable as its module is."""
+    """A name for a task that is used only in this process."""
     owner = _owner(task)
     module = sys.modules.get(owner.__module__)
     held = {} if module is None else vars(module)
@@ -64,9 +64,9 @@ def local_name(task: Task | Callable[..., Task]) -> str:
 def name_for_others(task: Task | Callable[..., Task], folder: Path) -> str:
     """A name by which the services of a run find a task; ``folder`` is the run's own.
 
-    A class or function that can be imported elsewhere keeps its name there. Anything else is
-    written into the folder: an object's state may have changed since its module made it. Raises
-    ConfigError if it can't be pickled; OSError.
+    A class or function that other processes can import is named by its module. Any other task is
+    pickled into the folder, as an object's state may have changed. Raises ConfigError if it can't
+    be pickled; OSError.
     """
     owner = _owner(task)
     module = sys.modules.get(owner.__module__)
@@ -80,12 +80,12 @@ def name_for_others(task: Task | Callable[..., Task], folder: Path) -> str:
 
 
 def _owner(task: Task | Callable[..., Task]) -> Any:
-    """The class or function that says in which module a task is defined."""
+    """The class or function whose module defines a task."""
     return task if hasattr(task, "__qualname__") else type(task)
 
 
 def importable(module: ModuleType) -> str | None:
-    """How a fresh process imports a module: by its file or its dotted name; None: it can't."""
+    """The file or dotted name by which a new process imports a module; None: impossible."""
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__" or file is None or not file.endswith(".py"):
         return None
@@ -100,7 +100,7 @@ def importable(module: ModuleType) -> str | None:
 
 
 def _everywhere() -> set[Path]:
-    """Folders in which every Python process of this installation finds modules."""
+    """Folders from which every Python process of this installation imports."""
     installed = [
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),

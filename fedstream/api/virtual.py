@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
-from fedstream.api import folders
-from fedstream.api.endings import Interrupted, RunFailed
+from fedstream.api import run_folder
 from fedstream.api.parameters import ConfigTable, StrategyLike, Tables, check_names, options
-from fedstream.api.progress import on_interrupt, showing
+from fedstream.api.progress import on_interrupt, progress_display
 from fedstream.api.references import TaskLike, label, local_name, task_and_table
+from fedstream.api.run_folder import Interrupted, RunFailed
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord
 from fedstream.settings.config import read
-from fedstream.settings.parts import doubts
+from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.services import check_used, loaded
 from fedstream.simulation import VersionMade
 from fedstream.simulation.run import check_folder, in_words, simulate_into
@@ -100,22 +100,22 @@ def simulate(
         if signals > 1:
             raise KeyboardInterrupt
 
-    with folders.for_run(settings.run.name, out) as folder:
+    with run_folder.for_run(settings.run.name, out) as folder:
         check_folder(folder)
         what = f"{short(settings.strategy.name)} on {label(task or settings.task.name)}, simulated"
         measured = ""
         with (
             on_interrupt(interrupt),
-            showing(what, settings.run.versions, wanted=progress) as shown,
+            progress_display(what, settings.run.versions, wanted=progress) as display,
         ):
             for doubt in doubts(settings):
-                shown.say(doubt)
+                display.say(doubt)
 
             def show(version: VersionMade) -> None:
                 nonlocal measured
                 if version.metrics:
                     measured = in_words(version.metrics)
-                shown.update(version.version, measured)
+                display.update(version.version, measured)
 
             outcome, _, _ = simulate_into(
                 folder,
@@ -126,7 +126,7 @@ def simulate(
                 show=show,
                 cancelled=lambda: signals > 0,
             )
-            shown.close(f"{outcome.state}: {outcome.why}")
+            display.close(f"{outcome.state}: {outcome.why}")
         record = RunRecord(folder)
         if outcome.state == "interrupted":
             raise Interrupted(record)

@@ -29,15 +29,15 @@ _COMMANDS = {
         "run": "training:run",
         "simulate": "training:simulate",
         "sweep": "sweep:sweep",
-        "plugins": "plugins:plugins",
+        "plugins": "operations:plugins",
     },
     "Inspect a run": {
-        "status": "looking:status",
-        "top": "looking:top",
-        "replay": "looking:replay",
-        "doctor": "looking:doctor",
-        "purge": "looking:purge",
-        "acl": "looking:acl",
+        "status": "operations:status",
+        "top": "operations:top",
+        "replay": "operations:replay",
+        "doctor": "operations:doctor",
+        "purge": "operations:purge",
+        "acl": "operations:acl",
         "list": "runs:list_runs",
         "ui": "runs:ui",
         "compare": "runs:compare",
@@ -63,9 +63,9 @@ _WITH_RULES = ("run", "simulate", "replay")  # their help has a strategy's keys
 
 
 def application(wanted: str | None = None) -> typer.Typer:
-    """The command line. ``wanted``: the one command to load, if it is known; otherwise all.
+    """The command line. ``wanted``: the only command to load, if known; None: all.
 
-    To build all takes more than half of the time that loading a command line does.
+    Building all takes more than half of the start-up time.
     """
     app = typer.Typer(
         help=__doc__,
@@ -164,9 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _in_words(error: Any) -> str:
-    """What is wrong with the command line; newer releases of typer would say it as pydantic does.
+    """The error in the command line in our words; '' if the help has been printed.
 
-    '' if the help has been printed.
+    Newer releases of typer have pydantic's messages.
     """
     cause, parameter = error.__cause__, getattr(error, "param", None)
     if parameter is None or not hasattr(cause, "errors"):
@@ -181,11 +181,11 @@ def _in_words(error: Any) -> str:
 
 
 def _leave_closed_pipe() -> NoReturn:
-    """Exit without a word, as programs do that SIGPIPE ends: `head` has read enough."""
+    """Exit silently, like programs ended by SIGPIPE, for example in front of `head`."""
     _drop_output()
     sys.exit(_SIGPIPE)
 
 
 def _drop_output() -> None:
-    """Send stdout nowhere: Python flushes it again at exit, which would fail again."""
+    """Redirect stdout to nowhere, as Python's flush at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

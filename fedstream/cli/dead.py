@@ -77,10 +77,10 @@ def dead_retry(
 
     async def retry(client: Client, keys: Keys) -> int:
         failed = 0
-        chosen = _chosen(await page.read(client, keys), wanted, everything)
-        if not chosen:
+        letters = _selected(await page.read(client, keys), wanted, everything)
+        if not letters:
             line("there are no dead letters")
-        for letter in chosen:
+        for letter in letters:
             try:
                 trigger = await page.retry(client, keys, letter)
             except FedstreamError as error:
@@ -109,14 +109,14 @@ def dead_drop(
     from fedstream.operate import dead as page
 
     found = ask(config, redis, run, page.read)
-    chosen = _chosen(found, wanted, everything)
-    if chosen and not yes:
-        confirm(f"Delete {len(chosen)} of {len(found.letters)} dead letters?")
-    dropped = ask(config, redis, run, lambda client, keys: page.drop(client, keys, chosen))
+    letters = _selected(found, wanted, everything)
+    if letters and not yes:
+        confirm(f"Delete {len(letters)} of {len(found.letters)} dead letters?")
+    dropped = ask(config, redis, run, lambda client, keys: page.drop(client, keys, letters))
     line(f"{dropped} dead letter{'' if dropped == 1 else 's'} deleted")
 
 
-def _chosen(found: DeadLetters, wanted: list[str] | None, everything: bool) -> list[Letter]:
+def _selected(found: DeadLetters, wanted: list[str] | None, everything: bool) -> list[Letter]:
     """Letters chosen by id or --all.
 
     Raises ConfigError unless exactly one of the two is given, FedstreamError for an unknown id.

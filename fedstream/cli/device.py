@@ -17,7 +17,7 @@ from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.terminal import doing, line
 
 if TYPE_CHECKING:
-    from fedstream.device.life import DeviceOptions
+    from fedstream.device.process import DeviceOptions
 
 
 def device(
@@ -92,9 +92,8 @@ def device(
         )
     with process.importing():
         from fedstream.device.address import GatewayAddress
-        from fedstream.device.attested import attestation_in
-        from fedstream.device.life import DeviceOptions
-        from fedstream.runtime.parent import end_with_parent
+        from fedstream.device.process import DeviceOptions, attestation_in
+        from fedstream.runtime.process import end_with_parent
         from fedstream.settings.services import loaded
         from fedstream.trainer.solvers import Solvers
 
@@ -115,26 +114,26 @@ def device(
         once=once,
     )
     with Stop() as stop:
-        asyncio.run(_lived(options, stop))
+        asyncio.run(_run_until_signal(options, stop))
     if stop.name is not None:
         raise typer.Exit(INTERRUPTED)
 
 
-async def _lived(options: DeviceOptions, stop: Stop) -> None:
-    """Be a device until a signal comes, which ends it in order."""
-    from fedstream.device.life import live
+async def _run_until_signal(options: DeviceOptions, stop: Stop) -> None:
+    """Run the device until a signal stops it in order."""
+    from fedstream.device.process import run_device
 
     loop = asyncio.get_running_loop()
     with doing() as show:
-        life = asyncio.create_task(live(options, line, show))
+        running = asyncio.create_task(run_device(options, line, show))
 
         def signalled(name: str) -> None:
             line(f"{name}: leaving; a second signal ends this process at once")
-            life.cancel()
+            running.cancel()
 
         stop.listen(lambda name: loop.call_soon_threadsafe(signalled, name))
         try:
-            await life
+            await running
         except asyncio.CancelledError:
             if stop.name is None:
                 raise

@@ -40,7 +40,7 @@ Dir = Annotated[
 
 @contextmanager
 def _bar(what: str, total: int, *, quiet: bool) -> Iterator[Advance]:
-    """Progress bar over the bytes of a journal."""
+    """A progress bar over a journal's bytes."""
     with progress(what, total, quiet=quiet, parts=False) as step:
         yield adding(step, total)
 
@@ -214,10 +214,10 @@ def diff(
     """
     from fedstream.history.report import as_json as text
     from fedstream.journal import opened
-    from fedstream.journal.inspection import parting
+    from fedstream.journal.inspection import divergence
 
     with opened(a) as ours, opened(b) as theirs:
-        found = parting(ours, theirs)
+        found = divergence(ours, theirs)
     if as_json:
         about = {"why": found.why, "text": found.text, "first": found.first}
         about |= {"version": found.version, "a": _plain(found.a), "b": _plain(found.b)}
@@ -428,7 +428,7 @@ def stats(
     from fedstream.history import journal_text as pages
     from fedstream.history.report import as_json as text
     from fedstream.journal import counted_bytes, opened
-    from fedstream.journal.shares import stats as measured
+    from fedstream.journal.contributions import stats as measured
 
     sort = named("--sort", sort, pages.NAMES)
     with (

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Listed here so that help and completion load nothing; tests compare the lists with the real ones.
+# Listed here so that help and completion load nothing; tests compare the lists with the code.
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
 STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
-# All that a command needs which looks at a live run: no key of these names a program.
+# Tables and keys for commands about a live run; none of them names a program.
 _LIVE = (
     "run.name",
     "redis",
@@ -41,9 +41,9 @@ OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 
 
 def named(option: str, given: str, names: Collection[str]) -> str:
-    """The one of ``names`` that was typed, with an underscore or a space: given_up or 'given up'.
+    """The member of ``names`` that was given, with an underscore or a space: 'given up'.
 
-    Raises ConfigError, which lists them.
+    Raises ConfigError, listing the names.
     """
     name = given.replace(" ", "_")
     if name not in names:
@@ -188,10 +188,10 @@ def settings_of(
     track: Sequence[str] | None = None,
     **given: object,
 ) -> Settings:
-    """Read the configuration; ``given`` are the command's own options, by parameter name.
+    """Read the configuration. ``given``: the command's own options, by parameter name.
 
-    ``trusted``: the programs that the file names may run; otherwise ConfigError is raised if it
-    names any. ``track``: trackers to add to the configured ones.
+    ``trusted``: whether programs that the file names may run; if not, such names raise ConfigError.
+    ``track``: trackers to add to the configured ones.
     """
     from fedstream.settings.config import options, read
     from fedstream.settings.recording import check_task
@@ -205,7 +205,7 @@ def settings_of(
         check_task(settings, path, sets or (), given.get("task"))
     if not track:
         return settings
-    from fedstream.sinks.choice import added
+    from fedstream.sinks.settings import added
 
     more = options(**given, track=added(settings.sinks, track))
     return read(path, sets or (), more, trusted=trusted)
@@ -214,10 +214,10 @@ def settings_of(
 def live_settings(
     path: Path | None, *, redis: str | None, run: str | None, keys: Collection[str] = _LIVE
 ) -> Settings:
-    """Read ``keys``, which a command needs that looks at a live run; no program of the file runs.
+    """Read the settings for a command about a live run, without running the file's programs.
 
     ``redis``, ``run``: the command's own options. Both are always passed, because keys are checked
-    together: a CA in the environment is wrong without the URL of --redis.
+    together: a CA in the environment needs the URL of --redis.
     """
     from fedstream.settings.config import options, read
 
@@ -225,7 +225,7 @@ def live_settings(
 
 
 def recorded_programs(folder: Path, *, trust: bool, changed: bool) -> AbstractContextManager[None]:
-    """Within this context, a recording's rules are loaded as the options and the user allow."""
+    """Inside the block, permit a recording's rules by the options or the user's answer."""
     from fedstream.settings.recording import its_programs
 
     return its_programs(
@@ -234,7 +234,7 @@ def recorded_programs(folder: Path, *, trust: bool, changed: bool) -> AbstractCo
 
 
 def task_options(task: str | None, flower: str | None, model: str | None) -> dict[str, str | None]:
-    """What --task, or --flower and --model, say; for :func:`settings_of`. Raises ConfigError."""
+    """Options of :func:`settings_of` for --task, --flower and --model. Raises ConfigError."""
     if flower is None:
         return {"task": task, "model": model}
     if task is not None:

@@ -18,10 +18,10 @@ _TYPED = "fedstream.typed"  # the command line as it was typed, in a context's n
 
 
 class RuleHelp(TyperCommand):
-    """A command whose help ends with the keys of the strategy that is on the command line."""
+    """A command whose help ends with the keys of the given strategy."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep what was typed: `--help` comes before the other options are read."""
+        """Keep the arguments, as `--help` is handled before the other options."""
         ctx.meta[_TYPED] = list(args)
         return super().parse_args(ctx, args)
 
@@ -38,7 +38,7 @@ class RuleHelp(TyperCommand):
 
 
 def _named(typed: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The keys that options set, in their order."""
+    """The keys set by options, in order."""
     for option, value in zip(typed, [*typed[1:], ""], strict=True):
         name, equals, joined = option.partition("=")
         given = joined if equals else value
@@ -50,7 +50,7 @@ def _named(typed: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _show(key: str, name: str, table: type[BaseModel], *, besides: str) -> None:
-    from fedstream.runtime.keys import keys_of
+    from fedstream.runtime.settings_keys import keys_of
 
     about = (inspect.getdoc(table) or "").partition("\n")[0]
     line(f"\n{name}: {about}" if about else f"\n{name}")

@@ -1,4 +1,4 @@
-"""Commands about runs afterwards and beside each other."""
+"""Commands about recorded runs: list, compare, ui, report, track."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def track(
     ] = None,
     trust: TrustRecorded = False,
 ) -> None:
-    """Write a run that is over to trackers: what they lack of it, so each version is there once.
+    """Write a finished run to trackers, adding only the versions that they lack.
 
     A tracker for which the run's run.toml has a table gets its options from there.
     """

@@ -31,12 +31,12 @@ def _serve(
     **given: Any,
 ) -> None:
     with process.importing():
-        from fedstream.runtime.parent import VARIABLE, end_with_parent
+        from fedstream.runtime.process import PARENT_VARIABLE, end_with_parent
         from fedstream.settings.services import serve_role
 
     end_with_parent()
     settings = settings_of(path, sets, **given)
-    if VARIABLE not in os.environ:  # not started by `fedstream run`
+    if PARENT_VARIABLE not in os.environ:  # not started by `fedstream run`
         from fedstream.settings.run_toml import for_joining_trainer, refuse_ended
 
         refuse_ended(settings, path)

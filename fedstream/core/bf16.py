@@ -14,26 +14,25 @@ if TYPE_CHECKING:
 
     from fedstream.core.layout import Floats
 
-_AT_ONCE = 1 << 15  # elements: what an encoder holds meanwhile stays in the processor's cache
+_AT_ONCE = 1 << 15  # elements per step, so that temporaries stay in the processor's cache
 
 
 class Dither:
-    """Random numbers to round by, up or down, so that the mean of many roundings is exact.
+    """Random numbers for stochastic rounding, whose mean error is zero.
 
-    They are uniform, of 16 bits, and the same for the same seed on every machine.
+    The numbers are uniform, have 16 bits, and depend only on the seed.
 
-    A device that sends its model sends what it was given, moved a little. Rounded to nearest,
-    both would be pulled back to the same values again and again, and moves of less than half a
-    step would be lost for good (decision 47 has figures). Rounded like this, each move has its
-    effect in the mean: stochastic rounding, as in *Deep Learning with Limited Numerical
-    Precision* (Gupta and others 2015), section 3.1.
+    A device that sends its model sends the received model with small changes. Rounding to nearest
+    would lose every change of less than half a step for good (decision 47 has figures). Stochastic
+    rounding keeps each change in the mean: *Deep Learning with Limited Numerical Precision* (Gupta
+    and others 2015), section 3.1.
     """
 
     def __init__(self, seed: int) -> None:
         self._source = np.random.SFC64(seed)  # numpy promises that its stream never changes
 
     def draw(self, count: int) -> npt.NDArray[np.uint16]:
-        """The next ``count`` numbers, and as many more as a word has room for are skipped."""
+        """The next ``count`` numbers; the rest of the last generated word is skipped."""
         words: npt.NDArray[np.uint64] = self._source.random_raw(-(-count // 4))
         return words.astype("<u8", copy=False).view("<u2")[:count]
 
@@ -46,7 +45,7 @@ def nbytes(count: int) -> int:
 def encode(values: Floats, into: npt.NDArray[np.uint8], dither: Dither | None = None) -> None:
     """Write the rounded values: a relative error of at most 2^-8; NaN stays NaN.
 
-    ``dither``: to round by; the error is then at most 2^-7, and zero in the mean.
+    ``dither``: for stochastic rounding; the error is then at most 2^-7, and zero in the mean.
     """
     halves = into.view("<u2")
     for at in range(0, values.size, _AT_ONCE):
@@ -67,7 +66,7 @@ def encode(values: Floats, into: npt.NDArray[np.uint8], dither: Dither | None = 
 
 
 def decode(data: npt.NDArray[np.uint8], into: Floats) -> None:
-    """Write the values into ``into``, exactly. Raises Undecodable if their number differs."""
+    """Decode exactly into ``into``. Raises Undecodable if the number of values differs."""
     if data.size != nbytes(into.size):
         raise Undecodable(
             reasons.WIRE_LENGTH, f"{data.size} bytes for {into.size} values in bfloat16"

@@ -1,4 +1,4 @@
-"""Whole numbers in blocks of 256 values, each block with a scale: ``int8`` and ``int4``.
+"""The formats ``int8`` and ``int4``: integers in blocks of 256 values with a scale per block.
 
 A value v of a block becomes q = round(v / s), to nearest, with s = max|v| / 127 (int8) or
 max|v| / 7 (int4), and is decoded as the float32 product s q. The bytes are
@@ -6,7 +6,7 @@ max|v| / 7 (int4), and is decoded as the float32 product s q. The bytes are
     float32[blocks] scales ++ int8[count], or two of int4 to a byte, the first in the lower half
 
 where four bits hold q + 8. A block of zeros has the scale 0. A block with a value that is not
-finite gets a scale that isn't either, so that its receiver refuses it.
+finite gets a scale that is not finite, so that its receiver refuses it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK = 256  # values
 Bits = Literal[8, 4]
 _MOST = {8: 127, 4: 7}  # the largest |q|
 _EXACT = np.finfo(np.float32).smallest_normal  # smaller scales have fewer digits
-_AT_ONCE = 128 * BLOCK  # values: what is held meanwhile stays in the processor's cache
+_AT_ONCE = 128 * BLOCK  # values per step, so that temporaries stay in the processor's cache
 
 
 def blocks(count: int) -> int:
@@ -45,7 +45,7 @@ def nbytes(count: int, bits: Bits) -> int:
 def encode(
     values: Floats, bits: Bits, into: npt.NDArray[np.uint8], dither: Dither | None = None
 ) -> None:
-    """Write scales and numbers. ``dither``: to round by, instead of to nearest."""
+    """Write scales and integers. ``dither``: for stochastic rounding instead of to nearest."""
     most, split = np.float32(_MOST[bits]), 4 * blocks(values.size)
     scales, numbers = into[:split].view("<f4"), into[split:]
     for at in range(0, values.size, _AT_ONCE):
@@ -59,11 +59,11 @@ def encode(
             np.rint(quotients, out=quotients)
         else:
             _drop_by(dither, quotients, part.size)
-        # Quotients may not be what they should, or a bit above the largest before they are dropped.
+        # Quotients may be not finite, or slightly above the maximum before rounding.
         if dither is not None or not (scale >= _EXACT).all():
             quotients[~(scale > 0)] = 0
             np.clip(quotients, -most, most, out=quotients)
-        with np.errstate(invalid="ignore"):  # the scale says that the block is not finite
+        with np.errstate(invalid="ignore"):  # the scale marks the block as not finite
             whole = quotients.astype(np.int8).reshape(-1)[: part.size]
         if bits == 8:
             numbers[at : at + part.size] = whole.view(np.uint8)
@@ -72,10 +72,9 @@ def encode(
 
 
 def decode(data: npt.NDArray[np.uint8], bits: Bits, into: Floats) -> None:
-    """Write the products into ``into``.
+    """Decode into ``into``.
 
-    Raises Undecodable if the bytes are not for that many values, or a scale is negative or not
-    finite.
+    Raises Undecodable if the number of values differs, or if a scale is negative or not finite.
     """
     if data.size != nbytes(into.size, bits):
         raise Undecodable(
@@ -104,7 +103,7 @@ def decode(data: npt.NDArray[np.uint8], bits: Bits, into: Floats) -> None:
 
 
 def _drop_by(dither: Dither, quotients: Floats, count: int) -> None:
-    """Round up with the probability of the fraction, else down; whole numbers stay."""
+    """Round up with the probability of the fractional part, else down."""
     numbers = dither.draw(count).astype(np.float32)
     numbers += np.float32(0.5)
     numbers *= np.float32(2**-16)
@@ -113,7 +112,7 @@ def _drop_by(dither: Dither, quotients: Floats, count: int) -> None:
 
 
 def _rows(part: Floats) -> Floats:
-    """Values in rows of a block each, the last filled up with zeros."""
+    """Values in one row per block, the last padded with zeros."""
     if part.size % BLOCK:
         part = np.concatenate([part, np.zeros(-part.size % BLOCK, np.float32)])
     return part.reshape(-1, BLOCK)

@@ -1,11 +1,11 @@
-"""What changed between two models of one format, as bytes: exact, and usually far fewer.
+"""Exact differences between two models of one format, usually far smaller than the model.
 
 Each model is read as little-endian words: four bytes in ``f32``, two in ``bf16``, one in ``int8``.
-A word becomes its difference from the older model's, modulo 2^bits, with the sign in the lowest bit
-(0, -1, 1, -2 become 0, 1, 2, 3), so that a small change is a small number, also across a power of
-two. Then come all words' lowest bytes, then the next ones, and so on: the highest are nearly all
-zero. A Zstandard frame holds them. The bytes of the newer model come out as they were, whatever
-they stand for.
+A word becomes its difference from the older model's word, modulo 2^bits, with the sign in the
+lowest bit (0, -1, 1, -2 become 0, 1, 2, 3), so that a small change is a small number, also across a
+power of two. Then the words' bytes are transposed: all lowest bytes first, and last the highest
+ones, which are nearly all zero. A Zstandard frame compresses them. Decoding restores the newer
+model's exact bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def width_of(kind: Encoding) -> int:
 def encode(
     old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int
 ) -> npt.NDArray[np.uint8]:
-    """The frame that turns ``old`` into ``new``: as many bytes, a multiple of ``width``."""
+    """The frame that turns ``old`` into ``new``, both of the same multiple of ``width`` bytes."""
     words = _WORDS[width]
     change = new.view(words) - old.view(words)
     is_negative = change >> (8 * width - 1)
@@ -48,10 +48,10 @@ def encode(
 def decode(
     old: npt.NDArray[np.uint8], frame: npt.NDArray[np.uint8], width: int
 ) -> npt.NDArray[np.uint8]:
-    """The newer model's bytes. Whether they are the right ones, only their digest can tell.
+    """The newer model's bytes, which the caller must check by their digest.
 
-    Raises Undecodable for a frame that is damaged or of another number of bytes: before any memory
-    is taken for it, if there are more.
+    Raises Undecodable for a damaged frame or another number of bytes; for more bytes, before
+    allocating memory for them.
     """
     planes = compressed.decode(frame, old.size)
     if planes.size != old.size:

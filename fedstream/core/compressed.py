@@ -1,4 +1,4 @@
-"""Zstandard frames, and protection from those that decompress to more than there can be."""
+"""Zstandard frames, with protection against decompression bombs."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from fedstream.core.errors import Undecodable
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-LEVEL = 1  # higher ones cost several times as much for one or two percent (benchmarks/wire.py)
+LEVEL = 1  # higher levels cost several times as much for one or two percent (benchmarks/wire.py)
 
 
 def most(size: int) -> int:
-    """The most bytes of a frame that holds ``size`` bytes (ZSTD_compressBound, and then some)."""
+    """An upper bound on the frame of ``size`` bytes, a little above ZSTD_compressBound."""
     return size + (size >> 7) + 512
 
 
 def encode(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """The bytes in one frame that says how many they are."""
+    """Compress bytes into one frame that states their number."""
     frame = zstandard.ZstdCompressor(level=LEVEL).compress(data.data)
     return np.frombuffer(frame, np.uint8)
 
 
 def decode(frame: npt.NDArray[np.uint8], limit: int) -> npt.NDArray[np.uint8]:
-    """The bytes in a frame, at most ``limit`` of them.
+    """Decompress a frame of at most ``limit`` bytes.
 
-    Raises Undecodable if the frame is damaged, followed by something, or says that it holds more,
-    or nothing about how much it holds: before any memory is taken for it.
+    Raises Undecodable if the frame is damaged or followed by more bytes, and, before allocating
+    memory, if it states more than ``limit`` bytes or no number.
     """
     try:
         about = zstandard.get_frame_parameters(frame.data)
-        if about.content_size > limit:  # unknown sizes are the largest of all
+        if about.content_size > limit:  # an unstated size is the largest number
             raise Undecodable(
                 reasons.WIRE_TOO_LONG, f"{_said(about.content_size)}, at most {limit} were expected"
             )

@@ -1,4 +1,4 @@
-"""Everything that can go wrong between the services, as one small tree.
+"""The errors of fedstream, as one small tree.
 
     FedstreamError
     ├── ConfigError           a key or value that is not allowed; the message names it
@@ -37,7 +37,7 @@ class FedstreamError(Exception):
 
     @property
     def trace(self) -> str:
-        """The traceback of the user's own code, if the error is about what that raised; else ''."""
+        """The traceback of the user's code that caused the error; '' if there is none."""
         return "\n".join(getattr(self, "__notes__", ()))
 
 
@@ -54,7 +54,7 @@ class TaskError(ConfigError, DataError):
 
 
 class BrokerError(FedstreamError):
-    """Base of what can go wrong between a service and Redis."""
+    """Base of the errors between a service and Redis."""
 
 
 class Unavailable(BrokerError):
@@ -88,7 +88,7 @@ class Foreign(BrokerError):
 class ReplyTooLarge(BrokerError):
     """A reply exceeded the caller's limit; its connection was dropped half-read."""
 
-    retriable = True  # Redis has executed the commands: the caller reads smaller parts
+    retriable = True  # the commands were executed; the caller reads smaller parts
 
 
 class BadMessage(BrokerError):
@@ -108,7 +108,7 @@ class BlobMissing(BrokerError):
 
 
 class BlobDamaged(BrokerError):
-    """A blob whose bytes are not those that were announced."""
+    """A blob whose bytes don't match its announced size or digest."""
 
 
 class NoRun(BrokerError):
@@ -123,15 +123,15 @@ def innermost(error: BaseException) -> BaseException:
     """The exception itself, or the first one inside a group of them, with a traceback."""
     while isinstance(error, BaseExceptionGroup):
         first: BaseException = error.exceptions[0]
-        # One that was never raised itself has the group's.
+        # An exception that was never raised itself gets the group's traceback.
         error = first.with_traceback(first.__traceback__ or error.__traceback__)
     return error
 
 
 def distrust(said: str, unsigned: str) -> str:
-    """Why a server's certificate is not trusted, and what to change, from OpenSSL's words for it.
+    """Explain why a server's certificate is not trusted, and what to change.
 
-    ``unsigned``: what to change if no known authority has signed it.
+    ``said``: OpenSSL's message. ``unsigned``: what to change if no known authority has signed it.
     """
     if found := _ANOTHERS.search(said):
         host = found[1]
@@ -146,9 +146,9 @@ def distrust(said: str, unsigned: str) -> str:
 
 
 class Undecodable(BrokerError):
-    """Bytes that are not in the format they were announced in.
+    """Bytes that are not in their announced format.
 
-    ``reason`` is one of :data:`fedstream.core.reasons.REFUSED`, by which it is counted.
+    ``reason``: the member of :data:`fedstream.core.reasons.REFUSED` under which it is counted.
     """
 
     def __init__(self, reason: str, what: str) -> None:

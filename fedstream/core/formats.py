@@ -1,8 +1,8 @@
-"""Wire formats: what a model or an update looks like on the wire and in the journal.
+"""Wire formats: encodings of models and updates on the wire and in the journal.
 
 A format turns a model into bytes (:meth:`Format.encoded`) and bytes into a model
 (:meth:`Format.decode`). Only the parameters are encoded; integers, floating-point buffers and
-SCAFFOLD's control variates are sent as they are:
+SCAFFOLD's control variates are sent unchanged:
 
     int64[integers] ++ float32[buffers and controls] ++ the parameters, encoded
 
@@ -38,23 +38,23 @@ Encoding = Literal["f32", "bf16", "int8", "int4", "topk"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 
 _NAME = re.compile(r"(f32|bf16|int8|int4|topk:(0\.[0-9]{1,9}|1))(\+zstd)?")
-# A memory may be so many times as long as the update that it is added to, for each share sent. At
-# most 2 times are left of updates of one length (Error Feedback Fixes SignSGD, Karimireddy et al.
-# 2019, lemma 3); more is what an outlier left, which its receiver refused.
+# Largest norm of error feedback, as a multiple of the update's norm divided by the share sent. The
+# feedback of updates of equal norm has at most 2 times (Error Feedback Fixes SignSGD, Karimireddy
+# et al. 2019, lemma 3); larger feedback comes from an outlier, which its receiver refused.
 _MOST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What models look like as bytes."""
+    """One wire format."""
 
     kind: Encoding = "f32"
-    share: float = 1.0  # of the parameters that ``topk`` keeps; 0 < share <= 1, nine digits
+    share: float = 1.0  # share of the parameters that ``topk`` keeps; 0 < share <= 1, nine digits
     zstd: bool = False
 
     @property
     def name(self) -> str:
-        """The format as :func:`format_of` reads it."""
+        """The format's name, which :func:`format_of` parses."""
         share = f":{self.share:.9f}".rstrip("0").rstrip(".") if self.kind == "topk" else ""
         return f"{self.kind}{share}{'+zstd' if self.zstd else ''}"
 
@@ -65,16 +65,16 @@ class Format:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a model is decoded as it was."""
+        """Whether decoding restores the exact model."""
         return self.kind == "f32"
 
     @property
     def of_changes(self) -> bool:
-        """Whether the format is too coarse for models: fit only for what changed in them."""
+        """Whether the format is fit only for deltas, being too coarse for models."""
         return self.kind in ("int4", "topk")
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
-        """The fewest and the most bytes that a model of this layout takes."""
+        """The fewest and the most bytes of a model of this layout."""
         least, most = self._sizes(layout)
         return (1, compressed.most(most)) if self.zstd else (least, most)
 
@@ -98,12 +98,12 @@ class Format:
     ) -> npt.NDArray[np.uint8]:
         """The model's bytes in this format; a view of the model's own if :attr:`is_plain`.
 
-        ``seed``: of the numbers to round by (:mod:`fedstream.core.bf16`), in bf16, int8 and int4;
-        None: rounded to nearest. ``into``: room for exactly these bytes, in bf16, int8 and int4
-        without Zstandard; None: new memory.
+        ``seed``: for stochastic rounding (:mod:`fedstream.core.bf16`) in bf16, int8 and int4; None:
+        round to nearest. ``into``: memory for exactly these bytes, in bf16, int8 and int4 without
+        Zstandard; None: new memory.
 
-        Values that are not finite stay so, or make their block's scale so: their receiver refuses
-        them.
+        Values that are not finite stay so, or make their block's scale not finite, so that the
+        receiver refuses them.
         """
         data = self._encoded(model, None if seed is None else Dither(seed), into)
         return compressed.encode(data) if self.zstd else data
@@ -135,7 +135,7 @@ class Format:
         """Write the model that ``data`` encodes into a model of the same layout.
 
         Raises Undecodable, with the reason to refuse it; the model's values are then undefined.
-        Values that are not finite are decoded: check them as in any model.
+        Decodes values that are not finite, which the caller must check.
         """
         least, most = self._sizes(into.layout)
         if self.zstd:
@@ -167,13 +167,13 @@ F32 = Format()
 
 
 def most_bytes(layout: Layout) -> int:
-    """The most bytes that a model of this layout takes in any format."""
+    """The most bytes of a model of this layout in any format."""
     return max(Format(kind, zstd=True).sizes(layout)[1] for kind in ENCODINGS)
 
 
 @lru_cache(64)
 def format_of(name: str) -> Format:
-    """The format with this name. Raises Undecodable for any other text."""
+    """Parse a format's name. Raises Undecodable for an unknown name."""
     found = _NAME.fullmatch(name)
     share = float(found[2] or 1) if found else math.nan
     if found is None or not share > 0:
@@ -185,26 +185,26 @@ def format_of(name: str) -> Format:
 
 
 def _as_it_is(layout: Layout) -> int:
-    """Bytes of what is never encoded: integers, buffers and controls."""
+    """Bytes of the parts that are never encoded: integers, buffers and controls."""
     return 8 * layout.integers + 4 * (layout.floats - layout.parameters)
 
 
 class FedBack(NamedTuple):
-    """An update, encoded, and what becomes of what it loses."""
+    """An encoded update, and its error feedback."""
 
     data: npt.NDArray[np.uint8]
-    lost: Floats  # so far, for the device's next update
-    dropped: bool  # whether what was lost before was too large to be added
+    lost: Floats  # accumulated encoding error, for the device's next update
+    dropped: bool  # whether the previous feedback was too large to be added
 
 
 def fed_back(update: Model, memory: Floats | None, how: Format) -> FedBack:
-    """Encode an update together with what the device's last one lost: error feedback.
+    """Encode an update with error feedback: add the device's accumulated encoding error first.
 
     *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), algorithm 1, lines 4 to 6.
 
-    ``update``'s parameters become what their receiver decodes. ``memory``: what was lost so far, as
-    long as the parameters; None: nothing. It is dropped if it is far larger than the update.
-    If the update is not finite, its receiver refuses it, and the memory stays as it was.
+    ``update``: its parameters are replaced by the decoded ones. ``memory``: accumulated error, one
+    value per parameter; None: zero. It is dropped if it is far larger than the update. If the
+    update is not finite, its receiver refuses it, and the memory stays unchanged.
     """
     known = memory
     if memory is not None and not _norm(memory) <= _MOST / how.share * _norm(update.parameters):
@@ -217,7 +217,7 @@ def fed_back(update: Model, memory: Floats | None, how: Format) -> FedBack:
     if np.isfinite(wanted).all():
         how.decode(data, update)
         lost = np.subtract(wanted, update.parameters, out=wanted)
-        if np.isfinite(lost).all():  # else its receiver refuses what was rounded to infinity
+        if np.isfinite(lost).all():  # else the receiver refuses an infinite value
             return FedBack(data, lost, dropped)
     return FedBack(data, memory if memory is not None else np.zeros_like(wanted), dropped)
 

@@ -1,14 +1,14 @@
-"""Models as devices are given them: x_tau, in the format in which versions are published.
+"""Published models x_tau, in the wire format in which devices receive them.
 
-The updater keeps its versions in float32, and encodes each from there. So what one version's copy
-lost is not lost to the next: nothing adds up. QAFeL (*Asynchronous Federated Learning with
-Bidirectional Quantized Communications and Buffered Aggregation*, Ortega and Jafarkhani 2023) sends
-quantised differences, which devices add up, and therefore needs a hidden state that the server and
-its devices share; whole models need none.
+The updater keeps its versions in float32 and encodes each of them anew, so encoding errors don't
+accumulate. QAFeL (*Asynchronous Federated Learning with Bidirectional Quantized Communications and
+Buffered Aggregation*, Ortega and Jafarkhani 2023) sends quantised differences, which devices add
+up, and therefore needs a hidden state shared by server and devices; whole models need none.
 
-That holds for strategies that take deltas. One that takes models takes the copy's error with them,
-and would be held back by it for good; so its versions are rounded at random, seeded by the
-version's number: the error is zero in the mean (:mod:`fedstream.core.bf16`).
+For a strategy that takes models, the devices' models contain the encoding error of x_tau, which
+rounding to nearest would never let shrink. So its versions are rounded stochastically, seeded by
+the version's number, with zero error in the mean (:mod:`fedstream.core.bf16`). Strategies that take
+deltas don't have this problem.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GivenModel:
-    """A model as devices are given it: its bytes, and what they are."""
+    """A published model's bytes and description."""
 
     payload: Payload
     encoded: Encoded | None  # None: the model itself
@@ -43,7 +43,7 @@ class GivenModel:
 
     @property
     def digest(self) -> str:
-        """The digest by which devices know the model."""
+        """The digest by which devices request the model."""
         return self.encoded.digest if self.encoded else self.payload.digest(self.digests)
 
 
@@ -56,10 +56,10 @@ def given(
     sends: Sends,
     digests: DigestAlgorithm,
 ) -> GivenModel:
-    """The model of a version in a format; shares its memory if the format is its own bytes.
+    """Encode the model of a version in format ``how``; a plain format shares the model's memory.
 
-    ``room``: for so many bytes, if they are the payload's. ``sends``: what the run's strategy
-    takes. ``digests``: what makes the run's.
+    ``room``: allocates the payload if needed. ``sends``: whether the run's strategy takes models
+    or deltas. ``digests``: the run's digest algorithm.
     """
     if how.is_plain:
         return GivenModel(model, None, digests)
@@ -78,7 +78,7 @@ def given(
 def room_for(encoded: Encoded, layout: Layout) -> Payload:
     """A payload to read an encoded model into.
 
-    Raises Unavailable for a format of another release, BlobDamaged if no model has that many bytes.
+    Raises Unavailable for another release's format, BlobDamaged for an impossible size.
     """
     try:
         how = format_of(encoded.format)
@@ -94,11 +94,11 @@ def room_for(encoded: Encoded, layout: Layout) -> Payload:
 
 
 def decode(payload: Payload, encoded: Encoded, into: Model) -> None:
-    """Write an encoded model into a model of its layout: exactly what every device trains from.
+    """Decode a published model into ``into``, with the same bits as every device.
 
-    Checks the digest of a compressed one, which is that of what is inside; of any other,
-    :func:`fedstream.broker.blobs.read` has checked it. Raises BlobDamaged if it differs, and
-    Unavailable if nobody can decode the model.
+    Checks the digest of a compressed model, which covers the decompressed bytes; for other models,
+    :func:`fedstream.broker.blobs.read` has checked the digest. Raises BlobDamaged if it differs,
+    and Unavailable if the model can't be decoded.
     """
     try:
         data = inside(payload, encoded, into.layout)
@@ -108,9 +108,9 @@ def decode(payload: Payload, encoded: Encoded, into: Model) -> None:
 
 
 def inside(payload: Payload, encoded: Encoded, layout: Layout) -> npt.NDArray[np.uint8]:
-    """The bytes that an encoded model's digest is of: in the frame, if it is compressed.
+    """The bytes that an encoded model's digest covers, decompressed if necessary.
 
-    Raises BlobDamaged if the digest of what is in a frame differs, and Undecodable for a bad frame.
+    Raises BlobDamaged if the digest of decompressed bytes differs, and Undecodable for a bad frame.
     """
     how = format_of(encoded.format)
     if not how.zstd:

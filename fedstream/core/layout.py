@@ -149,9 +149,9 @@ class Layout:
         return packed
 
     @classmethod
-    @lru_cache(4)  # decoded with every task's status, and hardly ever different
+    @lru_cache(4)  # decoded often, with few different values
     def decode(cls, data: bytes) -> Layout:
-        """The layout that :meth:`encode` wrote. Raises LayoutMismatch for anything else."""
+        """Decode the bytes of :meth:`encode`. Raises LayoutMismatch if they are invalid."""
         try:
             rows: Any = msgpack.unpackb(data)
             return cls(tuple(_tensor(*row) for row in rows))
@@ -173,9 +173,9 @@ def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
 
 
 class Payload:
-    """Bytes to be sent or stored: a model's, or those of an encoded one.
+    """Bytes to send or store, of a model or of an encoded model.
 
-    A buffer that was allocated here fills whole pages, so it can be written to disk directly.
+    A buffer allocated here fills whole pages, so it can be written to disk directly.
     """
 
     __slots__ = ("buffer",)
@@ -185,15 +185,15 @@ class Payload:
 
     @classmethod
     def empty(cls, size: int) -> Payload:
-        """A block of ``size`` bytes to write into."""
+        """Allocate a payload of ``size`` bytes."""
         return Payload(_paged(size))
 
     @property
     def pages(self) -> memoryview | None:
-        """The buffer including its last page's padding; None if it was passed in without any."""
+        """The buffer with the padding of its last page; None if it was allocated elsewhere."""
         block, start, size = self.buffer.base, self.buffer.ctypes.data, self.buffer.nbytes
         if not isinstance(block, np.ndarray) or block.dtype != np.uint8 or start % PAGE:
-            return None  # not a block that we allocated
+            return None  # allocated elsewhere
         first = start - block.ctypes.data
         filled = size + -size % PAGE
         return block[first : first + filled].data if first + filled <= block.nbytes else None
@@ -203,19 +203,19 @@ class Payload:
         return digest_of(self.buffer.data, algorithm)
 
     def digest_like(self, digest: str) -> str:
-        """Digest of the bytes by the algorithm of another one."""
+        """Digest of the bytes by the algorithm of ``digest``."""
         return self.digest(algorithm_of(digest))
 
     def is_of(self, digest: str) -> bool:
-        """Whether this is the bytes' digest."""
+        """Whether ``digest`` is the digest of the bytes."""
         return self.digest_like(digest) == digest
 
 
 def _paged(size: int) -> npt.NDArray[np.uint8]:
-    """A buffer that begins on a page and has the rest of its last one behind it."""
+    """A page-aligned buffer, followed by the rest of its last page."""
     block = np.empty(size + 2 * PAGE, dtype=np.uint8)
     start = -block.ctypes.data % PAGE
-    block[start + size :] = 0  # goes to disk: must not leak old memory
+    block[start + size :] = 0  # written to disk, so it must not leak old memory
     return block[start : start + size]
 
 

@@ -39,11 +39,11 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # Ids of tasks and attempts, without the separators used in blob names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
-Goal = Literal["min", "max"]  # whether a metric is good if it is low or high
+Goal = Literal["min", "max"]  # whether lower or higher values of a metric are better
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
-# Most devices quarantined at once, and characters of why: the scheduler reads them at every look.
+# Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
 QUARANTINED = 1000
 WHY_QUARANTINED = 100
 A = TypeVar("A", bound="Message")
@@ -56,8 +56,8 @@ OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "
 class Encoded:
     """A model in one of the formats of :mod:`fedstream.core.formats`.
 
-    ``digest``: of the encoded model before compression, so that another release of the compressor
-    changes nothing. Devices report it as the digest of x_tau.
+    ``digest``: of the encoded model before compression, so that it doesn't depend on the
+    compressor's release. Devices report it as the digest of x_tau.
     """
 
     format: str
@@ -66,12 +66,12 @@ class Encoded:
 
     @property
     def text(self) -> str:
-        """As blobs and the head in Redis have it."""
+        """The text form in blobs and in the head."""
         return f"{self.format} {self.size} {self.digest}"
 
     @classmethod
     def parsed(cls, text: bytes) -> Encoded:
-        """What :attr:`text` says."""
+        """Parse :attr:`text`."""
         format_, size, digest = text.decode().split(" ")
         return cls(format_, int(size), digest)
 
@@ -114,7 +114,7 @@ def _plain(value: object) -> dict[str, Any]:
 
 
 class Assignment(Message):
-    """A task for a trainer: which device, how long, which seed, and in rounds which version."""
+    """A task for a trainer: device, length and seed, and in rounds the version."""
 
     kind: ClassVar[str] = "task"
     task: Id
@@ -139,13 +139,13 @@ class Trigger(Assignment):
     origin: Name = "scheduler"  # or the trainer that asked for it
 
     def assignment(self) -> bytes:
-        """The task that it asks for, as the bytes of a stream entry."""
+        """The requested task, as the bytes of a stream entry."""
         mine = self.__dict__
         return _encoded(Assignment.kind, {name: mine[name] for name in _ASSIGNED})
 
 
 class CloseRound(Message):
-    """A request to end the round on top of a version and give up its unanswered tasks."""
+    """A request to end the round that trains from a version, and give up its unanswered tasks."""
 
     kind: ClassVar[str] = "close_round"
     version: Count
@@ -155,7 +155,7 @@ class CloseRound(Message):
 
 
 class Withdraw(Message):
-    """A request to give up those of these tasks that are still unanswered."""
+    """A request to give up tasks that are still unanswered."""
 
     kind: ClassVar[str] = "withdraw"
     tasks: tuple[Id, ...]
@@ -174,33 +174,33 @@ class Upload(Message):
     base: Name  # digest of x_tau
     layout: Name  # signature
     digest: Name
-    size: Count  # bytes, of what was sent; so is the digest
+    size: Count  # bytes sent, which the digest covers
     samples: Count  # in the device's data
     steps: Count  # H, as performed
     lr: float  # gamma
     loss: float | None = None  # mean training loss over the steps
-    seconds: float = 0.0  # that the device took
-    seed: int | None = None  # of the training, drawn by the task
+    seconds: float = 0.0  # the device's time
+    seed: int | None = None  # of the training, from the task
     sends: Sends = "model"
     # Admission overwrites the next two: a trainer's values are ignored.
     site: Name = POOL  # of the inbox that the update came through
     handed: Count | None = None  # the newest version when the task was handed out; None: trusted
-    # Of its blob; None: sent by a release that doesn't say; assume this release's chunk size.
+    # Chunks of its blob; None: an earlier release sent it: assume this release's chunk size.
     chunks: Count | None = None
     format: Annotated[str, Field(max_length=40)] = "f32"  # a wire format's name
-    # Samples that the device claimed, if the updater counts fewer; a trainer's value is ignored.
+    # Claimed samples if the updater counts fewer; a trainer's value is ignored.
     claimed: Count | None = None
 
     @property
     def blob(self) -> str:
-        """The blob's name, derived from site, task and attempt so that it can't be another's."""
+        """The blob's name, derived so that no site can name another site's blob."""
         return f"{self.site}/{self.task}.{self.attempt}"
 
     @property
     def since(self) -> int:
         """The version from which staleness counts: tau, or for untrusted sites at most ``handed``.
 
-        A lying device can't appear fresher than its task.
+        So a lying device can't appear fresher than its task.
         """
         return self.tau if self.handed is None else min(self.tau, self.handed)
 
@@ -226,19 +226,19 @@ class Presence(Message):
     leaves: bool = False
     host: Annotated[str, Field(max_length=255)] = ""
     pid: Count = 0
-    device: Count | None = None  # the device it is training for now
-    answers: Count = 0  # given so far
-    # Tasks that it gave up in a row, if it rather than their devices seems to be the cause; else 0.
+    device: Count | None = None  # the device in training
+    answers: Count = 0  # answers so far
+    # Tasks given up in a row if the trainer, not the devices, is the likely cause; else 0.
     failing: Count = 0
-    # Of what it owns, if the trainer would rather send heartbeats than a long list.
+    # Digest of the list of devices, if the trainer wants to send heartbeats instead of the list.
     digest: Name | None = None
-    concurrent: bool = False  # whether the devices work at the same time, as a gateway's do
+    concurrent: bool = False  # whether the devices work at the same time, as at a gateway
 
 
 class Heartbeat(Message):
-    """A trainer's word that it is alive and owns what it said last; see :class:`Presence`.
+    """A trainer is alive and owns its last announced devices; see :class:`Presence`.
 
-    Sent only while a coordinator has noted the list's digest, so by a release that reads it.
+    Sent only while a coordinator, so of a release that reads heartbeats, has noted the digest.
     """
 
     kind: ClassVar[str] = "heartbeat"
@@ -249,10 +249,10 @@ class Heartbeat(Message):
     failing: Count = 0
 
 
-class Seating(Message):
-    """Devices have come to a replica of a gateway, whichever they were at before.
+class ArrivedDevices(Message):
+    """Devices have come to a replica of a gateway.
 
-    None have come: the replica only says that it is there.
+    Without devices, a greeting: the replica is alive.
     """
 
     kind: ClassVar[str] = "seating"
@@ -261,10 +261,10 @@ class Seating(Message):
 
 
 class HandOver(Message):
-    """A replica of a gateway leaves tasks to the one that their devices have come to."""
+    """A replica of a gateway hands tasks over to the replica that their devices came to."""
 
     kind: ClassVar[str] = "hand_over"
-    gateway: Name  # that gets them
+    gateway: Name  # the replica that gets the tasks
     stream: Name  # of their entries
     entries: Annotated[tuple[Name, ...], Field(min_length=1)]
 
@@ -275,9 +275,9 @@ class RoundEnd(Message):
     kind: ClassVar[str] = "round_end"
     version: Count
     why: str = ""
-    # (): a version is made. Otherwise all answers held are dropped, if those of these devices are
-    # the first of them, in this order; if not, the entry does nothing. So an entry that comes again
-    # drops later answers only if the same devices gave the first of them, in the same order.
+    # (): make a version. Otherwise drop all buffered answers, provided that the first of them are
+    # from these devices in this order; if not, the entry does nothing. So a repeated entry drops
+    # later answers only if the same devices gave the first of them, in the same order.
     drops: tuple[Count, ...] = ()
 
 
@@ -297,7 +297,7 @@ class Quarantine(BaseModel):
 
     devices: tuple[Count, ...]
     why: str = ""
-    since: float  # seconds since 1970, when the updater took the entry
+    since: float  # seconds since 1970, when the updater processed the entry
     version: Count  # the newest version then
 
 
@@ -325,24 +325,24 @@ class Version(Message):
     epoch: Count
     parent: Count | None = None  # None: version 0, or a version published again
     digest: Name
-    blob: Name  # under which its model is, if written: not if a later version was committed with it
+    blob: Name  # the model's name; unwritten if a later version was committed with it
     size: Count  # bytes of its blob
     updates: tuple[Contribution, ...] = ()
-    chunks: Count | None = None  # of its blob, as for an upload
-    # The blob's format, and the digest by which devices know the model if that isn't `digest`.
+    chunks: Count | None = None  # of its blob, as in an upload
+    # The blob's format, and the digest by which devices request the model if it isn't `digest`.
     format: Name = "f32"
     given: Name | None = None
 
     @property
     def encoded(self) -> Encoded | None:
-        """What the blob is; None: the model's own bytes."""
+        """The description of an encoded blob; None: the model's own bytes."""
         if self.format == "f32":
             return None
         return Encoded(self.format, self.size, self.given or self.digest)
 
 
 class Event(Message):
-    """Something an observer may want to know. ``what`` determines which fields are set."""
+    """An event for observers. ``what`` determines which fields are set."""
 
     kind: ClassVar[str] = "event"
     what: Name  # outcome, stray, evaluation, trainer, run, error
@@ -357,7 +357,7 @@ class Event(Message):
     weight: float | None = None
     metrics: dict[str, float] | None = None
     text: str | None = None
-    site: str | None = None  # whose trainer reported an error, or whose task was refused or dead
+    site: str | None = None  # site of the trainer or task concerned
 
 
 class Dead(Message):

@@ -1,9 +1,9 @@
-"""Why tasks end, and why messages end none: the closed set by which a run counts them.
+"""The closed set of reasons for the ends of tasks and for stray messages.
 
-A reason stays in a run's counts for ever and is a metric label, so each is one of these. Services
-and scripts use them by name: `reasons.TOO_STALE` in a script of `broker/lua` is replaced by the
-text when the script is loaded. Any other text from the wire appears verbatim in the event of the
-task's end, but is counted under a catch-all reason.
+A reason stays in a run's counts for ever and is a metric label, so the set is closed. Services and
+scripts use reasons by name: `reasons.TOO_STALE` in a script of `broker/lua` is replaced by the text
+when the script is loaded. Any other text from the wire appears verbatim in the event of the task's
+end, but is counted under a catch-all reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REFUSED = (
     WIRE_INDEX := "wire index",  # of a kept value: beyond the last parameter
     WIRE_TOO_LONG := "wire bomb",  # would decompress to more than a model
 )
-# Nobody will answer the task.
+# The task will get no answer.
 GIVEN_UP = (
     DROPPED_OUT := "dropped out",
     TIMED_OUT,
@@ -52,11 +52,11 @@ GIVEN_UP = (
     BECAME_STALE := "became too stale",  # before its update came
     ANOTHER_ERROR := "raised another error",  # than the well-known ones: see `raised`
     ANOTHER_REASON := "another reason",  # in the trainer's own words
-    ENTRY_LOST := "entry lost",  # somebody deleted it from its stream
+    ENTRY_LOST := "entry lost",  # deleted from its stream
     OWNER_GONE := "owner gone",
     UNSERVED := "nobody serves this device",
     RUN_FINISHED := "run finished",
-    REVOKED_DEVICE := "device revoked",  # by an operator, so its gateway gave up for it
+    REVOKED_DEVICE := "device revoked",  # by an operator; given up by the gateway
     LOST_WITH_REDIS := "lost with Redis",  # Redis was emptied, or fell back to an older state
 )
 # The task's entry was moved to `dead`.
@@ -86,8 +86,8 @@ STRAY = (
     MESSAGE_TOO_LONG := "message too long",
 )
 
-# Ends that say nothing of the device: any other refusal, give-up or death is a failure of it. If a
-# site gives such a reason, `admit` checks it: a device must not excuse itself.
+# Ends that are no failure of the device, unlike all other refusals, give-ups and deaths. If a site
+# gives such a reason, `admit` checks it, so that no device can excuse itself.
 OF_THE_RUN = frozenset(
     {
         TOO_STALE,
@@ -120,17 +120,17 @@ _OF_TRAINERS = frozenset(
 
 
 def sends(what: Literal["model", "delta"]) -> str:
-    """The reason to refuse an update that is a model, or a delta, where the other is expected."""
+    """The reason to refuse a model where a delta is expected, or the reverse."""
     return SENDS_A_MODEL if what == "model" else SENDS_A_DELTA
 
 
 def raised(error: Exception) -> str:
-    """A trainer's text for a task that it gives up because of an error."""
+    """The text with which a trainer gives up a task because of an error."""
     return f"{_RAISED}{type(errors.innermost(error)).__name__:.100}"
 
 
 def of_giving_up(said: str) -> str:
-    """The reason under which to count a task that a trainer gave up, from the trainer's text."""
+    """The reason under which to count a given-up task, from the trainer's text."""
     if said in _OF_TRAINERS:
         return said
     if not said.startswith(_RAISED):

@@ -65,13 +65,13 @@ class Run:
     why: str | None = None  # reason for finishing
     finished: float | None = None  # seconds since 1970
     start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
-    goal: Mapping[str, Goal] = field(default_factory=dict)  # of metrics, as the task declares them
+    goal: Mapping[str, Goal] = field(default_factory=dict)  # of metrics, declared by the task
 
     def difference(self, layout: str | None, devices: int | None) -> str:
-        """How a device's task differs from the run's, in words; '' if it does not.
+        """The difference between a device's task and the run's, for people; '' if there is none.
 
-        ``layout``: the signature of its model's. ``devices``: over how many its data is split.
-        None: not known.
+        ``layout``: signature of the device's layout. ``devices``: number of devices that its data
+        is split over. None: unknown.
         """
         ours, found = self.layout, []
         if layout is not None and layout != ours.signature:
@@ -129,10 +129,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Quarantines:
-    """The devices whose updates are refused, as the control entries taken so far say."""
+    """The devices whose updates are refused, by the processed control entries."""
 
-    taken: int = 0  # control entries that changed something, since the run began
-    groups: tuple[Quarantine, ...] = ()  # no device is in two; oldest first
+    taken: int = 0  # effective control entries since the run began
+    groups: tuple[Quarantine, ...] = ()  # disjoint; oldest first
 
     @cached_property
     def by_device(self) -> Mapping[int, Quarantine]:
@@ -140,16 +140,16 @@ class Quarantines:
         return {device: one for one in self.groups for device in one.devices}
 
     def changed(self, wanted: SetQuarantine) -> tuple[int, ...]:
-        """The devices for which a control entry changes anything, in order."""
+        """The devices that a control entry would change, in order."""
         return tuple(sorted({d for d in wanted.devices if (d in self.by_device) == wanted.release}))
 
     def quarantined(self, devices: Sequence[int], why: str, since: float, version: int) -> Self:
-        """With these devices, which were not in quarantine, in one more group."""
+        """Add a group with these devices, which were not in quarantine."""
         group = Quarantine(devices=tuple(devices), why=why, since=since, version=version)
         return replace(self, taken=self.taken + 1, groups=(*self.groups, group))
 
     def released(self, devices: Collection[int]) -> Self:
-        """Without these devices."""
+        """Remove these devices."""
         left = (
             one.model_copy(update={"devices": tuple(d for d in one.devices if d not in devices)})
             for one in self.groups
@@ -157,7 +157,7 @@ class Quarantines:
         return replace(self, taken=self.taken + 1, groups=tuple(one for one in left if one.devices))
 
     def packed(self) -> bytes:
-        """As the head in Redis has them; scripts read the devices."""
+        """The form in Redis's head, in which scripts read the devices."""
         groups = [one.model_dump() for one in self.groups]
         data = msgpack.packb({"taken": self.taken, "groups": groups})
         assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
@@ -175,7 +175,7 @@ NO_QUARANTINES = Quarantines()
 
 @dataclass(frozen=True)
 class Head:
-    """The newest version, and the updater's state beside it."""
+    """The newest version, and further state of the updater."""
 
     version: int
     digest: str
@@ -183,16 +183,16 @@ class Head:
     time: float  # seconds since 1970, the updater's clock
     epoch: int
     held: tuple[int, ...] = ()  # devices whose updates are buffered
-    retained: int = 0  # entries of the queue that are done, but not yet safe in the journal
+    retained: int = 0  # processed queue entries whose records are not on disk yet
     mean_staleness: float = 0.0  # moving average over applied and buffered updates
     journalled: Mapping[str, int] = field(default_factory=dict)  # counts of ends in the journal
-    chunks: int | None = None  # of its blob; None: written by a release that doesn't say
+    chunks: int | None = None  # of its blob; None: unstated by an earlier release
     quarantines: Quarantines = field(default_factory=lambda: NO_QUARANTINES)
-    encoded: Encoded | None = None  # what its blob is; None: the model's own bytes
+    encoded: Encoded | None = None  # description of an encoded blob; None: the model's own bytes
 
     @property
     def given(self) -> str:
-        """The digest by which devices know the version: of the model as they were given it."""
+        """The digest of the published model, by which devices request it."""
         return self.encoded.digest if self.encoded else self.digest
 
     @property
@@ -221,8 +221,8 @@ class Head:
 
 
 def _encoded(record: Mapping[str, bytes]) -> Encoded | None:
-    """What the head's blob is, unless this is about another: a release that knows no formats
-    leaves the field as it was."""
+    """The description of the head's blob; None if it is about another blob, as a release that
+    knows no formats doesn't update the field."""
     blob, _, text = record.get("encoded", b"").partition(b" ")
     return Encoded.parsed(text) if blob == record["blob"] else None
 
@@ -231,13 +231,13 @@ def _encoded(record: Mapping[str, bytes]) -> Encoded | None:
 class Failing:
     """A device whose last task failed."""
 
-    tasks: int  # in a row; one may be chance, and brings no rest
-    until: float  # it rests; seconds since 1970, Redis's clock
+    tasks: int  # failures in a row; the first brings no rest
+    until: float  # end of the rest, seconds since 1970, Redis's clock
     reason: str  # of the last failure
 
     @classmethod
     def parsed(cls, data: bytes) -> Failing | None:
-        """As the scripts note it; None for a foreign value."""
+        """Parse the scripts' note; None for a foreign value."""
         try:
             tasks, until_ms, reason = data.decode().split(" ", 2)
             return cls(int(tasks), int(until_ms) / 1000, reason)
@@ -246,33 +246,33 @@ class Failing:
 
 
 class EncodedUpdates(TypedDict):
-    """Updates in wire formats, as Redis counted them."""
+    """Redis's counts of updates in wire formats."""
 
     updates: int
-    bytes: int  # of all of them together
-    smaller_by: float | None  # the factor by which float32 would be larger; None: there is none
+    bytes: int  # in total
+    smaller_by: float | None  # factor by which float32 would be larger; None: no updates
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Everything countable about a run, read in one step."""
+    """The counts of a run, read in one step."""
 
     run: Run
     head: Head
     counts: Mapping[str, int]
-    tasks: int  # that are open
+    tasks: int  # open tasks
     admitted: int  # open tasks whose update is in the updater's queue
     queue: int  # entries: admitted updates and control entries
     triggers: int
     inbox: int | None  # entries in all sites' inboxes; None: not counted
-    trainers: int  # alive
-    workers: int  # at the same time: trainers alive, and for each gateway's replica its devices
+    trainers: int  # live trainers
+    workers: int  # concurrent work: live trainers, counting for a gateway its devices
     kept: int  # versions whose model can be read
     dead: int
     owners: int  # fields of the register of owners: the owned devices, and foreign ones
-    pool: bool  # whether a live trainer serves the unowned devices; False if none is owned
+    pool: bool  # whether a live trainer serves the unowned devices
     now: float  # seconds since 1970, Redis's clock
-    # Devices whose last tasks failed, more than one: some of them if there are many.
+    # Devices that failed more than once in a row; only some if there are many.
     failing: Mapping[int, Failing] = field(default_factory=dict)
     told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
 
@@ -283,9 +283,9 @@ class Tally:
 
     @property
     def askable(self) -> int:
-        """At most how many devices can be asked: a trainer serves them, and none is barred.
+        """An upper bound on the available devices, which a trainer serves and nothing bars.
 
-        Exact unless owned devices are in quarantine: a tally doesn't know which devices are owned.
+        Exact unless owned devices are in quarantine, as a tally doesn't list the owned devices.
         """
         devices = self.run.devices
         barred = sum(device < devices for device in self.head.quarantines.by_device)
@@ -299,7 +299,7 @@ class Tally:
 
     @cached_property
     def outcomes(self) -> dict[Outcome, int]:
-        """Number of ended tasks by outcome; together with the open ones they equal ``issued``."""
+        """Number of ended tasks by outcome; plus the open tasks they equal ``issued``."""
         return {outcome: self.counts.get(outcome, 0) for outcome in OUTCOMES}
 
     @property
@@ -310,7 +310,7 @@ class Tally:
 
     @property
     def failing_devices(self) -> dict[str, dict[str, int | float | str]]:
-        """``failing`` as plain data: tasks in a row, reason, until when a device rests."""
+        """``failing`` as plain data: failures in a row, reason, end of the rest."""
         return {str(device): one.__dict__ for device, one in self.failing.items()}
 
     @property
@@ -321,7 +321,7 @@ class Tally:
         return {"updates": number, "bytes": size, "smaller_by": smaller_by}
 
     def reasons(self, outcome: str) -> dict[str, int]:
-        """Counts by reason of an outcome, or of ``stray``: messages that ended no task."""
+        """Counts of an outcome, or of ``stray`` messages, by reason."""
         prefix = f"{outcome}:"
         return {
             name.removeprefix(prefix): n
@@ -332,15 +332,15 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class View(Tally):
-    """The same with every open task and every owned device, of which there may be many."""
+    """A tally with every open task and every owned device."""
 
     open: tuple[Trigger, ...]
-    owned: tuple[int, ...]  # devices that a trainer owns, in order
+    owned: tuple[int, ...]  # owned devices, in order
 
 
 @dataclass(frozen=True)
 class Bookmark:
-    """An entry of the log of changes: everything up to it is known."""
+    """A place in the log of changes, up to which changes are known."""
 
     id: bytes
     field: bytes
@@ -349,13 +349,13 @@ class Bookmark:
 
 @dataclass(frozen=True)
 class Changes:
-    """The open tasks and owned devices that changed since a place, as they are now."""
+    """The present state of tasks and devices that changed since a place in the log."""
 
     tasks: Mapping[str, Trigger | None]  # by id; None: it has ended
     devices: Mapping[int, bool]  # whether a trainer owns them
-    failing: Mapping[int, Failing | None]  # of the same devices; None: it works
-    all_tasks: bool  # `tasks` are all open ones, for the place was not known
-    all_devices: bool  # `devices` are all owned ones, and `failing` all failing ones
+    failing: Mapping[int, Failing | None]  # of the same devices; None: not failing
+    all_tasks: bool  # `tasks` has all open tasks, as the place was unknown
+    all_devices: bool  # `devices` has all owned, `failing` all failing devices
     place: Bookmark | None  # for the next look; None: the log is empty
 
 
@@ -374,7 +374,7 @@ class End:
 
 
 def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
-    """A run's counts plus one more end, as the scripts would count it."""
+    """A run's counts plus one end, counted like in the scripts."""
     names = [end.outcome, f"{end.outcome}:{end.reason}"] if end.reason else [end.outcome]
     return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
@@ -395,18 +395,18 @@ class Commit:
 
     held: Sequence[int]  # devices whose updates are buffered
     mean_staleness: float
-    versions: Sequence[Version] = ()  # to publish, each made on top of the one before
-    at: int = 0  # the updater's newest version: if none is published, Redis must have it
-    retained: int = 0  # entries that are done but stay in the queue for now
+    versions: Sequence[Version] = ()  # to publish, in order
+    at: int = 0  # the updater's newest version, which Redis must have if none is published
+    retained: int = 0  # processed entries that stay in the queue for now
     ends: Sequence[End] = ()
-    journalled: Mapping[str, int] = field(default_factory=dict)  # counts of journalled ends, now
-    before: int = 0  # number of ends committed before: Redis must know of as many
+    journalled: Mapping[str, int] = field(default_factory=dict)  # present counts of journalled ends
+    before: int = 0  # number of ends committed before, which Redis must equal
     entries: Sequence[str] = ()  # queue entries to delete
     updates: Sequence[str] = ()  # blobs of updates to delete
     retired: Sequence[str] = ()  # blobs of models to delete
     finish: str | None = None  # why the run ends with this commit
-    quarantines: Quarantines | None = None  # None: Redis has been told
-    quarantines_before: int = 0  # control entries that Redis was told: it must know of as many
+    quarantines: Quarantines | None = None  # None: unchanged
+    quarantines_before: int = 0  # control entries committed before
 
 
 @dataclass(frozen=True)

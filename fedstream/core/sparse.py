@@ -1,10 +1,10 @@
-"""The k values of largest magnitude, and where they are; the others are zero: ``topk``.
+"""The format ``topk``: the k values of largest magnitude and their places; others are zero.
 
     uint32 k ++ bfloat16[k] values ++ k gaps
 
-A gap is the number of values left out before a kept one, in LEB128: seven bits to a byte, the
-lowest first, the highest bit set in all bytes but the last, and no more bytes than it takes. So
-indices rise by construction: none is there twice.
+A gap is the number of values left out before a kept one, in LEB128: seven bits per byte, lowest
+first, the highest bit set in all bytes but the last, in the shortest form. So indices rise by
+construction, and none occurs twice.
 
 top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2.
 """
@@ -31,20 +31,20 @@ _AT_ONCE = 1 << 16  # bytes of gaps
 
 
 def kept(count: int, share: float) -> int:
-    """k: the share of ``count`` values, rounded, but at least one if there is any."""
+    """k: the share of ``count`` values, rounded, and at least 1 if there are values."""
     return min(count, max(1, round(share * count)))
 
 
 def nbytes_between(count: int, share: float) -> tuple[int, int]:
-    """The fewest and the most bytes that ``count`` values take if at most ``share`` are kept."""
+    """The fewest and the most bytes of ``count`` values if at most ``share`` are kept."""
     k = kept(count, share)
-    # A gap takes a second byte from 128 on, a third from 16,384 on: at most one for each 128 left
-    # out.
+    # A gap takes a second byte from 128 on and a third from 16,384 on, so at most one extra byte
+    # for each 128 values left out.
     return _HEAD, _HEAD + k * 3 + (count - k) // 128
 
 
 def encode(values: Floats, share: float) -> npt.NDArray[np.uint8]:
-    """The bytes. Of equal magnitudes the first ones are kept; NaN counts as the largest."""
+    """Encode values. Of equal magnitudes the first are kept; NaN counts as the largest."""
     k = kept(values.size, share)
     places = _largest(values, k)
     gaps = np.diff(places, prepend=-1) - 1
@@ -55,9 +55,9 @@ def encode(values: Floats, share: float) -> npt.NDArray[np.uint8]:
 
 
 def decode(data: npt.NDArray[np.uint8], share: float, into: Floats) -> None:
-    """Write the values into ``into``, and zero everywhere else.
+    """Decode into ``into``, with zero at all other places.
 
-    Raises Undecodable unless there are at most ``share`` of them, each at a place of its own.
+    Raises Undecodable unless there are at most ``share`` values, at different places.
     """
     if data.size < _HEAD:
         raise Undecodable(reasons.WIRE_LENGTH, f"{data.size} bytes: too few for a count")
@@ -70,7 +70,7 @@ def decode(data: npt.NDArray[np.uint8], share: float, into: Floats) -> None:
     halves, gaps = data[_HEAD:split], data[split:]
     into[:] = 0
     found, last = 0, -1
-    # In parts, as whole numbers of 64 bits take far more memory than the bytes.
+    # In parts, as 64-bit integers take far more memory than the bytes.
     for part in _parts(gaps):
         places = np.cumsum(_gaps(part) + 1) + last
         if found + places.size > k:
@@ -87,7 +87,7 @@ def decode(data: npt.NDArray[np.uint8], share: float, into: Floats) -> None:
 
 
 def _largest(values: Floats, k: int) -> npt.NDArray[np.int64]:
-    """Where the k largest magnitudes are, in order."""
+    """The places of the k largest magnitudes, in order."""
     if k >= values.size:
         return np.arange(values.size)
     sizes = values.view("<u4") & np.uint32(0x7FFFFFFF)  # in the order of magnitudes, NaN last
@@ -113,9 +113,9 @@ def _leb128(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
 
 
 def _parts(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of gaps, some whole gaps at a time; not those of an unfinished one at the end.
+    """Split the bytes of gaps into parts of whole gaps, without an unfinished one at the end.
 
-    Raises Undecodable for a gap that is longer than any of ours.
+    Raises Undecodable for a too long gap.
     """
     at = 0
     while at < data.size:
@@ -130,7 +130,7 @@ def _parts(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def _gaps(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Whole gaps. Raises Undecodable if one has more bytes than it needs, or than any of ours."""
+    """Decode whole gaps. Raises Undecodable if a gap isn't in the shortest form or is too long."""
     ends = np.flatnonzero(data < 128)
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1

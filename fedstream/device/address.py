@@ -1,4 +1,4 @@
-"""Where a gateway is, and how to trust it: its URL, certificates, and a proxy on the way."""
+"""A gateway's address: URL, certificates, and a proxy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstream.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class GatewayAddress:
-    """A gateway's address and the files that it takes to speak to it."""
+    """A gateway's URL, and the files for TLS with it."""
 
     url: str
     ca: Path | None = None  # PEM; None: the system's authorities
@@ -24,7 +24,7 @@ class GatewayAddress:
 
     @property
     def base(self) -> URL:
-        """The URL, checked. Raises ConfigError."""
+        """The parsed and checked URL. Raises ConfigError."""
         try:
             url = URL(self.url)
             port = url.port
@@ -46,11 +46,11 @@ class GatewayAddress:
 
     @property
     def files(self) -> list[Path]:
-        """The files that :meth:`tls` reads, but for the system's."""
+        """The files that :meth:`tls` reads, except the system's."""
         return [one for one in (self.ca, self.cert, self.cert_key) if one is not None]
 
     def tls(self) -> ssl.SSLContext:
-        """What connections are secured with. Raises ConfigError, naming the file."""
+        """The TLS context of connections. Raises ConfigError, naming the file."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except (OSError, ssl.SSLError) as error:
@@ -66,7 +66,7 @@ class GatewayAddress:
         return context
 
     def proxy(self) -> str | None:
-        """The proxy that the environment names (HTTPS_PROXY, NO_PROXY), if there is one."""
+        """The proxy named by the environment (HTTPS_PROXY, NO_PROXY), if any."""
         base = self.base
         if proxy_bypass(base.host or ""):
             return None

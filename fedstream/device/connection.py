@@ -1,7 +1,7 @@
-"""HTTPS to one gateway: single requests, how their failures sort, and the waits between tries.
+"""HTTPS to one gateway: single requests, the kinds of their failures, and waits between tries.
 
-A try ends in an answer (:class:`Reply`), in NotNow, which may be tried again, or in an error that
-no further try can mend. :meth:`Connection.answered` tries until there is an answer.
+A try ends with an answer (:class:`Reply`), with NotNow, after which another try may succeed, or
+with a permanent error. :meth:`Connection.answered` retries until there is an answer.
 """
 
 from __future__ import annotations
@@ -25,21 +25,43 @@ import aiohttp
 
 from fedstream.core.errors import ConfigError, FedstreamError, distrust
 from fedstream.device.address import GatewayAddress
-from fedstream.device.errors import NotNow, TurnedAway
 from fedstream.protocol import headers as wire_headers
 from fedstream.protocol.messages import BODY, BadBody, Body, Problem
 from fedstream.runtime.backoff import Backoff
 from fedstream.runtime.tls import stamp
 
+
+class NotNow(FedstreamError):
+    """No answer, or an answer that asks for another try later."""
+
+    retriable = True
+
+    def __init__(self, why: str, after_s: float | None = None) -> None:
+        """``after_s``: the wait that the gateway asks for; None: unstated."""
+        super().__init__(why)
+        self.after_s = after_s
+
+
+class TurnedAway(FedstreamError):
+    """The gateway permanently refused a request."""
+
+    def __init__(self, what: str, status: int, reason: str, text: str) -> None:
+        """``reason``: of the protocol's closed set, or '' if the answer has none."""
+        said = f"{text} ({reason})" if reason else text
+        super().__init__(f"the gateway refused {what}: {said}")
+        self.status = status
+        self.reason = reason
+
+
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 
 _CONNECT_S = 15.0
-_IDLE_S = 10.0  # of a kept connection: less than servers wait, so none is closed as it is used
+_IDLE_S = 10.0  # of a kept connection, shorter than servers' limits
 _ANSWER_S = 30.0  # for an answer's next bytes
 _SLOWEST = 16 << 10  # bytes per second of an upload
 _MOST_WAIT_S = 60.0  # between tries, unless the gateway asks for more
-_LONGEST_WAIT_S = 3600.0  # whatever the gateway asks for
+_LONGEST_WAIT_S = 3600.0  # limit on the wait that the gateway asks for
 _PIECE = 1 << 16  # bytes
 _CLOSED = (ConnectionResetError, aiohttp.ServerDisconnectedError)
 _ABOUT_CERTIFICATES = re.compile("CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE")  # alerts
@@ -55,7 +77,7 @@ class Reply:
     body: bytes
 
     def read(self, message: type[B], what: str) -> B:
-        """The message in the body. Raises FedstreamError if it is another."""
+        """Decode the body as ``message``. Raises FedstreamError."""
         try:
             return message.decode(self.body)
         except BadBody as error:
@@ -64,7 +86,7 @@ class Reply:
             ) from error
 
     def refusal(self, what: str) -> TurnedAway:
-        """The answer as an error."""
+        """The error for an answer that refuses a request."""
         try:
             problem = Problem.decode(self.body)
         except BadBody:
@@ -73,7 +95,7 @@ class Reply:
 
 
 class Connection:
-    """Connections to one gateway, as a context manager; ``say`` gets a sentence when they break."""
+    """Connections to one gateway, as a context manager. ``say``: called when they break."""
 
     def __init__(self, address: GatewayAddress, say: Callable[[str], None]) -> None:
         """Raises ConfigError."""
@@ -88,7 +110,7 @@ class Connection:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=4, keepalive_timeout=_IDLE_S),
-            auto_decompress=False,  # digests are of the bytes as they are sent
+            auto_decompress=False,  # digests cover the sent bytes
             headers={"User-Agent": "fedstream-device", "Accept-Encoding": "identity"},
             trust_env=False,  # which would also send what ~/.netrc says of the host
         )
@@ -111,7 +133,7 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
     ) -> Reply:
-        """Send one request; ``wait_s``: how much longer than usual an answer may take.
+        """Send one request. ``wait_s``: additional time for the answer.
 
         Raises NotNow, also if the answer asks for another try.
         """
@@ -139,8 +161,8 @@ class Connection:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one request and read its answer inside the block.
 
-        ``within_s``: the most that all of it may take; None: as long as bytes arrive. Raises
-        NotNow, and FedstreamError for a certificate that isn't trusted.
+        ``within_s``: time limit for everything; None: as long as bytes arrive. Raises NotNow, and
+        FedstreamError for an untrusted certificate.
         """
         times = aiohttp.ClientTimeout(
             total=within_s, sock_connect=_CONNECT_S, sock_read=_ANSWER_S + wait_s
@@ -168,9 +190,9 @@ class Connection:
             raise self._unreachable(error) from error
 
     def _newest_tls(self) -> ssl.SSLContext:
-        """What a request is secured with: a renewed file is read, and one that is unusable is not.
+        """The TLS context for a request: reload renewed files, ignoring unusable ones.
 
-        A connection that was secured otherwise is not used again.
+        Connections with an earlier context are not used again.
         """
         found = stamp(self._address.files)
         if found != self._stamp:
@@ -182,7 +204,7 @@ class Connection:
         return self._tls
 
     async def answered(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Call ``ask`` until it raises no NotNow, with a wait after each."""
+        """Call ``ask`` until it succeeds, waiting after each NotNow."""
         while True:
             try:
                 return await ask()
@@ -190,14 +212,14 @@ class Connection:
                 await self.wait(error)
 
     async def wait(self, trouble: NotNow) -> None:
-        """Wait before the next try: as long as the gateway asks, or with jittered back-off."""
+        """Wait before the next try: the gateway's time, or a jittered back-off."""
         if self._trouble_since is None:
             self._trouble_since = time.monotonic()
             self._say(f"{trouble}; trying again")
         await self.pause(trouble.after_s)
 
     async def pause(self, seconds: float | None) -> None:
-        """Wait as long as the gateway asks, up to a tenth longer; None: with jittered back-off."""
+        """Wait the gateway's time plus up to a tenth; None: a jittered back-off."""
         if seconds is None:
             seconds = self._backoff.next()
         else:
@@ -205,7 +227,7 @@ class Connection:
         await asyncio.sleep(seconds)
 
     def settled(self) -> None:
-        """Note that a request was answered, so the next trouble is a new one."""
+        """Note that a request was answered, which resets the back-off."""
         self._backoff.reset()
         if self._trouble_since is not None:
             away_s = time.monotonic() - self._trouble_since
@@ -213,9 +235,9 @@ class Connection:
             self._say(f"the gateway answers again after {away_s:.1f} s")
 
     def _unreachable(self, error: Exception) -> FedstreamError:
-        """What a failed connection means: at first, perhaps a certificate that is asked for.
+        """The error for a failed connection, which may be due to a required client certificate.
 
-        A server that isn't satisfied says so by an alert, or just closes the connection.
+        A server then sends an alert, or just closes the connection.
         """
         inner = getattr(error, "os_error", None) or error.__cause__ or error
         why, asked = f"cannot reach {self.base}: {_in_words(error)}", ""
@@ -252,9 +274,9 @@ async def replied(response: aiohttp.ClientResponse, what: str) -> Reply:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait, of Retry-After, which may also be a time; None: it doesn't say.
+    """Parse Retry-After, in seconds or a time, into seconds; None without it.
 
-    That time and the answer's Date are of one clock, which this device's may differ from.
+    A time is compared with the answer's Date, as this device's clock may differ.
     """
     value = headers.get("retry-after", "").strip()
     if value.isascii() and value.isdigit() and len(value) < 10:
@@ -266,7 +288,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def date_of(value: str) -> datetime | None:
-    """The time in a header such as Date; None if it is none."""
+    """Parse the time in a header such as Date; None if invalid."""
     try:
         at = parsedate_to_datetime(value)
     except ValueError:
@@ -275,7 +297,7 @@ def date_of(value: str) -> datetime | None:
 
 
 def _in_words(error: Exception) -> str:
-    """Why there is no connection, without the address, which has been said."""
+    """Why there is no connection, without the address."""
     inner = getattr(error, "os_error", None) or error.__cause__ or error
     number = getattr(inner, "errno", None)
     if isinstance(number, int) and number > 0 and not isinstance(inner, ssl.SSLError):

@@ -1,4 +1,4 @@
-"""What a device remembers, in a folder of its own: its number, its model, its unfinished work.
+"""A device's folder, with its number, model, unfinished work and error feedback.
 
     device.json   its number, and for which run, gateway and key
     models/       the newest model that was downloaded, not compressed, by its digest
@@ -6,8 +6,8 @@
     update        an update on its way to the gateway, with what it left unsent
     unsent        what the last update that arrived left unsent
 
-A file is replaced as a whole, and begins with a checksum: what a power cut damages counts as
-missing, because all of it can be had again.
+Files are replaced as a whole and begin with a checksum. A file damaged by a power cut counts as
+missing, because its content can be obtained again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHECKSUM = 8  # bytes
 
 @dataclass(frozen=True)
 class Identity:
-    """Who the device is, as its enrolment said."""
+    """The device's identity from its enrolment."""
 
     device: int
     run: str
@@ -49,14 +49,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class FinishedUpdate:
-    """An update that has been trained and is to be delivered."""
+    """A trained update, not delivered yet."""
 
     task: str
     attempt: str
     url: str
     report: UpdateReport
     data: npt.NDArray[np.uint8]
-    unsent: Floats | None  # what it leaves unsent; None: its format loses nothing to be fed back
+    unsent: Floats | None  # its error feedback; None: a format without feedback
 
 
 class DeviceFolder:
@@ -68,7 +68,7 @@ class DeviceFolder:
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
-        """Make the folder, and keep other processes out of it. Raises FedstreamError."""
+        """Make and lock the folder inside the block. Raises FedstreamError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.models.mkdir(exist_ok=True)
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -80,14 +80,14 @@ class DeviceFolder:
                     f"{self.path}: another process is this device: stop it, or give this one a key "
                     "and a folder of its own"
                 ) from None
-            except OSError:  # no locks on this file system: nobody is kept out
+            except OSError:  # a file system without locks
                 pass
             yield
         finally:
             os.close(handle)
 
     def identity(self) -> Identity | None:
-        """Who the device is; None: it has not enrolled. Raises ConfigError."""
+        """The device's identity; None: not enrolled. Raises ConfigError."""
         file = self.path / _IDENTITY
         try:
             found = json.loads(read_regular(file))
@@ -98,9 +98,9 @@ class DeviceFolder:
             raise ConfigError(f"{file}: damaged: delete it, and enrol again") from error
 
     def enrolled(self, who: Identity) -> None:
-        """Note who the device is from now on. What it had before is deleted.
+        """Store a new identity, and delete all earlier state.
 
-        Also of the same name and number: a run that was made anew has both again.
+        Also for the same name and number, which a recreated run has again.
         """
         for name in _STATE:
             (self.path / name).unlink(missing_ok=True)
@@ -109,7 +109,7 @@ class DeviceFolder:
     # interrupted training
 
     def work(self) -> Workspace | None:
-        """The workspace of interrupted training, if there is a sound one."""
+        """The workspace of interrupted training; None if missing or damaged."""
         try:
             return Workspace.decode(read_regular(self.path / _WORK))
         except (FileNotFoundError, BadMessage):
@@ -123,10 +123,10 @@ class DeviceFolder:
         """Forget interrupted training."""
         (self.path / _WORK).unlink(missing_ok=True)
 
-    # updates and what they leave unsent
+    # updates and error feedback
 
     def unsent(self, parameters: int) -> Floats | None:
-        """What the last update left unsent, of so many parameters; None: nothing is known."""
+        """The error feedback of the last update; None if missing or of another size."""
         data = self._sound(_UNSENT)
         if data is None or len(data) != 4 * parameters:
             return None
@@ -134,7 +134,7 @@ class DeviceFolder:
         return unsent if np.isfinite(unsent).all() else None
 
     def update(self) -> FinishedUpdate | None:
-        """The update that was on its way when the last process ended, if there is a sound one."""
+        """The undelivered update of an earlier process; None if missing or damaged."""
         data = self._sound(_UPDATE)
         if data is None:
             return None
@@ -165,10 +165,10 @@ class DeviceFolder:
         self._write_sound(_UPDATE, msgpack.packb(fields))
 
     def delivered(self, update: FinishedUpdate, *, known: bool, counts: bool) -> None:
-        """Forget an update, and note what it left unsent.
+        """Delete an update, and store its error feedback.
 
-        ``known``: what became of it. ``counts``: it was admitted; otherwise what earlier updates
-        left is still all there is to feed back. If it isn't known, nothing is fed back.
+        ``known``: whether its outcome is known; if not, all feedback is deleted. ``counts``:
+        whether it was admitted; if not, the earlier feedback stays.
         """
         if not known:
             (self.path / _UNSENT).unlink(missing_ok=True)
@@ -177,7 +177,7 @@ class DeviceFolder:
         (self.path / _UPDATE).unlink(missing_ok=True)
 
     def _sound(self, name: str) -> bytes | None:
-        """A file's content behind its checksum; None if it is missing or damaged."""
+        """A file's content after its checksum; None if missing or damaged."""
         try:
             data = read_regular(self.path / name)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""What a device asks of its gateway: each route of the protocol but models and uploads.
+"""A device's requests to its gateway, except for models and uploads.
 
-Requests carry a token, which is asked for with a signature and renewed before it expires.
+Requests carry a token, which is requested with a signature and renewed before it expires.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedstream.core.errors import ConfigError, FedstreamError
-from fedstream.device.connection import Connection, Reply, date_of, retry_after
-from fedstream.device.errors import NotNow
+from fedstream.device.connection import Connection, NotNow, Reply, date_of, retry_after
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import (
     Access,
@@ -33,35 +32,35 @@ CLOCK = "clock"  # reasons of refusals
 TOKEN = "token"  # noqa: S105  (no secret)
 RUN_OVER = "run over"
 UNKNOWN = "unknown device"
-UNSAID = ""  # an answer to HEAD has no body that could say it; that to the request for a token has
+UNSAID = ""  # no reason, as an answer to HEAD has no body
 NONCE = "nonce"
-_RENEWED = 0.2  # of a token's life that is left when the next one is asked for
-_PAUSE_S = 5.0  # between check-ins, if the gateway doesn't say
-# May be a moment's fault of the gateway, such as a replica whose clock jumped, or a Redis that fell
-# back to an older state: a device that was known is patient.
+_RENEWED = 0.2  # remaining part of a token's life at its renewal
+_PAUSE_S = 5.0  # default time between check-ins
+# Refusals that may be temporary faults of the gateway, such as a replica whose clock jumped or a
+# Redis that fell back: an enrolled device retries for a while.
 _DOUBTFUL = {CLOCK, TOKEN, UNKNOWN, UNSAID}
 _PATIENCE_S = 300.0
 
 
 class RunOver(FedstreamError):
-    """The run is over: there will be no more tasks."""
+    """The run is over."""
 
 
 class OwnGateway:
     """The gateway as one device sees it.
 
-    Methods try until they are answered, except :meth:`once`. All raise TurnedAway for a refusal;
-    that of a device that was known before is final when it has lasted for five minutes.
+    Methods retry until they are answered, except :meth:`once`. All raise TurnedAway for a refusal;
+    the refusal of an enrolled device becomes final after five minutes.
     """
 
     def __init__(self, connection: Connection, key: PrivateKey, device: int | None) -> None:
-        """``device``: its number; None: it has to enrol first."""
+        """``device``: its number; None: it must enrol first."""
         self.connection = connection
         self._key = key
         self.device = device
-        self._access: tuple[str, float] | None = None  # the token, and when to ask for the next
-        self._behind_s = 0.0  # this device's clock, as its gateway's refusal has told
-        self._doubted_since: float | None = None  # the gateway refuses the device, which it knew
+        self._access: tuple[str, float] | None = None  # the token, and the time of its renewal
+        self._behind_s = 0.0  # of this device's clock, learned from a refusal
+        self._doubted_since: float | None = None  # begin of the gateway's refusals
 
     async def enrol(self, asks: Enrolment) -> Enrolled:
         """Exchange an invite for a device's number."""
@@ -71,7 +70,7 @@ class OwnGateway:
         return enrolled
 
     async def check_in(self, asks: CheckIn) -> Offer | float:
-        """A task, or in how many seconds to ask again.
+        """Check in; return a task, or the seconds until the next check-in.
 
         Raises RunOver, and ConfigError if the device's task is not the run's.
         """
@@ -97,7 +96,7 @@ class OwnGateway:
         return reply.read(Offer, "the check-in")
 
     async def beat(self, task: str, attempt: str) -> Advice:
-        """Say that the device is at work; the answer is whether to go on."""
+        """Send a heartbeat; return the gateway's advice whether to continue."""
         reply = await self._asked(
             "POST",
             f"/v1/tasks/{task}/heartbeat",
@@ -108,7 +107,7 @@ class OwnGateway:
         return reply.read(Advice, "a heartbeat")
 
     async def give_up(self, task: str, surrender: Surrender) -> None:
-        """Say that the device will not finish the task."""
+        """Tell the gateway that the device will not finish the task."""
         path = f"/v1/tasks/{task}/give-up"
         await self._asked("POST", path, surrender.encode(), what="giving up", expected={200})
 
@@ -121,7 +120,7 @@ class OwnGateway:
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
     ) -> Reply:
-        """Send one request with the token, asking for a token first if need be. Raises NotNow."""
+        """Send one request with a token, requested first if necessary. Raises NotNow."""
         for fresh in (False, True):
             token = await self.token(fresh=fresh)
             reply = await self.connection.once(
@@ -140,7 +139,7 @@ class OwnGateway:
         return reply
 
     async def token(self, *, fresh: bool = False) -> str:
-        """A token that is valid for a while yet; ``fresh``: a new one. Raises NotNow."""
+        """A token that is valid for a while; ``fresh``: a new one. Raises NotNow."""
         if self._access is None or fresh or time.monotonic() > self._access[1]:
             asked = time.monotonic()
             reply = await self._signed_once("/v1/token", Nothing().encode(), str(self.device))
@@ -151,7 +150,7 @@ class OwnGateway:
         return self._access[0]
 
     def _refused(self, reply: Reply, what: str) -> FedstreamError:
-        """A refusal of the device itself: NotNow while it may pass."""
+        """The error for a refusal of the device: NotNow while it may be temporary."""
         told = reply.refusal(what)
         if self._access is None or told.reason not in _DOUBTFUL:
             return told
@@ -203,7 +202,7 @@ class OwnGateway:
                 break
             refusal = reply.refusal("a signature")
             if refusal.reason == NONCE:
-                # Something on the way sent it twice, and the other one was first.
+                # A proxy sent the request twice, and the other copy came first.
                 raise NotNow(str(refusal))
             gateways = date_of(reply.headers.get("date", ""))
             if refusal.reason != CLOCK or gateways is None or is_told:

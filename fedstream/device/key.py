@@ -28,9 +28,9 @@ _MOST = 1 << 16  # bytes of a file
 
 
 def own_key(path: Path) -> PrivateKey:
-    """The key in a file (PEM, PKCS #8), of P-256 or Ed25519; without a file, a new one of P-256.
+    """Read a key of P-256 or Ed25519 (PEM, PKCS #8); without a file, make a new one of P-256.
 
-    Raises ConfigError if it can't be used, or if other users can read or write it.
+    Raises ConfigError if it is unusable, or if other users can read or write it.
     """
     try:
         return _read(path)
@@ -70,7 +70,7 @@ def _read(path: Path) -> PrivateKey:
 
 
 def _make(path: Path) -> PrivateKey:
-    """Write a new key, whole or not at all, for this user alone."""
+    """Write a new key atomically, for this user alone."""
     key = ec.generate_private_key(ec.SECP256R1())
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     aside = path.with_name(f".{path.name}.{os.getpid()}")

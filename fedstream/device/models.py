@@ -1,6 +1,6 @@
-"""Downloading the model of an offer, or what changed in it since the one that is there.
+"""Downloading an offered model, or the changes since the model in the folder.
 
-Into a file, from where it was cut, and checked by the model's digest.
+Downloads go into a file, resume where they were cut, and are checked by the model's digest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from fedstream.core.formats import format_of
 from fedstream.core.given import decode, inside, room_for
 from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Encoded
-from fedstream.device.connection import Reply, replied
-from fedstream.device.errors import NotNow
+from fedstream.device.connection import NotNow, Reply, replied
 from fedstream.device.gateway import TOKEN
 from fedstream.protocol.headers import as_bearer
 
@@ -39,7 +38,7 @@ ModelBytes: TypeAlias = npt.NDArray[np.uint8]
 SUPERSEDED = "superseded"  # reason of a refusal
 _PIECE = 1 << 18  # bytes
 _PART = ".part"  # ending of a file that isn't complete
-_MOST_BAD = 3  # downloads of changes that were in vain, until whole models are preferred
+_MOST_BAD = 3  # failed downloads of changes before whole models are preferred
 _RANGE = re.compile(r"bytes ([0-9]{1,15})-[0-9]{1,15}/([0-9]{1,15})")
 
 
@@ -52,7 +51,7 @@ class _NoChanges(FedstreamError):
 
 
 class ModelStore:
-    """The newest model that was downloaded, in a folder, by its digest."""
+    """The newest downloaded model, in a folder, by digest."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class ModelStore:
         say: Callable[[str], None],
         show: Callable[[str], None],
     ) -> None:
-        """``say`` gets a line about what went wrong, ``show`` a few words about what goes on."""
+        """``say``: called with a line about an error, ``show``: with a short status."""
         self._gateway = gateway
         self._folder = folder
         self._say = say
@@ -70,14 +69,14 @@ class ModelStore:
 
     @property
     def has(self) -> str | None:
-        """The digest of the model that is there."""
+        """The digest of the model in the folder."""
         return next((one.name for one in self._folder.iterdir() if one.suffix != _PART), None)
 
     async def model(self, offered: OfferedModel, layout: Layout) -> Model:
-        """The offered model, downloaded if it isn't there.
+        """The offered model, downloaded if necessary.
 
-        Raises Superseded; BlobDamaged if no model has that size, before anything is downloaded, or
-        if the bytes are not those of the digest; Unavailable if this release can't read the format.
+        Raises Superseded; BlobDamaged for an impossible size, before downloading, or a wrong
+        digest; Unavailable if this release can't read the format.
         """
         encoded = Encoded(offered.format, offered.size, offered.digest)
         room_for(encoded, layout)
@@ -90,7 +89,7 @@ class ModelStore:
         return await asyncio.to_thread(_model, data, plain, layout)
 
     def _kept(self, plain: Encoded, layout: Layout) -> ModelBytes | None:
-        """A model's bytes from its file; None: there is none, or it was damaged since."""
+        """A model's bytes from its file; None if missing or damaged."""
         file = self._folder / plain.digest
         try:
             return _read(file, plain, layout)
@@ -103,7 +102,7 @@ class ModelStore:
     async def _changed(
         self, offered: OfferedModel, plain: Encoded, layout: Layout
     ) -> ModelBytes | None:
-        """The offered model, made of the one that is there and what changed; None: not possible."""
+        """The offered model, made from the model in the folder and changes; None if impossible."""
         old = self.has
         if offered.changes is None or old is None or self.bad_changes >= _MOST_BAD:
             return None
@@ -124,7 +123,7 @@ class ModelStore:
         return data
 
     async def _whole(self, offered: OfferedModel, encoded: Encoded, layout: Layout) -> ModelBytes:
-        """The offered model, downloaded from where it was cut."""
+        """The offered whole model, resuming an earlier download."""
         part = _Part(self._folder / f"{offered.digest}{_PART}", f'"{offered.digest}"', offered.size)
         self._clear(but=part.path)
         while not part.is_whole:
@@ -141,20 +140,20 @@ class ModelStore:
         return data
 
     def _keep(self, data: ModelBytes, encoded: Encoded) -> None:
-        """Write a model's bytes into its file, in place of all others."""
+        """Write a model's bytes into its file, and delete all others."""
         aside = self._folder / f".{encoded.digest}{_PART}"
         aside.write_bytes(data.data)
         self._clear(but=aside)
         aside.replace(self._folder / encoded.digest)
 
     def _clear(self, but: Path) -> None:
-        """Delete all models, also parts of them, except this file."""
+        """Delete all models and partial downloads except ``but``."""
         for one in self._folder.iterdir():
             if one != but:
                 one.unlink()
 
     async def _ask(self, path: str, part: _Part, *, most: int) -> None:
-        """Make one request for what is missing in a file, and write what comes: ``most`` bytes."""
+        """Request the missing bytes of a file once, and write at most ``most`` bytes."""
         connection = self._gateway.connection
         try:
             headers = {"Authorization": as_bearer(await self._gateway.token())}
@@ -172,7 +171,7 @@ class ModelStore:
     async def _write(self, response: aiohttp.ClientResponse, part: _Part, most: int) -> None:
         """Append an answer's bytes to the file, or replace it.
 
-        Raises NotNow if they don't fit, BlobDamaged if all are more than ``most``.
+        Raises NotNow if they don't continue the file, BlobDamaged above ``most`` bytes in total.
         """
         if response.status == 200:
             part.drop()
@@ -187,7 +186,7 @@ class ModelStore:
         async for piece in response.content.iter_chunked(_PIECE):
             if part.have + len(piece) > part.size:
                 part.drop()
-                raise NotNow("the gateway sent more bytes of the model than it said")
+                raise NotNow("the gateway sent more bytes of the model than announced")
             await asyncio.to_thread(part.append, piece)
             self._show(f"downloading the model: {part.have / part.size:.0%}")
 
@@ -207,10 +206,10 @@ class ModelStore:
 
 
 class _Part:
-    """A file to which bytes are appended as they come."""
+    """A partial download."""
 
     def __init__(self, path: Path, tag: str = "", size: int = 0) -> None:
-        """``tag`` and ``size`` of a whole model; of changes, the first answer says them."""
+        """``tag`` and ``size``: of a whole model; for changes, taken from the first answer."""
         self.path = path
         self.is_model = size > 0
         self.tag = tag  # ETag of the whole
@@ -231,19 +230,19 @@ class _Part:
         self.have += len(piece)
 
     def drop(self) -> None:
-        """Begin anew."""
+        """Delete all bytes."""
         self.path.unlink(missing_ok=True)
         self.have = 0
 
 
 def _bounds(response: aiohttp.ClientResponse) -> tuple[int, int] | None:
-    """Where the sent range begins, and of how many bytes it is a part; None: it doesn't say."""
+    """The begin of the sent range and the whole size, from Content-Range; None if invalid."""
     found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _uncompressed(encoded: Encoded, layout: Layout) -> Encoded:
-    """What is in a compressed model's frame, which its digest is of."""
+    """The description of a compressed model's decompressed bytes."""
     how = format_of(encoded.format)
     if not how.zstd:
         return encoded
@@ -252,7 +251,7 @@ def _uncompressed(encoded: Encoded, layout: Layout) -> Encoded:
 
 
 def _read(file: Path, encoded: Encoded, layout: Layout) -> ModelBytes:
-    """The bytes that a model's digest is of. Raises BlobDamaged, Unavailable, FileNotFoundError."""
+    """The bytes that a model's digest covers. Raises BlobDamaged, Unavailable, OSError."""
     payload = room_for(encoded, layout)
     with file.open("rb") as source:
         got = source.readinto(payload.buffer.data)
@@ -269,7 +268,7 @@ def _read(file: Path, encoded: Encoded, layout: Layout) -> ModelBytes:
 
 
 def _applied(old: Path, frame: Path, plain: Encoded) -> ModelBytes:
-    """The newer model's bytes. Raises BlobDamaged, Undecodable if the files don't give them."""
+    """Apply changes; return the newer model's bytes. Raises BlobDamaged, Undecodable."""
     before = np.frombuffer(old.read_bytes(), np.uint8)
     if before.size != plain.size:
         raise BlobDamaged(f"the model that is there has {before.size} bytes, not {plain.size}")
@@ -281,7 +280,7 @@ def _applied(old: Path, frame: Path, plain: Encoded) -> ModelBytes:
 
 
 def _model(data: ModelBytes, plain: Encoded, layout: Layout) -> Model:
-    """The model that the bytes are. Raises Unavailable."""
+    """Decode a model's bytes. Raises Unavailable."""
     if format_of(plain.format).is_plain and data.flags.writeable:
         return Model(layout, data)
     model = Model(layout)

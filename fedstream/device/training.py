@@ -1,8 +1,8 @@
-"""Training one task in a thread, with its state saved to disk from time to time.
+"""Training one task in a thread, with its state saved to disk periodically.
 
-It is the same learner that trainers use, called in the same way: a device and a trainer that are
-given the same task, seed and model send the same bits. Saving interrupts training between two
-steps, and a process that is killed costs at most the steps since then.
+Uses the trainers' learner in the same way, so a device and a trainer with the same task, seed and
+model send the same bits. Saving interrupts training between two steps, and a killed process loses
+at most the steps since the last save.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedstream.broker.clock import uptime
 from fedstream.core.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.core.formats import format_of
 from fedstream.core.layout import Model
-from fedstream.trainer.solvers import Cancelled, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Work, solver_for_device
 from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other w
 
 
 class Halt:
-    """A request to training to end, from any thread; the first reason counts."""
+    """A request to end training, from any thread; the first reason counts."""
 
     def __init__(self, left_s: float | None) -> None:
-        """``left_s``: seconds until the task's deadline; None: it has none."""
+        """``left_s``: seconds until the task's deadline; None: no deadline."""
         self._deadline = None if left_s is None else uptime() + left_s
         self._called = threading.Event()
         self.why = ""
@@ -70,7 +70,7 @@ class LocalTraining:
         *,
         save_s: float,
     ) -> None:
-        """``thread``: the only one that may use the learner. ``save_s``: between two savings."""
+        """``thread``: the only one that may use the learner. ``save_s``: time between two saves."""
         self._learner = learner
         self._solvers = solvers
         self._thread = thread
@@ -80,7 +80,7 @@ class LocalTraining:
         self._into = Model(learner.layout)
 
     def interrupted(self, task: str) -> Start | None:
-        """Where an earlier process stopped with this task, if it did."""
+        """The start from an earlier process's workspace of this task, if any."""
         saved = self._folder.work()
         if saved is None:
             return None
@@ -93,17 +93,16 @@ class LocalTraining:
         return None
 
     def again(self) -> None:
-        """Forget where an earlier process stopped."""
+        """Delete the earlier process's workspace."""
         self._folder.drop_work()
 
     async def learned(
         self, offer: Offer, start: Start, memory: Floats | None, halt: Halt
     ) -> tuple[Learned | None, float]:
-        """Train; returns the result and its learning rate.
+        """Train; return the result and its learning rate.
 
-        The result is None if the state that an earlier process left is of no use: start anew.
-        ``memory``: what the last update left unsent. Raises Cancelled on ``halt``, and whatever the
-        user's task raises.
+        The result is None if the earlier process's workspace is unusable: start anew. ``memory``:
+        error feedback of the last update. Raises Cancelled on ``halt``, and the task's errors.
         """
         work = self._work(offer, start, halt)
         while True:
@@ -134,12 +133,12 @@ class LocalTraining:
                 return learned, learned.trained.lr or work.solver.lr
 
     async def _saved(self, workspace: Workspace | None) -> None:
-        if workspace is None:  # a task that trains in its own way, and then from the start
+        if workspace is None:  # a task with its own training, which restarts from the beginning
             self._saves = False
             return
         began = time.monotonic()
         await asyncio.to_thread(self._folder.keep_work, workspace)
-        # At most a hundredth of the time goes into saving.
+        # Saving takes at most a hundredth of the time.
         self._save_s = max(self._save_s, 100 * (time.monotonic() - began))
 
     def _work(self, offer: Offer, start: Start, halt: Halt) -> Work:
@@ -152,7 +151,7 @@ class LocalTraining:
             steps=task.steps,
             epochs=task.epochs,
             seconds=task.seconds,
-            solver=chosen(self._learner.task, task.device, self._solvers, start.version),
+            solver=solver_for_device(self._learner.task, task.device, self._solvers, start.version),
             cancelled=lambda: bool(halt),
             base=start.digest,
             resume=start.saved,
@@ -160,5 +159,5 @@ class LocalTraining:
 
 
 def _is_to_stop(halt: Halt, saves_at: float | None) -> bool:
-    """Whether training is to end, or to be interrupted for saving its state."""
+    """Whether to end training, or to interrupt it for a save."""
     return bool(halt) or (saves_at is not None and time.monotonic() > saves_at)

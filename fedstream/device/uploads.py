@@ -1,7 +1,7 @@
-"""Delivering an update: in parts, resumed where it was cut, until there is a receipt.
+"""Delivering an update in parts, with resumption after cuts, until there is a receipt.
 
-draft-ietf-httpbis-resumable-upload. A part is a few of the gateway's chunks, so a cut costs little,
-and proxies on the way need not let more through at once.
+draft-ietf-httpbis-resumable-upload. A part is a few of the gateway's chunks, so that a cut loses
+little and requests stay below proxies' limits.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedstream.core.errors import FedstreamError
-from fedstream.device.connection import retry_after
-from fedstream.device.errors import NotNow
+from fedstream.device.connection import NotNow, retry_after
 from fedstream.protocol import headers as names
 from fedstream.protocol.headers import BadHeader, as_boolean, integer
 from fedstream.protocol.messages import BadBody, Receipt, WrongOffset
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
 
 PART = 4 * ((1 << 20) - 64)  # bytes: four of the gateway's chunks
 _DECIDES_S = 10.0  # more than a gateway waits for the coordinator's decision
-_ASK_S = 1.0  # until a receipt is asked for again, if the gateway doesn't say
+_ASK_S = 1.0  # default time between two requests for a receipt
 _WHAT = "the update"
 
 
 class UpdateUpload:
-    """One update on its way. It may have been begun by an earlier process."""
+    """The upload of one update, which an earlier process may have begun."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class UpdateUpload:
         *,
         part: int = PART,
     ) -> None:
-        """``show`` gets what is going on, in a few words. ``part``: most bytes of a request."""
+        """``show``: called with a short status. ``part``: most bytes of a request."""
         self._gateway = gateway
         self._update = update
         self._show = show
@@ -48,10 +47,10 @@ class UpdateUpload:
         self._offset: int | None = None  # None: the gateway doesn't know of the upload
 
     async def receipt(self, *, begun: bool = False) -> Receipt | None:
-        """Send what is missing, and return what became of the update.
+        """Send the missing bytes, and return the receipt.
 
-        ``begun``: the gateway may have some of it. None if the gateway knows neither the update nor
-        its task any more. Raises TurnedAway.
+        ``begun``: the gateway may have a part. None if the gateway has forgotten update and task.
+        Raises TurnedAway.
         """
         connection = self._gateway.connection
         if begun:
@@ -78,7 +77,7 @@ class UpdateUpload:
                 return receipt
 
     async def _sent(self) -> Reply:
-        """Send the next part; once all is sent, the last request again, without its bytes."""
+        """Send the next part; after the last part, repeat the last request without bytes."""
         size, at = len(self._data), self._offset or 0
         part = self._data[at : at + self._part]
         complete = at + len(part) == size
@@ -100,7 +99,7 @@ class UpdateUpload:
         )
 
     def _heard(self, reply: Reply) -> Receipt | None:
-        """Take note of an answer: a receipt, or how far the upload has got. Raises TurnedAway."""
+        """Process an answer: a receipt, or the upload's offset. Raises TurnedAway."""
         if reply.status in (200, 202) or (reply.status == 422 and _is_receipt(reply)):
             receipt = reply.read(Receipt, _WHAT)
             if receipt.state == "received":
@@ -110,16 +109,16 @@ class UpdateUpload:
             self._offset = self._counted(reply)
         elif reply.status == 409:
             if not reply.headers.get("content-type", "").startswith(names.PROBLEM):
-                raise NotNow(str(reply.refusal(_WHAT)))  # such as an earlier request, still read
+                raise NotNow(str(reply.refusal(_WHAT)))  # an earlier request is still being read
             self._offset = self._within(reply.read(WrongOffset, _WHAT).expected)
         elif reply.status in (404, 410):
-            self._offset = None  # it has expired: begin anew
+            self._offset = None  # the upload has expired: begin anew
         else:
             raise reply.refusal(_WHAT)
         return None
 
     async def _find(self) -> None:
-        """Ask how much of the update the gateway has."""
+        """Ask for the upload's offset."""
 
         async def look() -> Reply:
             reply = await self._gateway.once("HEAD", self._update.url)
@@ -156,7 +155,7 @@ class UpdateUpload:
 
 
 def _is_receipt(reply: Reply) -> bool:
-    """Whether the body is a receipt; a refusal of the request has the same status."""
+    """Whether the body is a receipt, as a refusal may have the same status."""
     try:
         Receipt.decode(reply.body)
     except BadBody:

@@ -1,7 +1,7 @@
-"""A device at work: it checks in, trains what it is offered, and uploads the update.
+"""A device's work: check in, train the offered task, upload the update.
 
-One task at a time. While a task is in hand, heartbeats tell the gateway so, and the answer is
-whether to go on. A device that is cancelled gives the task in hand up.
+One task at a time. During a task, heartbeats ask the gateway whether to continue. A cancelled
+device gives its task up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from fedstream.core import reasons
 from fedstream.core.errors import BlobDamaged, FedstreamError, LayoutMismatch
 from fedstream.core.formats import ENCODINGS, format_of
-from fedstream.device.errors import TurnedAway
+from fedstream.device.connection import TurnedAway
 from fedstream.device.folder import DeviceFolder, FinishedUpdate
 from fedstream.device.models import ModelStore, Superseded
 from fedstream.device.training import Halt, LocalTraining
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 
 FORMATS = tuple(name + ending for ending in ("", "+zstd") for name in ENCODINGS)
 _CHECK_IN_S = 50.0  # longest that a check-in waits for a task
-_QUIET_S = 60.0  # without a task, until the device says that it waits
+_QUIET_S = 60.0  # without a task, before the device logs that it waits
 _GOODBYE_S = 5.0  # for giving a task up when told to stop
-_LOOK_S = 0.25  # between looks whether to go on, of a device that pretends to be slow
+_LOOK_S = 0.25  # between checks whether to continue a simulated delay
 _REST_S = 10.0  # longest rest after a task that raised
 _MOST_RAISED = 5  # tasks in a row, before the device ends
 _MOST_TURNED_AWAY = 5  # updates in a row, before the device ends
 _OF_THE_UPDATE = {400, 411, 413, 415, 422}  # refusals that don't concern the device itself
-_RAISED = re.compile(r"raised [A-Za-z0-9_.]{1,80}")  # what the protocol can say of an error
+_RAISED = re.compile(r"raised [A-Za-z0-9_.]{1,80}")  # errors' form in the protocol
 
 
 class DeviceWorker:
-    """One device at work."""
+    """Performs one device's tasks."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class DeviceWorker:
         show: Callable[[str], None],
         once: bool = False,
     ) -> None:
-        """``layout``: of the task's model. ``run_devices``: over how many devices its data is
-        split; None: unknown. ``devices``: how the device pretends to be slow.
+        """``layout``: of the task's model. ``run_devices``: number of devices that its data is
+        split over; None: unknown. ``devices``: simulated latency and drop-outs.
 
-        ``say`` gets a line about what happened, ``show`` a few words about what is going on.
-        ``once``: stop after one answered task.
+        ``say``: called with a line about an event, ``show``: with a short status. ``once``: stop
+        after one answered task.
         """
         self._gateway = gateway
         self._folder = folder
@@ -82,14 +82,14 @@ class DeviceWorker:
         self._once = once
         self._models = ModelStore(gateway, folder.models, say, show)
         self._rests = Backoff(0.5, _REST_S, rng=random.Random())
-        self._seen: set[str] = set()  # places that raised before
+        self._seen: set[str] = set()  # places of reported errors
         self._raised_in_a_row = 0  # tasks
         self._turned_away_in_a_row = 0  # updates
 
     async def work(self) -> None:
-        """Work until the run is over (RunOver), or until one task is answered if told so.
+        """Work until the run is over (RunOver), or with ``once`` until one task is answered.
 
-        Raises FedstreamError for what no further try can mend.
+        Raises FedstreamError for a permanent error.
         """
         if (left := await asyncio.to_thread(self._folder.update)) is not None:
             await self._deliver_left(left)
@@ -104,14 +104,14 @@ class DeviceWorker:
                 return
 
     async def _say_goodbye(self) -> None:
-        """Tell the gateway to send no more tasks, if it can be told at once."""
-        with suppress(FedstreamError, TimeoutError):  # it will notice
+        """Tell the gateway to send no more tasks, without retries."""
+        with suppress(FedstreamError, TimeoutError):  # the gateway will notice
             async with asyncio.timeout(_GOODBYE_S):
                 asks = CheckIn(nonce=new_nonce(), eligible=False, wait_s=0.0, formats=FORMATS)
                 await self._gateway.check_in(asks)
 
     async def _deliver_left(self, left: FinishedUpdate) -> None:
-        """Deliver what an earlier process has trained."""
+        """Deliver an earlier process's update."""
         try:
             await self._deliver(left, begun=True)
         except asyncio.CancelledError:
@@ -119,7 +119,7 @@ class DeviceWorker:
             raise
 
     async def _offered(self) -> Offer:
-        """Check in until there is a task. Says once if that takes long."""
+        """Check in until there is a task; log a long wait once."""
         began, has_said = time.monotonic(), False
         while True:
             self._show("waiting for a task")
@@ -150,7 +150,7 @@ class DeviceWorker:
                 )
 
     async def _perform(self, offer: Offer) -> bool:
-        """Do one task; whether it was answered by an update."""
+        """Perform one task; return whether it was answered by an update."""
         halt = Halt(offer.task.left_s)
         try:
             async with self._beating(offer, halt):
@@ -168,7 +168,7 @@ class DeviceWorker:
 
     @asynccontextmanager
     async def _beating(self, offer: Offer, halt: Halt) -> AsyncIterator[None]:
-        """Send heartbeats inside the block; ``halt`` is called if the device is not to go on."""
+        """Send heartbeats inside the block; call ``halt`` if the gateway advises to stop."""
         beats = asyncio.create_task(self._beat(offer, halt), name="heartbeats")
         try:
             yield
@@ -176,7 +176,7 @@ class DeviceWorker:
             beats.cancel()
             await asyncio.wait({beats})
             if not beats.cancelled():
-                beats.result()  # re-raises what went wrong
+                beats.result()  # re-raises an error
 
     async def _beat(self, offer: Offer, halt: Halt) -> None:
         while True:
@@ -193,7 +193,7 @@ class DeviceWorker:
     # training
 
     async def _trained(self, offer: Offer, halt: Halt) -> FinishedUpdate | None:
-        """Train; None if there is nothing to send, which has then been said."""
+        """Train; None if the task was given up."""
         try:
             return await self._update(offer, halt)
         except Cancelled:
@@ -247,7 +247,7 @@ class DeviceWorker:
     async def _learned(
         self, offer: Offer, unsent: Floats | None, halt: Halt
     ) -> tuple[Start, Learned, float]:
-        """Train from where an earlier process stopped, or else from the offer's model."""
+        """Train from an earlier process's workspace, or else from the offered model."""
         while True:
             start = self._training.interrupted(offer.task.id) or await self._start(offer)
             self._show(f"training task {offer.task.id} from version {start.version}")
@@ -271,7 +271,7 @@ class DeviceWorker:
         )
 
     async def _device_time(self, seconds: float, halt: Halt) -> None:
-        """Wait as long as the device pretends to take. Raises Cancelled."""
+        """Wait for the simulated duration. Raises Cancelled."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _LOOK_S))
@@ -279,11 +279,11 @@ class DeviceWorker:
                 raise Cancelled
 
     async def _raised(self, offer: Offer, error: Exception) -> None:
-        """Give a task up that raised: with a traceback the first time, then in one line."""
+        """Give up a task that raised, with a traceback the first time."""
         said = reasons.raised(error)
         await self._give_up(offer, said if _RAISED.fullmatch(said) else "raised Exception")
         if isinstance(error, FedstreamError) and not isinstance(error, BlobDamaged):
-            raise error  # the same would happen again
+            raise error  # it would recur
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
         if where not in self._seen:
@@ -299,7 +299,7 @@ class DeviceWorker:
     # answers
 
     async def _deliver(self, update: FinishedUpdate, *, begun: bool = False) -> None:
-        """Upload an update, and say what became of it."""
+        """Upload an update, and log its outcome."""
         try:
             upload = UpdateUpload(self._gateway, update, self._show)
             receipt = await upload.receipt(begun=begun)
@@ -311,14 +311,14 @@ class DeviceWorker:
         self._say(f"task {update.task}: {_outcome(update, receipt)}")
         if receipt is None:
             self._forget(update)
-            await asyncio.sleep(self._rests.next())  # it may offer the same task again
+            await asyncio.sleep(self._rests.next())  # the gateway may offer the task again
         else:
             counts = receipt.state == "admitted"
             await asyncio.to_thread(self._folder.delivered, update, known=True, counts=counts)
             self._rests.reset()
 
     def _forget(self, update: FinishedUpdate) -> None:
-        """Forget an update of which nobody knows whether it was admitted."""
+        """Delete an update with an unknown outcome."""
         self._folder.delivered(update, known=False, counts=False)
         if update.unsent is not None:
             self._say(
@@ -327,9 +327,9 @@ class DeviceWorker:
             )
 
     async def _turned_away(self, update: FinishedUpdate, refusal: TurnedAway) -> None:
-        """Go on after an update that can't be one any more; raise if it isn't the update's fault.
+        """Give up an update that the gateway refuses; raise if the refusal concerns the device.
 
-        The run's format may have changed since the offer, for example. The next offer says so.
+        For example, the run's format may have changed since the offer.
         """
         self._turned_away_in_a_row += 1
         is_last = self._once or self._turned_away_in_a_row >= _MOST_TURNED_AWAY
@@ -344,15 +344,15 @@ class DeviceWorker:
                 offer.task.id, Surrender(attempt=offer.attempt, reason=reason)
             )
         except TurnedAway as refusal:
-            if refusal.status != 404:  # it is over already
+            if refusal.status != 404:  # 404: the task is over already
                 raise
         self._say(f"task {offer.task.id}: given up: {reason}")
 
     async def _leave(self, offer: Offer) -> None:
-        """Give a task up because the device is told to stop."""
+        """Give up a task because the device is told to stop."""
         self._training.again()
         if (left := self._folder.update()) is not None:
-            self._forget(left)  # it may have been admitted a moment ago
+            self._forget(left)  # perhaps already admitted
         try:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._give_up(offer, reasons.DROPPED_OUT)
@@ -367,7 +367,7 @@ class DeviceWorker:
 
 
 def _outcome(update: FinishedUpdate, receipt: Receipt | None) -> str:
-    """What became of an update, in one line."""
+    """The outcome of an update, in one line."""
     if receipt is None:
         return "the gateway does not know it any more"
     report = update.report

@@ -1,4 +1,4 @@
-"""`fedstream doctor`'s check of certificates: those of Redis and its Sentinels, by their names."""
+"""`fedstream doctor`'s check of the certificates of Redis and its Sentinels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedstream.core.errors import BrokerError, distrust
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
-    from fedstream.broker.places import Address
+    from fedstream.broker.discovery import Address
 
 _ABOUT = "redis certificate"
 DAY = 86_400.0
 ENDS_S = 14 * DAY  # warn if a certificate ends sooner
 _ANOTHERS = (62, 64)  # OpenSSL's errors for a certificate of other hosts, or of other addresses
-_ANY_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME: an expired certificate says when it ended
+_ANY_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, to read expired certificates too
 _REPLACE = (
     "issue it again, and replace it where Redis and the Sentinels read it (on Kubernetes the "
     "Secret fedstream-redis-tls)"
@@ -29,7 +29,7 @@ _REPLACE = (
 
 @dataclass(frozen=True)
 class ShownCertificate:
-    """What a server shows. Times in seconds since 1970."""
+    """A server's certificate. Times are in seconds since 1970."""
 
     names: tuple[str, ...]  # hosts and addresses (subjectAltName)
     begins: float
@@ -37,16 +37,16 @@ class ShownCertificate:
 
 
 def is_idle_star(name: str) -> bool:
-    """Whether a certificate's name has a star that OpenSSL lets stand for nothing.
+    """Whether a certificate's name has a wildcard that OpenSSL ignores.
 
-    It accepts one only as the whole first label, in front of two labels or more.
+    OpenSSL accepts a wildcard only as the whole first label, before at least two more labels.
     """
     first, _, rest = name.partition(".")
     return "*" in name and (first != "*" or "*" in rest or "." not in rest)
 
 
 def in_words(names: Sequence[str]) -> str:
-    """A certificate's names, with those that match nothing."""
+    """A certificate's names, for people, marking names that match nothing."""
     idle = [name for name in names if is_idle_star(name)]
     text = f"names {', '.join(names) or 'nothing'}"
     if not idle:
@@ -57,7 +57,7 @@ def in_words(names: Sequence[str]) -> str:
 def lifetime(
     about: str, text: str, *, begins: float, ends: float, now: float, renew: str
 ) -> Finding:
-    """Whether a certificate is valid now, and for how long. ``text``: what else is known of it."""
+    """Check whether and how long a certificate is valid. ``text``: further facts about it."""
     days = (ends - now) / DAY
     if now < begins:
         return problem(about, f"{text}: is not valid yet", "correct this machine's clock, or wait")
@@ -69,10 +69,10 @@ def lifetime(
 
 
 async def examine(settings: RedisSettings, *, now: float) -> list[Finding]:
-    """Look at the certificate of every server that services may connect to.
+    """Check the certificate of every server that services may connect to.
 
-    These are the host in redis.url, or each Sentinel with the master and replicas that it knows, or
-    each node of a cluster. Without TLS there are no findings.
+    These are the host in redis.url, or each Sentinel with its known master and replicas, or each
+    node of a cluster. Without TLS there are no findings.
     """
     if urlsplit(settings.url).scheme != "rediss":
         return []
@@ -93,11 +93,11 @@ async def examine(settings: RedisSettings, *, now: float) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Look:
-    """What became of a connection to one server."""
+    """The result of a connection to one server."""
 
     shown: ShownCertificate | None = None
-    wrong: str = ""  # why services would not trust it, in OpenSSL's words
-    is_anothers: bool = False  # because it is for other names
+    wrong: str = ""  # why services would not trust it, by OpenSSL
+    is_anothers: bool = False  # whether that is because of its names
     away: str = ""  # why there was no connection
 
 
@@ -108,7 +108,7 @@ async def _looked(settings: RedisSettings, places: Sequence[Address]) -> dict[Ad
 
 
 async def _look(client: Client, place: Address, within_s: float) -> _Look:
-    """Connect as services do; if the certificate is refused, once more to see it. Sends nothing."""
+    """Connect like services; if the certificate is refused, again to read it. Sends nothing."""
     strict, open_minded = client.tls_context(), client.tls_context()
     assert strict is not None and open_minded is not None  # noqa: S101, PT018  (the URL is rediss)
     open_minded.check_hostname = False
@@ -126,14 +126,14 @@ async def _look(client: Client, place: Address, within_s: float) -> _Look:
                 return _Look(None, wrong)
     except TimeoutError:
         return _Look(away=f"no answer within {within_s:g} s")
-    except ConnectionRefusedError:  # whose text names the address again
+    except ConnectionRefusedError:  # its text repeats the address
         return _Look(away="connection refused")
     except OSError as error:
         return _Look(away=str(error.strerror or error))
 
 
 async def _greeted(place: Address, context: ssl.SSLContext) -> ShownCertificate | None:
-    """The certificate of a server; None if the context asks for none. Raises OSError."""
+    """Read a server's certificate; None if the context verifies none. Raises OSError."""
     found = await shown_certificate(place, context)
     if not found:
         return None
@@ -145,9 +145,9 @@ async def _greeted(place: Address, context: ssl.SSLContext) -> ShownCertificate 
 
 
 async def _named(settings: RedisSettings, trusted: Sequence[Address]) -> list[Address]:
-    """The master and replicas that a Sentinel knows, or a cluster's nodes.
+    """The master and replicas known to a Sentinel, or a cluster's nodes.
 
-    Asks only ``trusted`` servers, since asking takes a password. Raises BrokerError.
+    Asks only ``trusted`` servers, as asking sends a password. Raises BrokerError.
     """
     error = BrokerError("no server with a trusted certificate could be asked for their addresses")
     sentinel = settings.sentinel
@@ -196,7 +196,7 @@ def _judged(looks: dict[Address, _Look], now: float) -> Iterator[Finding]:
             unsigned = "redis.tls.ca must name the authority that signed it"
             yield problem(_ABOUT, f"of {at}: {distrust(look.wrong, unsigned)}", _REPLACE)
         elif shown is None:
-            yield not_checked(_ABOUT, f"{at}: redis.url says not to look at certificates")
+            yield not_checked(_ABOUT, f"{at}: redis.url disables the check of certificates")
         else:
             if look.is_anothers:
                 named = f"is not for {hosts}: it {in_words(shown.names)}"

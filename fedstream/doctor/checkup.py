@@ -1,8 +1,7 @@
 """`fedstream doctor`: checks a deployment and says what to change.
 
-Each line reports something read or measured; what can't be examined from here is reported as not
-checked. Nothing is changed in Redis. On the journal's volume, an unnamed temporary file is written
-to measure syncs; it disappears when closed.
+Each line reports a fact that was read or measured, or a check that is impossible from here. Nothing
+is changed in Redis. On the journal's volume, an unnamed temporary file is written to measure syncs.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ _COLORS: dict[Level, str] = {
 async def examine(
     settings: Settings, *, configured: bool = True, now: Callable[[], float] = time.time
 ) -> list[Finding]:
-    """Collect all findings. If the Redis user is named after a role, check that role's needs only.
+    """Collect all findings. For a Redis user named after a role, check only this role's needs.
 
-    ``configured``: the settings are the deployment's; otherwise they only say where Redis is and
-    what the run is called. Raises ConfigError if they don't even say that.
+    ``configured``: the settings are the deployment's; if not, they have only Redis's address and
+    the run's name. Raises ConfigError if these are missing.
     """
     client = Client(settings.redis, "doctor")
     user = user_of(settings.redis)
@@ -88,12 +87,12 @@ def _elsewhere(role: str, where: str) -> str:
 
 
 def user_of(redis: RedisSettings) -> str:
-    """Redis user of these settings."""
+    """The Redis user in these settings."""
     return redis.username or urlsplit(redis.url).username or "default"
 
 
 class _Look:
-    """The checks of Redis. After the first exchange, each check may be refused on its own."""
+    """The checks of Redis, each of which Redis may deny to this user."""
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class _Look:
         self._info: server.Info | None = None
         self._view: Tally | None = None
         self.run: Run | None = None
-        self.asked = False  # whether Redis has answered whether it holds the run
+        self.asked = False  # whether Redis could be asked for the run
 
     async def all(self) -> list[Finding]:
         """Collect every finding about Redis and the run in it."""
@@ -183,7 +182,7 @@ class _Look:
             if rights.refusal(error) is None:
                 raise
             found = []
-        save = found[1].decode() if found else None  # some managed services don't tell
+        save = found[1].decode() if found else None  # denied by some managed services
         return [
             server.version(info),
             *part,
@@ -197,7 +196,7 @@ class _Look:
             warning(
                 "redis databases",
                 f"{in_words(database, keys)}, which take memory, and nobody cleans up there",
-                f"look whose they are: redis-cli -n {database} --scan",
+                f"find their owner: redis-cli -n {database} --scan",
             )
             for database, keys in (await elsewhere(self._client)).items()
         ]
@@ -207,7 +206,7 @@ class _Look:
         return [rights.judged(self._user, what, asked, await rights.allowed(self._client, asked))]
 
     async def _users(self) -> Iterable[Finding]:
-        """Check the roles' users. A service's own user can't: it may not ask about others."""
+        """Check the roles' users, which a service's own user may not do."""
         findings: list[Finding] = []
         if self._user in ROLES and self._user != "operator":
             return findings
@@ -316,7 +315,7 @@ class _Look:
 
 
 async def _tried(about: str, check: Awaitable[Iterable[Finding]]) -> list[Finding]:
-    """Run a check; what this user may not ask is reported as not checked."""
+    """Run a check; report a denied check as not checked."""
     try:
         return list(await check)
     except BrokerError as error:

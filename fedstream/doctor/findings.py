@@ -10,7 +10,7 @@ Level = Literal["ok", "warning", "problem", "not checked"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: its condition and what to change."""
+    """The result of one check: its level, and the change to make."""
 
     level: Level
     about: str
@@ -27,17 +27,17 @@ def ok(about: str, text: str) -> Finding:
 
 
 def warning(about: str, text: str, change: str) -> Finding:
-    """A finding of something that works but is costly or risky."""
+    """A finding of a costly or risky condition."""
     return Finding("warning", about, text, change)
 
 
 def problem(about: str, text: str, change: str = "") -> Finding:
-    """A finding of something that doesn't work. Without ``change``, the text says what to do."""
+    """A finding of an error. Without ``change``, the text has the remedy."""
     return Finding("problem", about, text, change)
 
 
 def not_checked(about: str, why: str) -> Finding:
-    """A finding that something can't be checked from here."""
+    """A finding that a check is impossible from here."""
     return Finding("not checked", about, why)
 
 

@@ -17,7 +17,7 @@ from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
 if TYPE_CHECKING:
     from fedstream.settings.config import Settings
 
-RESTART_S = 60.0  # that a new process, or a pod on another node, may take to serve again
+RESTART_S = 60.0  # time limit for a new process or pod to serve again
 
 
 def is_gateways(user: str) -> bool:
@@ -26,7 +26,7 @@ def is_gateways(user: str) -> bool:
 
 
 def is_meant(settings: Settings, user: str) -> bool:
-    """Whether there is to be a gateway: its site is served, it is configured, or its user asks."""
+    """Whether a gateway is expected: its site is served, it is configured, or this is its user."""
     coordinator = settings.coordinator
     return (
         is_gateways(user)
@@ -36,11 +36,11 @@ def is_meant(settings: Settings, user: str) -> bool:
 
 
 def here(settings: GatewaySettings, *, now: float) -> Iterator[Finding]:
-    """What can be seen on the gateway's machine. ``now``: seconds since 1970."""
+    """Checks on the gateway's machine. ``now``: seconds since 1970."""
     yield _certificate(settings, now)
     if settings.client_ca is not None:
         yield _authorities(settings.client_ca, now)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # up to which a gateway helps itself
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # to which a gateway raises its limit
     yield open_files(settings, None if most == resource.RLIM_INFINITY else most)
 
 
@@ -145,6 +145,6 @@ def site(settings: Settings, user: str) -> Finding:
     named = ", ".join(f'"{one}"' for one in (*sites, name))
     return problem(
         about,
-        f"{name!r} is not in coordinator.sites: nobody reads what its devices say",
+        f"{name!r} is not in coordinator.sites: no coordinator reads its inbox",
         f"set coordinator.sites = [{named}]",
     )

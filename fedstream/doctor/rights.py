@@ -1,4 +1,4 @@
-"""`fedstream doctor`'s check of what Redis lets each role do.
+"""`fedstream doctor`'s check of each role's rights in Redis.
 
 Commands are only checked, never executed. All functions are pure, except for :func:`allowed`.
 """
@@ -13,7 +13,7 @@ import msgpack
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.base import Rights
 from fedstream.broker.ledger.operator import MAY
 from fedstream.broker.rights import ROLES, commands
 from fedstream.broker.rights import rights_of as parts
@@ -114,7 +114,7 @@ _WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
 @dataclass(frozen=True)
 class Asked:
-    """A command that a role must be allowed: in words, and complete."""
+    """A command that a role must be allowed: for people, and complete."""
 
     what: str
     command: tuple[str, ...]
@@ -126,7 +126,7 @@ def _whole(command: str, key: str) -> tuple[str, ...]:
 
 
 def required(role: str, keys: Keys, redis: RedisSettings, site: str | None = None) -> list[Asked]:
-    """Everything a role must be allowed: each command on one of its keys, and each key."""
+    """A role's required rights: each command on one of its keys, and each key."""
     return [asked for one in parts(role, site) for asked in _required(one, keys, redis)]
 
 
@@ -174,8 +174,8 @@ def rights_of(user: str, keys: Keys, redis: RedisSettings) -> tuple[str, list[As
 async def allowed(client: Client, asked: Sequence[Asked]) -> list[bool] | None:
     """Check which commands this connection's user may send, without executing them.
 
-    None if that can't be found out. Redis 7 checks the commands inside a script; for older
-    versions, they are queued in a transaction that is discarded.
+    None if the check is impossible. Redis 7 checks the commands inside a script; for older
+    versions, they are queued in a discarded transaction.
     """
     packed = msgpack.packb([one.command for one in asked], use_bin_type=False)
     try:
@@ -222,7 +222,7 @@ def judged(user: str, what: str, asked: Sequence[Asked], may: Sequence[bool] | N
 
 
 def refusal(error: BrokerError) -> str | None:
-    """Reason, if the error is a missing right or unknown command; None for any other error."""
+    """The reason if the error is a missing right or unknown command; None otherwise."""
     text = str(error)
     if denied := re.search(r"no permissions to run the '([^']+)'", text):
         return f"may not {denied[1].upper().replace('|', ' ')}"

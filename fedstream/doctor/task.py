@@ -1,4 +1,4 @@
-"""`fedstream doctor`'s checks of the task, its data, and what this machine trains it with."""
+"""`fedstream doctor`'s checks of the task, its data, and the training hardware."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class Loaded:
-    """The parts of the user's task that could be loaded."""
+    """The loadable parts of the user's task."""
 
     task: Task | None = None
     devices: int | None = None
-    layout: Layout | None = None  # with the strategy's control variate
+    layout: Layout | None = None  # with the strategy's control variates
 
 
 def load(settings: Settings) -> tuple[Loaded, list[Finding]]:

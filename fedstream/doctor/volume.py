@@ -1,4 +1,4 @@
-"""`fedstream doctor`'s checks of the journal and the volume that it is on."""
+"""`fedstream doctor`'s checks of the journal and its volume."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _synced(folder: Path) -> tuple[float, bool]:
 
 
 def _past_cache(file: int) -> bool:
-    """Bypass the page cache for this file if possible, as for large models: whether it worked."""
+    """Bypass the page cache for a file, as for large models; return whether that is possible."""
     import fcntl
 
     if not hasattr(os, "O_DIRECT"):
@@ -121,7 +121,7 @@ def _past_cache(file: int) -> bool:
 def journal(settings: Settings, run: Run | None, *, asked: bool) -> Finding:
     """Check that the journal belongs to this run.
 
-    ``run``: the run that Redis holds; ``asked``: whether Redis could be asked.
+    ``run``: the run in Redis; ``asked``: whether Redis could be asked.
     """
     about, folder = "journal", Path(settings.journal.dir)
     name = settings.run.name

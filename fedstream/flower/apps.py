@@ -25,11 +25,10 @@ def is_client_app(found: object) -> TypeGuard[ClientApp]:
 
 
 def find(given: str) -> tuple[str, str]:
-    """The app that ``--flower`` names: its ``package.module:attribute``, and its folder.
+    """Find the app that ``--flower`` names; return ``package.module:attribute`` and folder.
 
-    ``given`` is that name, for an app in the working directory; or the folder, whose
-    ``pyproject.toml`` names the app. Raises ConfigError if flwr is not installed, or the folder
-    names no app.
+    ``given``: the name of an app in the working directory, or a folder whose ``pyproject.toml``
+    names the app. Raises ConfigError if flwr is not installed or the folder names no app.
     """
     if find_spec("flwr") is None:
         raise ConfigError(f"--flower {given}: Flower is not installed here: {_INSTALL}")
@@ -54,7 +53,7 @@ def look_in(args: Mapping[str, Any]) -> None:
 def run_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The app's run configuration, with overrides. Raises ConfigError for an unknown key.
 
-    Tables become keys with dots, as Flower has it.
+    Tables become dotted keys, as in Flower.
     """
     known = _flat(_table(folder, required=False).get("config", {}))
     if known and (unknown := overrides.keys() - known.keys()):

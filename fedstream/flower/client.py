@@ -1,4 +1,4 @@
-"""The task that trains with a Flower ``ClientApp``, in process; and the model it starts from."""
+"""A task that trains with a Flower ``ClientApp`` in this process, and its initial model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,14 @@ from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from flwr.app import ArrayRecord, Context, RecordDict
     from flwr.clientapp import ClientApp
-    from torch import nn
 
 GIVE = "name the app's model with --model package.module:Name (task.args.model)"
 
 
 class Arrays(nn.Module):
-    """The model of an app that isn't written in torch: numbered arrays, in the app's order."""
+    """A model of numbered arrays in the app's order, for apps without torch."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         super().__init__()
@@ -55,8 +52,8 @@ def maker(
 ) -> Callable[[], nn.Module]:
     """The function that makes version 0.
 
-    ``given``: a callable, or its name. Without one, the only module class in ``app_module``; or
-    else ``initial``, the arrays that a client starts from. Raises ConfigError.
+    ``given``: a callable, or its name; None: the only module class in ``app_module``, or else
+    ``initial``, which returns a client's initial arrays. Raises ConfigError.
     """
     if isinstance(given, str):
         if ":" not in given:
@@ -119,7 +116,7 @@ _DEVICES = 10
 
 
 class Partitions(Dataset[int]):
-    """Stands for data that the clients load themselves: the numbers of their partitions."""
+    """The numbers of partitions, as a data set for clients that load their data themselves."""
 
     def __init__(self, numbers: range) -> None:
         self._numbers = numbers
@@ -135,9 +132,9 @@ class FlowerTask(Task):
     """A Flower ``ClientApp`` as a task; :func:`task` makes one.
 
     Each device is a partition: ``context.node_config`` has its number as ``partition-id``, and
-    ``num-partitions``. What a client keeps in ``context.state`` is there the next time that this
-    process trains the device. All devices together keep 256 MiB; beyond that, those not trained
-    for longest start afresh.
+    ``num-partitions``. This process keeps a client's ``context.state`` for the device's next task,
+    in 256 MiB for all devices; above this limit, the least recently trained devices lose their
+    state.
     """
 
     exact_steps: ClassVar[bool] = False
@@ -152,7 +149,7 @@ class FlowerTask(Task):
         evaluate_on: int,
         test_data: Dataset[Any] | None,
     ) -> None:
-        """``devices``: None for those of the run that a trainer joins; 10 until then."""
+        """``devices``: None for the joined run's number, and 10 before."""
         self.devices = devices or _DEVICES
         self._follows_run = devices is None
         self._app = app
@@ -178,7 +175,7 @@ class FlowerTask(Task):
             self.devices = devices
 
     def device_data(self, device: int) -> Partitions:
-        """The number of the device's partition: the client loads the data.
+        """The number of the device's partition, whose data the client loads.
 
         Raises DataError for a device that does not exist.
         """
@@ -190,14 +187,14 @@ class FlowerTask(Task):
         return Partitions(range(device, device + 1))
 
     def test_data(self) -> Dataset[Any] | None:
-        """The test data given to :func:`task`; else the partitions that the app evaluates on."""
+        """The test data given to :func:`task`, or the partitions for the app's evaluation."""
         if self._test_data is not None:
             return self._test_data
         on = min(self._evaluate_on, self.devices or 0)
         return Partitions(range(on)) if on and _answers(self._app, "evaluate") else None
 
     def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
-        """What the clients measured, averaged over their examples; on given test data, as usual."""
+        """The clients' metrics averaged over examples; on given test data, the task's default."""
         if self._test_data is not None:
             return super().metrics(model, data)
         arrays = records.arrays_of(model)
@@ -214,11 +211,11 @@ class FlowerTask(Task):
         return {name: total / weights[name] for name, total in sums.items()}
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Let the client train; H and the learning rate are hints, which it may ignore.
+        """Let the client train; H and the learning rate are hints.
 
-        All random generators are seeded for the client, and restored afterwards. A client cannot
-        be interrupted. Raises Cancelled before it starts; DataError, naming device and array, if
-        its reply is not a model; and whatever the client raises.
+        All random generators are seeded for the client, and restored afterwards. A client cannot be
+        interrupted. Raises Cancelled before it starts; DataError, naming device and array, if its
+        reply is not a model; and the client's errors.
         """
         if work.cancelled():
             raise Cancelled
@@ -236,7 +233,7 @@ class FlowerTask(Task):
     def _ask(
         self, kind: str, device: int, arrays: ArrayRecord, config: Mapping[str, Any], group: str
     ) -> RecordDict:
-        """Call the app as Flower's node would, for one device."""
+        """Call the app for one device, like Flower's node."""
         asked = records.request(
             arrays,
             config,
@@ -251,7 +248,7 @@ class FlowerTask(Task):
         return content
 
     def _keep(self, device: int, state: RecordDict) -> None:
-        """Keep a client's state, and as many others as there is room for."""
+        """Keep a client's state, dropping the oldest states above the limit."""
         self._states.pop(device, None)
         if not state:
             return
@@ -339,12 +336,12 @@ def _made(
 
 
 def train_config(work: Work, run_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that a client is sent, as a ``ServerApp`` would put it together.
+    """The configuration for a client, as a ``ServerApp`` would make it.
 
-    It has the run configuration, and hints: the learning rate as ``lr``, and H as
-    ``local-epochs``, ``local-steps`` or ``local-seconds``. The run configuration takes precedence.
-    Version t is trained in ``server-round`` t + 1, since Flower counts from 1. Keys with a hyphen
-    are there with an underscore too.
+    The run configuration, and as hints the learning rate as ``lr`` and H as ``local-epochs``,
+    ``local-steps`` or ``local-seconds``. The run configuration takes precedence. Version t is
+    trained in ``server-round`` t + 1, as Flower counts from 1. Keys with a hyphen are repeated with
+    an underscore.
     """
     solver = work.solver
     hints: dict[str, Any] = {
@@ -360,7 +357,7 @@ def train_config(work: Work, run_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rate(config: Mapping[str, Any]) -> float | None:
-    """The learning rate that the client was told, if it is one."""
+    """The learning rate in the client's configuration, if valid."""
     rate = config["lr"]
     return float(rate) if isinstance(rate, int | float) and 0 < rate < math.inf else None
 
@@ -376,7 +373,7 @@ def _answers(app: ClientApp, kind: str) -> bool:
 
 
 def _initial(app: ClientApp, devices: int, run_config: Mapping[str, Any]) -> list[Any]:
-    """The arrays that the first device's client starts from. Raises ConfigError if none."""
+    """The first device's initial arrays. Raises ConfigError if there are none."""
     from flwr.app import ConfigRecord, RecordDict
 
     asked = RecordDict({"getparametersins.config": ConfigRecord({})})
@@ -390,11 +387,11 @@ def _initial(app: ClientApp, devices: int, run_config: Mapping[str, Any]) -> lis
 
 
 def _call(app: ClientApp, kind: str, asked: RecordDict, context: Context, group: str) -> RecordDict:
-    """Call the app. Raises DataError if its reply is an error, and whatever the client raises."""
+    """Call the app. Raises DataError if its reply is an error, and the client's errors."""
     from flwr.app import Message
     from flwr.supercore.task_identity import TaskIdentity
 
-    # Without these, no Message can be made; the client's replies derive theirs from ours.
+    # A Message needs these; the client's replies derive theirs from ours.
     TaskIdentity.task_id = TaskIdentity.run_id = context.run_id
     TaskIdentity.node_id = _SERVER
     message = Message(asked, context.node_id, kind, group_id=group)
@@ -417,14 +414,14 @@ def _context(
 
 
 def _copy(state: RecordDict | None) -> RecordDict:
-    """A copy for the client to change: if it raises, its state remains as it was."""
+    """A copy for the client to change, so that an error leaves the state unchanged."""
     from flwr.app import RecordDict
 
     return RecordDict({name: record.copy() for name, record in (state or {}).items()})
 
 
 def _size(state: RecordDict) -> int:
-    """Bytes of a client's state, nearly; Flower's own count fails on empty values."""
+    """Approximate bytes of a client's state; Flower's own count fails on empty values."""
     return sum(_length(value) for record in state.values() for value in record.values())
 
 

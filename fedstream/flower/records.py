@@ -40,13 +40,13 @@ def arrays_of(module: nn.Module) -> ArrayRecord:
     from flwr.app import ArrayRecord
 
     record = ArrayRecord()
-    for name, x in tensors_of(module).items():  # not at once: ArrayRecord would copy each Array
+    for name, x in tensors_of(module).items():  # one by one, as ArrayRecord would copy each Array
         record[name] = _packed(x)
     return record
 
 
 def _packed(x: torch.Tensor) -> Array:
-    """As Flower's ``Array(x)``, but its header is not made anew for each call of a client."""
+    """Like Flower's ``Array(x)``, but with a cached header."""
     from flwr.app import Array
 
     values = x.detach().cpu().to(_WIDENED.get(x.dtype, x.dtype)).numpy()
@@ -56,7 +56,7 @@ def _packed(x: torch.Tensor) -> Array:
 
 @lru_cache(_LAYOUTS)
 def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """What numpy writes before the values of such a tensor in C order (the format .npy)."""
+    """The header of numpy's format .npy for such a tensor in C order."""
     header = BytesIO()
     about = {
         "descr": npy.dtype_to_descr(_plain(dtype)),
@@ -69,14 +69,14 @@ def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 @lru_cache
 def _plain(dtype: torch.dtype) -> np.dtype[Any]:
-    """The dtype with which such a tensor travels."""
+    """The dtype in which such a tensor is sent."""
     return torch.empty(0, dtype=_WIDENED.get(dtype, dtype)).numpy().dtype
 
 
 def request(
     arrays: ArrayRecord, config: Mapping[str, Any], *, ins: str, legacy: bool
 ) -> RecordDict:
-    """What a client is asked: ``ins`` is "fitins" or "evaluateins", as named for a NumPyClient."""
+    """The request to a client. ``ins``: "fitins" or "evaluateins", as for a NumPyClient."""
     from flwr.app import ConfigRecord, RecordDict
 
     names = (f"{ins}.parameters", f"{ins}.config") if legacy else ("arrays", "config")
@@ -84,7 +84,7 @@ def request(
 
 
 def content_of(reply: object, who: str) -> RecordDict:
-    """What a client answered. Raises DataError, naming ``who``, if it is an error or no message."""
+    """The content of a client's reply. Raises DataError, naming ``who``, for an error."""
     from flwr.app import Message
 
     if not isinstance(reply, Message):
@@ -99,7 +99,7 @@ def content_of(reply: object, who: str) -> RecordDict:
 
 
 def numbers_of(content: RecordDict) -> dict[str, float]:
-    """All single numbers of a reply, by name; with several of a name, the last."""
+    """All single numbers of a reply by name; the last of several with a name."""
     found: dict[str, float] = {}
     records = (*content.config_records.items(), *content.metric_records.items())
     for name, record in records:
@@ -122,8 +122,8 @@ def metrics_of(numbers: Mapping[str, float]) -> dict[str, float]:
 def load(content: RecordDict, module: nn.Module, who: str) -> None:
     """Copy the arrays of a reply into ``module``.
 
-    They are matched by name, or by place if they are only numbered, as a NumPyClient's are. Values
-    that are not finite are copied too: the updater refuses and counts them.
+    Arrays are matched by name, or by position if they are only numbered, as in a NumPyClient. Also
+    copies values that are not finite, which the updater refuses and counts.
 
     Raises DataError, naming ``who`` and the array, if arrays are missing, unknown, or of another
     shape or kind.
@@ -165,7 +165,7 @@ def _only_arrays(content: RecordDict, who: str) -> ArrayRecord:
 
 
 def _array(array: Any, x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
-    """The values of an array. numpy parses a header slowly, so first try that of ``x``."""
+    """The values of an array, comparing the header with that of ``x`` first, for speed."""
     header, dtype = _header(x.dtype, x.shape), _plain(x.dtype)
     size = x.numel() * dtype.itemsize
     if size and array.data.startswith(header) and len(array.data) == len(header) + size:

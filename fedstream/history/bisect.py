@@ -11,9 +11,9 @@ from types import MappingProxyType
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
 from fedstream.journal import NotRecorded, Segment, Standing, Taken, newest_version, since
+from fedstream.journal.contributions import direction
 from fedstream.journal.inspection import Move, history
 from fedstream.journal.records import is_used
-from fedstream.journal.shares import direction
 from fedstream.strategies.mixing import norm
 
 _MEASUREMENTS = 50  # approximate number, unless `every` is given

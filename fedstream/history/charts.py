@@ -15,7 +15,7 @@ from fedstream.history.measurements import Measurement
 from fedstream.history.pictures import bars, medians
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.table import NONE, RowArray
-from fedstream.journal.shares import Share
+from fedstream.journal.contributions import DeviceContribution
 
 POINTS = 1000  # of a curve: more than a screen has columns of pixels to tell apart
 
@@ -152,7 +152,7 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
     rows = run.columns.updates[mine]
     versions, sent = rows["version"], np.full(len(rows), nan)
     measured = run.measured_shares()
-    share = (run.shares or {}).get(device, Share())
+    share = (run.shares or {}).get(device, DeviceContribution())
     within = np.ones(len(rows), bool)
     if measured is not None:
         contained = run.columns.contained[mine]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fedstream.core.messages import OUTCOMES
 from fedstream.history.table import RowArray, is_used_row
-from fedstream.journal.shares import Share
+from fedstream.journal.contributions import DeviceContribution
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993)
 LEAST_DIFFERENCE = 0.1  # of an outlier from the median, relative to the median
@@ -124,7 +124,7 @@ class DeviceTable:
 def devices_of(
     rows: RowArray,
     *,
-    shares: Mapping[int, Share] | None = None,
+    shares: Mapping[int, DeviceContribution] | None = None,
     vectors: RowArray | None = None,
     now: float | None = None,
 ) -> DeviceTable:
@@ -179,8 +179,10 @@ def devices_of(
     )
 
 
-def _of_shares(shares: Mapping[int, Share], devices: RowArray) -> dict[str, FigureArray]:
-    found = [shares.get(int(device), Share()) for device in devices]
+def _of_shares(
+    shares: Mapping[int, DeviceContribution], devices: RowArray
+) -> dict[str, FigureArray]:
+    found = [shares.get(int(device), DeviceContribution()) for device in devices]
     values = {
         "sent": [one.norm.mean for one in found],
         "norm": [one.distance.mean for one in found],

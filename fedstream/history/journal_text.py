@@ -31,10 +31,10 @@ from fedstream.journal import (
     cuts,
     entries,
 )
+from fedstream.journal.contributions import DeviceContribution, Spread, direction
 from fedstream.journal.inspection import Move, Verdict, moves
 from fedstream.journal.records import is_used
-from fedstream.journal.shares import Share, Spread, direction
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.strategies.mixing import norm
 from fedstream.terminal import cell, clock, console, line, number, room, spaced
 
@@ -319,7 +319,7 @@ def write_lines(path: Path, found: Iterable[RecordLine]) -> int:
 
 def _in_csv(value: object) -> object:
     """Value made safe for a file that may be viewed in a terminal."""
-    return visible(value) if isinstance(value, str) else value
+    return escaped(value) if isinstance(value, str) else value
 
 
 @contextmanager
@@ -382,7 +382,7 @@ _IMPORTANT_OF_DEVICES = (
 
 
 def rows(
-    shares: Mapping[int, Share], by: str, *, ascending: bool | None = None
+    shares: Mapping[int, DeviceContribution], by: str, *, ascending: bool | None = None
 ) -> list[dict[str, float | None]]:
     """A row for each device, sorted by a column.
 
@@ -401,7 +401,7 @@ def rows(
     return sorted(found, key=place)
 
 
-def _row(device: int, share: Share) -> dict[str, float | None]:
+def _row(device: int, share: DeviceContribution) -> dict[str, float | None]:
     row: dict[str, float | None] = {"device": device}
     row |= {outcome: share.outcomes[outcome] for outcome in OUTCOMES}
     for what in ("staleness", "weight", "loss", "norm", "distance"):

@@ -12,9 +12,9 @@ from fedstream.core.layout import OF_INTEGERS, Floats, Layout
 from fedstream.history.models import Past
 from fedstream.history.table import RowArray
 from fedstream.journal import Standing, Taken
+from fedstream.journal.contributions import DeviceContribution, cosine, direction, sampled
 from fedstream.journal.inspection import Move
 from fedstream.journal.records import is_used
-from fedstream.journal.shares import Share, cosine, direction, sampled
 from fedstream.strategies.mixing import distance, norm
 
 AHEAD = 10  # versions that the cosine looks ahead, as in `fedstream journal stats`
@@ -76,7 +76,7 @@ class LatePushes:
 class MeasuredShares:
     """What all models say of each device's updates, by device."""
 
-    by_device: Mapping[int, Share]
+    by_device: Mapping[int, DeviceContribution]
     until: int  # the last version that counted
 
 

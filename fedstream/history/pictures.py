@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fedstream.history.display import short
 from fedstream.history.timeline import History
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.terminal import number
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def picture(
     figure = Figure(figsize=(12.5, 6.6))
     panels = figure.subplots(2, 3, width_ratios=(1.15, 1.15, 1), gridspec_kw=_MARGINS)
     # A task's name may be any text: don't read it as a formula, and escape control characters.
-    figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
+    figure.suptitle(escaped(title), x=0.01, ha="left", fontsize=11, parse_math=False)
     since = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
     of_version = {n: float(n) for n in history.versions}
     for column, (at, name) in enumerate(((of_version, "versions"), (since, time))):
@@ -198,7 +198,7 @@ def _main_metric(axes: Axes, history: History, at: dict[int, float], name: str) 
         for v, m in sorted(history.evaluations.items())
         if v in at and isfinite(m.get(metric, nan))
     ]
-    title = f"Test {visible(metric)} over {name}"
+    title = f"Test {escaped(metric)} over {name}"
     axes.set_title(title, parse_math=False)
     axes.set_xlabel(name)
     if not points:
@@ -332,7 +332,7 @@ def comparison_html(
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:
     """A table as lines of text, its header first: names to the left, numbers to the right."""
-    shown = [[visible(value) for value in row] for row in rows]
+    shown = [[escaped(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     return "\n".join(
         "  ".join(
@@ -371,7 +371,7 @@ def overlaid(
                     **line_style(place),
                     marker="o",
                     markersize=2.5,
-                    label=visible(name) if axes is panels[0] else None,
+                    label=escaped(name) if axes is panels[0] else None,
                 )
             if target is not None:
                 axes.axhline(
@@ -383,7 +383,7 @@ def overlaid(
                 )
             axes.set(xlabel=label)
             axes.set_xlim(left=0)
-        panels[0].set_ylabel(visible(metric), parse_math=False)
+        panels[0].set_ylabel(escaped(metric), parse_math=False)
         values = [one.metrics[metric] for points in runs for one in points]
         if values and goal == "max":
             panels[0].set_ylim(min(0.0, *values), 1.02 if max(values) <= 1 else None)
@@ -420,4 +420,4 @@ def _image(picture: bytes) -> str:
 
 
 def _text(value: str) -> str:
-    return html.escape(visible(value))
+    return html.escape(escaped(value))

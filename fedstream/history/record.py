@@ -19,7 +19,7 @@ from fedstream.journal import SegmentHead, journal_of, opened
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.process import read_regular
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.trainer.goals import goal_of, main_metric
 
@@ -237,7 +237,7 @@ class RunRecord:
     def __repr__(self) -> str:
         """A few lines for a terminal."""
         rows = [*summary.rows(self.summary), ("folder", str(self.path))]
-        return visible("\n".join(f"{name:<10} {value}" for name, value in rows), lines=True)
+        return escaped("\n".join(f"{name:<10} {value}" for name, value in rows), lines=True)
 
     def _repr_html_(self) -> str:
         """A table and the picture, for a notebook."""

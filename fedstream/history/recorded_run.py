@@ -19,8 +19,8 @@ from fedstream.history.models import MEMORY, Past
 from fedstream.history.summary import stands
 from fedstream.history.table import NONE, Columns
 from fedstream.journal import journal_of, opened
-from fedstream.journal.inspection import Parting, parting
-from fedstream.journal.shares import Share
+from fedstream.journal.contributions import DeviceContribution
+from fedstream.journal.inspection import Divergence, divergence
 from fedstream.trainer.goals import Goals, goal_of, main_metric
 
 _UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
@@ -101,18 +101,18 @@ class RecordedRun:
             self._past.close()
 
     @property
-    def shares(self) -> Mapping[int, Share] | None:
+    def shares(self) -> Mapping[int, DeviceContribution] | None:
         """What the models say of each device's updates; None until that was measured."""
         found = self.measured_shares()
         return None if found is None else found.by_device
 
     @cached_property
-    def parting(self) -> Parting | None:
+    def divergence(self) -> Divergence | None:
         """Where this run and the other one part; None without another. Raises JournalError."""
         if self.other is None:
             return None
         with opened(self.journal) as ours, opened(self.other.journal) as theirs:
-            return parting(ours, theirs)
+            return divergence(ours, theirs)
 
     @property
     def past(self) -> Past:

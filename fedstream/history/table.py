@@ -33,8 +33,8 @@ from fedstream.journal import (
     entries,
     opened,
 )
-from fedstream.journal.alike import Alike, alike
-from fedstream.journal.alike import Path as Keys
+from fedstream.journal.record_batches import Alike, alike
+from fedstream.journal.record_batches import Path as Keys
 from fedstream.journal.records import is_used
 
 RowArray: TypeAlias = npt.NDArray[Any]

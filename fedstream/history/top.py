@@ -28,7 +28,7 @@ from fedstream.history.observer import Observer, out_of_space
 from fedstream.history.report import tasks_of
 from fedstream.history.timeline import BINS, History
 from fedstream.runtime.backoff import pause
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.terminal import (
     cell,
     clock,
@@ -168,7 +168,7 @@ def _trainers(trainers: Mapping[str, Mapping[str, Any]], heard: Mapping[str, flo
 
 
 def _events(history: History) -> Text:
-    lines = [visible(_line(event)) for event in list(history.events)[-_EVENTS:]]
+    lines = [escaped(_line(event)) for event in list(history.events)[-_EVENTS:]]
     return cut("\n".join(lines) or "no events yet", style="dim", lines=True)
 
 

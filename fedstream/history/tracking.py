@@ -13,8 +13,8 @@ from fedstream.runtime.config import Option, load
 from fedstream.runtime.plugins import absolute
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
-from fedstream.sinks.choice import flat, named
 from fedstream.sinks.service import Named, TrackerFailed
+from fedstream.sinks.settings import flat, named
 from fedstream.sinks.sink import PointKind, Sink, TrackedPoint, TrackedRun, made_of, told
 
 _BATCH = 1000  # points

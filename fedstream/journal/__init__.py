@@ -3,8 +3,8 @@
 A journal is a folder of segments. Only the epoch that made a segment ever writes to it. A segment
 appears complete (it is written aside and linked into place), and begins with
 
-    its head      epoch, the segment before it and how much of that one counts, run, strategy
-    a standing    where the run stood: version, model, the strategy's memory, recent ends of tasks
+    its head      epoch, the predecessor and its counted length, run, strategy
+    a standing    state of the run: version, model, the strategy's memory, recent ends of tasks
 
 followed by a record for every queue entry. So a standing is a checkpoint: recovery follows only the
 newest segment (older ones are read only for devices' vectors that did not change), and the oldest
@@ -12,30 +12,28 @@ segments can be deleted when there are too many. Each record holds the checksum 
 it, and each head that of its predecessor's last record that counts: from version 0 on, they form
 one SHA-256 chain.
 
-A writer that was paused past its lease and then goes on writes into its own segment, after the cut
-that its successor named: that part is never read, and nothing of it was committed (``claims``).
+A writer that was paused past its lease and then continues writes into its own segment, after the
+cut that its successor recorded: that part is never read, and none of it was committed (``claims``).
 
-To read a journal, open it and follow its segments, each as far as it counts:
+To read a journal, open it and follow its segments up to their cuts:
 
     with opened(Path("runs/demo")) as chain:
         for segment, cut in cuts(chain):
             for record, entry in entries(segment, cut):
                 print(record.place.where, entry.version)
 
-To get its models too, use :class:`fedstream.journal.replay.Replayer`. The modules, from the bytes
-upwards:
+For its models, use :class:`fedstream.journal.replay.Replayer`. The modules, bottom up:
 
-    frames, records      the format: a record's bytes, and the messages in them
-    segment, chain       reading a segment, and all that count as one journal
-    batches, alike       many records read at once, and what their messages say
-    claims, writer       who may write, and writing a segment
-    recorder             when the updater's records are written, synced and deleted
-    norms, progress      what an entry of the queue makes of a run, as pure functions
-    device_vectors       what a strategy remembers of each device
-    rebuild, replay      models made again: to recover, and in order, by any rule
-    what_if, bases       another rule on the same updates; the models they were trained from
-    inspection, shares   show, verify and compare journals; what each device contributed
-    ended                an index of the tasks that ended
+    frames, records              the format: a record's bytes, and their messages
+    segment, chain               reading a segment, and the segments of a journal
+    record_batches               reading many records at once
+    claims, writer               the right to write, and writing a segment
+    recorder                     the updater's writing, syncing and deleting
+    norms, progress              the effect of a queue entry on a run, as pure functions
+    rebuild, replay              rebuilding models for recovery, and in order by any rule
+    what_if, base_models         another rule on the same updates, and the updates' x_tau
+    inspection, contributions    show, verify and compare journals; statistics of devices
+    ended_tasks                  an index of ended tasks
 """
 
 from fedstream.journal.chain import (
@@ -61,6 +59,7 @@ from fedstream.journal.errors import (
     RuleChanged,
 )
 from fedstream.journal.frames import Place
+from fedstream.journal.recorder import JournalSettings
 from fedstream.journal.records import (
     QUARANTINES,
     SUFFIX,
@@ -75,7 +74,6 @@ from fedstream.journal.records import (
     name_of,
 )
 from fedstream.journal.segment import Cut, Record, Segment, SegmentEnd, Tear
-from fedstream.journal.settings import JournalSettings
 from fedstream.journal.writer import Writer
 
 __all__ = [

@@ -1,8 +1,8 @@
 """A journal's segments, read as one chain.
 
-Each segment names its predecessor, and how much of that one counts. What counts is found from the
-newest segment backwards; other segments in the folder are a fenced writer's or an earlier
-journal's, and are not read.
+Each segment names its predecessor and the predecessor's counted length, so the chain is found from
+the newest segment backwards. Other segments in the folder belong to a fenced writer or an earlier
+journal, and are not read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FOLDER = "journal"  # in a run's output folder
 
 @contextmanager
 def opened(path: Path) -> Iterator[list[Segment]]:
-    """The segments that count, oldest first, of a run's folder, a journal's, or a segment's file.
+    """The counted segments, oldest first, of a run, a journal's folder or a segment's file.
 
-    A single segment counts as far as it is whole. Raises JournalError.
+    Of a single segment, all whole records count. Raises JournalError.
     """
     chain = [Segment(path)] if path.is_file() else segments(journal_of(path))
     try:
@@ -37,13 +37,13 @@ def opened(path: Path) -> Iterator[list[Segment]]:
 
 
 def journal_of(path: Path) -> Path:
-    """The journal's folder in a run's folder; a journal's own folder is returned as it is."""
+    """The journal's folder in a run's folder; a journal's own folder is returned unchanged."""
     inside = path / FOLDER
     return inside if inside.is_dir() else path
 
 
 def segments(folder: Path) -> list[Segment]:
-    """The segments that count, oldest first, each but the last up to its successor's cut.
+    """The counted segments, oldest first, each but the last up to its successor's cut.
 
     Empty if there is no journal. Leaves out the segments of fenced writers, and the oldest ones if
     they can't be rebuilt because devices' vectors were deleted with the segments before them.
@@ -83,9 +83,9 @@ def segments(folder: Path) -> list[Segment]:
 
 
 def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
-    """The segments, newest first, as far back as all their devices' vectors are there.
+    """The segments, newest first, back to the oldest with all devices' vectors.
 
-    A vector whose segment is gone may be repeated in a later segment: it is then taken from there.
+    A vector whose segment was deleted may be repeated in a later segment, and is then read there.
     """
     again: dict[int, str] = {}  # device -> the segment that has the vector unchanged
     for number, segment in enumerate(chain):
@@ -98,13 +98,13 @@ def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
 
 
 def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, Cut | None]]:
-    """Each segment with its successor's cut; None: everything whole in it counts."""
+    """Each segment with its successor's cut; None: all whole records count."""
     for segment, successor in zip(chain, [*chain[1:], None], strict=True):
         yield segment, successor.follows if successor is not None else None
 
 
 def stored_bytes(folder: Path) -> int:
-    """The bytes of all segments in a folder, whether they count or not; 0 without any."""
+    """The bytes of all segments in a folder, counted or not."""
     total = 0
     for file in folder.glob(f"*{SUFFIX}"):
         with suppress(FileNotFoundError):  # retention may delete it meanwhile
@@ -113,7 +113,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def counted_bytes(chain: Sequence[Segment]) -> int:
-    """The number of the journal's bytes that count."""
+    """The number of the journal's counted bytes."""
     return sum(segment.size if cut is None else cut.at for segment, cut in cuts(chain))
 
 
@@ -125,9 +125,9 @@ def uncounted(chain: Sequence[Segment]) -> list[str]:
 
 
 def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
-    """The segments from the newest one on that begins at or before ``version``.
+    """The segments since the newest that begins at or before ``version``.
 
-    Raises JournalError, with the oldest version that was kept, if there is none.
+    Raises JournalError, naming the oldest kept version, if there is none.
     """
     for number in range(len(chain) - 1, -1, -1):
         if chain[number].standing.version <= version:
@@ -158,8 +158,8 @@ def newest_version(chain: Sequence[Segment]) -> int:
 
 
 def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
-    """Raise Diverged unless a segment begins with the version and digest that the one before
-    ``ended`` with, if these are known."""
+    """Raise Diverged unless a segment begins with the version and digest ``ended`` of its
+    predecessor, if these are known."""
     said = segment.standing
     if ended is None or said.why != "continued" or (said.version, said.digest) == ended:
         return

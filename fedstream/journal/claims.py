@@ -1,17 +1,17 @@
-"""Claims to a journal: files that decide which updater may go on with it.
+"""Claims to a journal: files that decide which updater may continue it.
 
-Redis says who leads, but may forget it: it is emptied, falls back or is split. The folder does not
-forget. So
+Redis names the leader, but may forget it: it is emptied, falls back or is split. The folder does
+not forget. So
 
     a successor writes its claim to disk before it reads what its predecessors wrote;
     a leader writes a record, then looks for a newer claim, and only then commits.
 
-Whichever comes first, nothing is lost. If the leader saw no newer claim, its record was written
-before any successor began to read: the successor counts it, and the commit says only what the
-successor knows too. If there was a newer claim, the leader does not commit. Nothing else is needed:
-no clock, and no deadline for a leader to stop. Claims are ordered by epoch, with which their names
-begin, as segments' names do. A claim is made only once, and an updater that finds one newer than
-its own stops. So every committed record is in the chain of the newest segment.
+In either order, nothing is lost. If the leader saw no newer claim, its record was written before
+any successor began to read, so the successor counts the record. If there was a newer claim, the
+leader does not commit. This needs no clock, and no deadline for a leader to stop. Claims are
+ordered by epoch, with which the names of claims and segments begin. A claim is made only once, and
+an updater that finds a newer claim than its own stops. So every committed record is in the chain of
+the newest segment.
 
 The file system must make a file's name and bytes visible everywhere as soon as they are written:
 any local one does, and so does any that is mounted on one machine at a time. For NFS, see
@@ -32,7 +32,7 @@ from fedstream.journal.errors import JournalError
 from fedstream.journal.writer import FILE_MODE, made_folder, sync_folder, translated
 
 _NAMES = re.compile(r"([0-9]{8})(-[0-9]{6}\.journal|\.claim)")
-_STEP_S = 2.5  # no file system's times have longer steps: FAT's have two seconds
+_STEP_S = 2.5  # longer than the time resolution of any file system (FAT: 2 s)
 
 
 def newest_epoch(folder: Path, *, besides: Claim | None = None) -> int:
@@ -72,9 +72,9 @@ class Claim:
         self._folder = folder
         self._path = folder / self.name
         self._place = (-1, -1)  # the folder's device and inode
-        self._changed = -1  # the folder's mtime, as seen last,
+        self._changed = -1  # last seen mtime of the folder,
         self._since = 0.0  # and first at this time (monotonic)
-        self._known = False  # what was listed since is all that changed up to then
+        self._known = False  # whether a listing since then covers all changes
         try:
             made_folder(folder)
             self._place = _place(folder.stat())
@@ -86,7 +86,7 @@ class Claim:
             raise translated(self._path, error) from error
         try:
             try:
-                # Only the name matters; the content is for an operator who finds the file.
+                # Only the name matters; the content is for operators.
                 about = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
                 os.write(file, json.dumps(about).encode() + b"\n")
                 os.fsync(file)
@@ -94,7 +94,7 @@ class Claim:
                 os.close(file)
             sync_folder(folder)
         except OSError as error:
-            self.withdraw()  # it may not be on disk: claim again
+            self.withdraw()  # the claim may not be on disk
             raise translated(self._path, error) from error
         newer = newest_epoch(folder, besides=self)
         if newer >= epoch:
@@ -102,10 +102,10 @@ class Claim:
             raise Fenced(f"another updater has since claimed {folder}, for epoch {newer}")
 
     def check(self, segment: Path | None = None) -> None:
-        """Raise Fenced if there is a newer claim; usually a look at the folder's mtime is enough.
+        """Raise Fenced if there is a newer claim; usually needs only the folder's mtime.
 
-        ``segment``: the one being written. Raises JournalError if it was deleted, or if another
-        folder is in this one's place.
+        ``segment``: the segment being written. Raises JournalError if it was deleted or the folder
+        was replaced.
         """
         now = time.monotonic()
         try:
@@ -125,18 +125,18 @@ class Claim:
             raise Fenced(f"another updater has taken over: {self._folder / newer}")
         if segment is not None and segment.name not in names:
             raise JournalError(f"{segment}: was deleted while being written: restore it")
-        # File systems' clocks have steps: a change this recent may hide another one. How recent is
-        # not for our wall clock to say: theirs may be behind it.
+        # File times have a coarse resolution, so a recent change may hide a second one. Measure the
+        # age by a monotonic clock, as the file system's clock may be behind ours.
         self._known = now - self._since > _STEP_S
 
     def settle(self) -> None:
-        """Delete this and older claims: now a segment of the epoch takes their place."""
+        """Delete this and older claims, once a segment of the epoch replaces them."""
         for name in _listed(self._folder):
             if name.endswith(".claim") and -1 < _epoch(name) <= self.epoch:
                 _delete(self._folder / name)
 
     def withdraw(self) -> None:
-        """Delete the claim: no segment was started under it, and none will be."""
+        """Delete a claim without a segment."""
         _delete(self._path)
 
 

@@ -10,11 +10,11 @@ class JournalError(FedstreamError):
 
 
 class JournalDamaged(JournalError):
-    """A journal that does not hold what was written to it."""
+    """A journal whose content has changed since it was written."""
 
 
 class UpdateAltered(JournalDamaged):
-    """An update whose bytes are not those that were received."""
+    """A recorded update whose bytes differ from the received ones."""
 
 
 class JournalFull(JournalError):

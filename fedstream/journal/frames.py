@@ -1,4 +1,4 @@
-"""The bytes of a segment's file: how it begins, and what a record looks like.
+"""The byte format of a segment's file: its first page and its records.
 
 The file's first page has magic, format and salt. A record is
 
@@ -22,8 +22,8 @@ from pathlib import Path
 from fedstream.core.layout import PAGE
 
 FORMAT = 2
-LONGEST = 16 << 20  # bytes of a message; none of ours is longer
-BEGINNING = bytes(32)  # what a segment's first record follows; its message names the predecessor
+LONGEST = 16 << 20  # most bytes of a message
+BEGINNING = bytes(32)  # the previous checksum of a segment's first record
 
 _FILE = struct.Struct("<8sI4xQ")  # magic, format, salt; alone on its page
 _MAGIC = b"fedstrm\n"
@@ -38,7 +38,7 @@ FRAME_BYTES = _FRAME.size + _CHECKSUM
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record is."""
+    """The place of a record."""
 
     path: Path  # of the segment
     offset: int  # bytes from its beginning
@@ -54,12 +54,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The header of a message."""
+    """The header of a record."""
 
     length: int  # of the message
     payload: int  # bytes of it
-    synced: int  # bytes of the file that were on disk when it was written
-    offset: int  # where it was written
+    synced: int  # bytes of the file known to be on disk at that time
+    offset: int  # the record's own offset
     follows: bytes  # the checksum of the record before it
     checksum: bytes
 
@@ -95,13 +95,13 @@ def packed(
 
 
 def frame_of(data: bytes | memoryview) -> Frame | None:
-    """The frame that these bytes begin with; None if they don't begin with one."""
+    """Parse the frame at the beginning of the bytes; None if there is none."""
     found = frame_parts(data)
     return None if found is None else Frame(*found)
 
 
 def frame_parts(data: bytes | memoryview) -> tuple[int, int, int, int, bytes, bytes] | None:
-    """The fields of :func:`frame_of`; a tuple is made in a fraction of the time."""
+    """The fields of :func:`frame_of` as a tuple, which is much faster to make."""
     if len(data) < FRAME_BYTES:
         return None
     mark, length, payload, synced, offset, follows = _FRAME.unpack_from(data)
@@ -111,9 +111,9 @@ def frame_parts(data: bytes | memoryview) -> tuple[int, int, int, int, bytes, by
 
 
 def whole_parts(salt: bytes, data: bytes) -> tuple[bytes, int, int, bytes, bytes] | None:
-    """Message, payload's bytes, offset, what it follows, and checksum: of a whole record at once.
+    """Parse a record; return message, payload's bytes, offset, previous checksum, checksum.
 
-    None if frame and message are not there as they were written. ``salt``: 8 bytes, as hashed.
+    None if frame and message are not intact. ``salt``: the 8 hashed bytes.
     """
     if len(data) < FRAME_BYTES:
         return None
@@ -127,7 +127,7 @@ def whole_parts(salt: bytes, data: bytes) -> tuple[bytes, int, int, bytes, bytes
 
 
 def is_whole(salt: int, data: bytes, checksum: bytes) -> bool:
-    """Whether frame and message are as they were written. ``data``: exactly these two."""
+    """Whether frame and message are intact. ``data``: exactly these two."""
     return _checksum(salt, data[: _FRAME.size], data[FRAME_BYTES:]) == checksum
 
 
@@ -141,5 +141,5 @@ def _checksum(salt: int, frame: bytes, message: bytes) -> bytes:
 
 
 def salt_bytes(salt: int) -> bytes:
-    """A salt as it is hashed."""
+    """The hashed bytes of a salt."""
     return salt.to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""Inspecting a journal afterwards: it is only read, record by record."""
+"""Inspecting a journal, record by record, without writing to it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedstream.journal.records import EntryRecord, Standing, Taken, is_used
 from fedstream.journal.segment import Cut, Record, Segment
 from fedstream.journal.updates import update_of
 
-_LATER = 100  # later versions in which to look for an update that the other run took now
+_LATER = 100  # later versions searched for an update of the other run
 
 
-Read: TypeAlias = Callable[[int], object]  # is told how many bytes were read
+Read: TypeAlias = Callable[[int], object]  # called with the number of read bytes
 
 
 def _unheard(_bytes: int) -> None:
-    """Ignore how many bytes were read."""
+    """Ignore the number of read bytes."""
 
 
 # models
@@ -35,14 +35,14 @@ class Move:
 
     record: Record
     message: Standing | EntryRecord
-    before: Model | None  # that an update was mixed into; None: unknown for lack of weights
+    before: Model | None  # that the update was mixed into; None: unknown without weights
     update: Model | None
     after: Model | None  # of the message's version
     reweighed: bool = False  # this machine computes a minimally different weight
 
     @property
     def is_made(self) -> bool:
-        """Whether its version begins with this record."""
+        """Whether this record makes a version."""
         return self.message.digest is not None
 
 
@@ -57,11 +57,11 @@ def moves(
 ) -> Iterator[Move]:
     """A segment's standing and its records, each with its models rebuilt and checked.
 
-    ``models=False`` only checks the payloads against their digests, and rebuilds nothing. Nor can
-    anything be rebuilt from the first update without weights on. ``read`` is told each record's
-    bytes when it was read. ``rebuild``: goes along, and is the caller's to copy between two moves;
-    with ``after`` it has followed the segment up to this record, and only what comes then is
-    yielded. Raises JournalError.
+    ``models=False`` only checks the payloads against their digests, and rebuilds nothing. After the
+    first update without weights, nothing can be rebuilt. ``read``: called with the bytes of each
+    read record. ``rebuild``: the state to advance, which the caller may copy between two moves;
+    with ``after``, it has followed the segment up to this record, and only later moves are yielded.
+    Raises JournalError.
     """
     rebuild = rebuild or Rebuild(segment)
     room = Model(segment.layout)  # for one update at a time
@@ -87,7 +87,7 @@ def moves(
 
 
 def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
-    """All moves, but for standings that continue the segment before: these are only checked."""
+    """All moves, except standings that continue their predecessor, which are only checked."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         check_joint(segment, ended)
@@ -125,15 +125,15 @@ def model_at(chain: Sequence[Segment], version: int, read: Read = _unheard) -> t
 
 @dataclass
 class Verdict:
-    """What was found in a segment."""
+    """The result of verifying a segment."""
 
     segment: str
     first: int  # version
     last: int
     records: int = 0
-    versions: int = 0  # that are in no earlier segment
-    bytes: int = 0  # that count
-    behind: int = 0  # bytes after the cut: a fenced writer's, never read
+    versions: int = 0  # versions in no earlier segment
+    bytes: int = 0  # counted bytes
+    behind: int = 0  # bytes of a fenced writer after the cut
     torn: int = 0  # bytes from a torn record to the end of the file
     reweighed: int = 0  # updates whose weight this machine computes minimally differently
     unweighted: bool = False  # updates without weights: models were not rebuilt
@@ -143,7 +143,7 @@ class Verdict:
 def verify(
     chain: Sequence[Segment], *, models: bool = True, read: Read = _unheard
 ) -> Iterator[Verdict]:
-    """Verify what counts of each segment, going on to the next after damage."""
+    """Verify the counted part of each segment, continuing with the next after damage."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         said = segment.standing
@@ -166,7 +166,7 @@ def verify(
 
 
 def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool, read: Read) -> str:
-    """Fill in the verdict; return the digest that the segment ends with. Raises JournalError."""
+    """Fill in the verdict; return the digest at the segment's end. Raises JournalError."""
     digest = segment.standing.digest
     for move in moves(segment, cut, models=models, read=read):
         message = move.message
@@ -192,7 +192,7 @@ def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool,
 
 @dataclass(frozen=True, slots=True)
 class RecordedVersion:
-    """A version, what went into it, and by which rule."""
+    """A version, its updates, and its rule."""
 
     version: int
     digest: str
@@ -203,8 +203,8 @@ class RecordedVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """Where two runs diverge: the first version that differs, and why."""
+class Divergence:
+    """The divergence of two runs: the first different version, and the reason."""
 
     why: Literal["same", "prefix", "start", "adopted", "update", "order", "weight", "rule"]
     text: str
@@ -232,7 +232,7 @@ def recorded_versions(chain: Sequence[Segment]) -> Iterator[RecordedVersion]:
                 updates.clear()
 
 
-def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
+def divergence(a: Sequence[Segment], b: Sequence[Segment]) -> Divergence:
     """Compare two journals from the first version that both have.
 
     Raises JournalError, also if their digests are made by different algorithms.
@@ -257,16 +257,16 @@ def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
         x, y = (following, y) if behind is ours else (x, following)
     first = x.version
     if x.digest != y.digest:
-        return Parting("start", _at_the_start(a[0], b[0], first), first, first, x, y)
+        return Divergence("start", _at_the_start(a[0], b[0], first), first, first, x, y)
     while True:
         last = x.version
         one, other = next(ours, None), next(theirs, None)
         if one is None and other is None:
-            return Parting("same", f"identical, versions {first} to {last}", None, first)
+            return Divergence("same", f"identical, versions {first} to {last}", None, first)
         if one is None or other is None:
             shorter = "A" if one is None else "B"
             text = f"identical up to version {last}, where {shorter} ends"
-            return Parting("prefix", text, last + 1, first, one, other)
+            return Divergence("prefix", text, last + 1, first, one, other)
         if (one.version, one.digest) != (other.version, other.digest):
             return _explained(
                 one, other, list(islice(ours, _LATER)), list(islice(theirs, _LATER)), first
@@ -291,12 +291,12 @@ def _explained(
     after_x: Sequence[RecordedVersion],
     after_y: Sequence[RecordedVersion],
     first: int,
-) -> Parting:
-    """Why two versions differ although their predecessors are the same."""
+) -> Divergence:
+    """Explain why two versions differ although their predecessors are the same."""
     version = min(x.version, y.version)
     if x.adopted or y.adopted:
         who = "both" if x.adopted and y.adopted else "A" if x.adopted else "B"
-        return Parting("adopted", f"{who} continued from a model in Redis", version, first, x, y)
+        return Divergence("adopted", f"{who} continued from a model in Redis", version, first, x, y)
     mine, others = [_content(one) for one in x.updates], [_content(one) for one in y.updates]
     if mine == others:
         rules = _different(x.strategy, y.strategy)
@@ -307,31 +307,31 @@ def _explained(
                     f"(staleness {one.staleness}) and {other.weight:.6g} in B (staleness "
                     f"{other.staleness}){rules}"
                 )
-                return Parting("weight", text, version, first, x, y)
+                return Divergence("weight", text, version, first, x, y)
         text = f"the same updates with the same weights gave a different model{rules}"
-        return Parting("rule", text, version, first, x, y)
+        return Divergence("rule", text, version, first, x, y)
     soon_mine = {_content(one) for later in (x, *after_x) for one in later.updates}
     soon_others = {_content(one) for later in (y, *after_y) for one in later.updates}
     if set(mine) <= soon_others and set(others) <= soon_mine:
         text = f"the same updates in a different order: {_named(x)} in A, {_named(y)} in B"
-        return Parting("order", text, version, first, x, y)
+        return Divergence("order", text, version, first, x, y)
     text = f"different updates: {_named(x)} in A, {_named(y)} in B"
-    return Parting("update", text, version, first, x, y)
+    return Divergence("update", text, version, first, x, y)
 
 
 def _content(update: Taken) -> tuple[int, str]:
-    """What identifies an update across runs: not its task's id, which is never used twice."""
+    """A key that identifies an update across runs, which have different task ids."""
     return update.upload.device, update.upload.digest
 
 
 def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The parameters in which two strategies differ, in words; '' if there are none."""
+    """The different parameters of two strategies, for people; '' if there are none."""
     keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
     return "".join(f"; strategy.{key} is {a.get(key)} in A, {b.get(key)} in B" for key in keys)
 
 
 def _named(version: RecordedVersion) -> str:
-    """The updates of a version, in words: the first three, and how many more."""
+    """The updates of a version, for people: the first three, and the number of others."""
     names = [
         f"device {one.upload.device} (task {one.upload.task}, {one.upload.digest[:8]})"
         for one in version.updates[:3]

@@ -1,4 +1,4 @@
-"""How large an update is, and whether that is usual: a guard against updates that ruin a model.
+"""Limits on the size of updates, against updates that ruin a model.
 
 An update's size is how far it alone would move the model, for each part: parameters, buffers and
 controls. With ``x`` for the model's own part, the limit of a part is
@@ -56,7 +56,7 @@ _BUFFERS, _UNSCALED = 1, 1e9
 
 
 def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
-    """How far an update alone would move each part of the model ``x``, as Euclidean norms.
+    """The distance that an update alone would move each part of ``x``, as Euclidean norms.
 
     For parameters sent as a model, that is their distance from ``x``; for a delta, its norm times
     the rule's rate, divided by gamma H if the rule does so. For buffers it is their distance from
@@ -72,7 +72,7 @@ def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The sizes of the newest updates, and the samples that they counted with; oldest first."""
+    """The sizes and counted samples of the newest updates, oldest first."""
 
     last: tuple[Sizes, ...] = ()
     samples: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Norms:
         middle = median([row[n] for row in self.last]) if len(self.last) >= _FEWEST else 0.0
         usual = factor * middle
         if size <= usual:
-            return usual  # the model's own norm takes a pass over the model: only if it matters
+            return usual  # the model's own norm, which takes a pass over the model, isn't needed
         largest = max(map(norm, own))
         limit = max(usual, factor * _OWN * largest)
         ones = math.sqrt(max(own[0].size, _ONES))
@@ -106,17 +106,17 @@ class Norms:
         return max(limit, math.sqrt(_ONES) if has_scale else factor * _OWN * ones)
 
     def grown(self, counted: Sizes) -> Norms:
-        """With one more update."""
+        """Add one more update's sizes."""
         return replace(self, last=(*self.last, counted)[-_WINDOW:])
 
     def with_samples(self, samples: int) -> Norms:
-        """With the samples that one more update counted with."""
+        """Add one more update's counted samples."""
         return replace(self, samples=(*self.samples, samples)[-_WINDOW:])
 
     def weighable(self, upload: Upload, most: int | None) -> Upload:
-        """The upload with as many samples as count for it: all, if its site is trusted.
+        """The upload with its counted samples: all, if its site is trusted.
 
-        ``most``: the operator's limit, in place of the one by other updates' samples.
+        ``most``: the operator's limit, instead of the limit by other updates' samples.
         """
         if upload.handed is None:
             return upload

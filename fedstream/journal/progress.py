@@ -1,4 +1,4 @@
-"""Where a run stands, and how a queue entry advances it.
+"""The state of a run's model and memory, and its advance by a queue entry.
 
 The live updater, recovery and replay all go through these two functions, so that replaying a record
 gives the same result.
@@ -36,7 +36,7 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
 
     def with_sizes(self, counted: Counted) -> Progress:
-        """With one more update's sizes counted towards what is usual; () counts none."""
+        """Count one more update's sizes for later limits; () counts none."""
         if not counted:
             return self
         return Progress(self.state, self.held, self.mean_staleness, self.norms.grown(counted))
@@ -60,12 +60,11 @@ def take(
     *,
     weight: float | None = None,
 ) -> Step:
-    """Take in an update. ``model`` is its content; ``spare`` may be written into, and kept.
+    """Take in an update. ``model``: its content; ``spare``: may be written into and kept.
 
     ``weight``: the recorded weight, if the update is replayed.
 
-    Raises ConfigError if the rule, which may be its user's, raises anything or does what no rule
-    may.
+    Raises ConfigError if a user's rule raises or breaks the contract of rules.
     """
     update = Update(
         model=model,
@@ -108,9 +107,9 @@ def mean_after(mean: float, staleness: int) -> float:
 
 
 def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bool = False) -> Step:
-    """End the round on top of ``version``: make a version of what has arrived, if anything has.
+    """End the round that trains from ``version``: make a version of its updates, if any.
 
-    ``drops``: end it without using that.
+    ``drops``: drop the updates instead.
     """
     if version != before.state.version:
         return Step(before)  # the round was full before
@@ -132,7 +131,7 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
 
 
 def weight_of(strategy: Strategy, version: int, upload: Upload) -> float:
-    """What an update that is not mixed in yet would weigh, by the rule. Raises ConfigError."""
+    """The weight that the rule would give an update. Raises ConfigError."""
     with _asking(strategy, "weigh"):
         weight = strategy.weigh(version, upload.since, upload.samples)
         wrong = _wrong_weight(weight)
@@ -143,7 +142,7 @@ def weight_of(strategy: Strategy, version: int, upload: Upload) -> float:
 
 @contextmanager
 def _asking(strategy: Strategy, method: str) -> Iterator[None]:
-    """Report whatever a rule raises in one line, with the place in its program."""
+    """Report an error of a rule in one line, with the place in its program."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
             yield
@@ -156,7 +155,7 @@ def _asking(strategy: Strategy, method: str) -> Iterator[None]:
 
 
 def _wrong(before: State, update: Update, after: State, decision: Decision) -> str:
-    """What is wrong with a rule's answer; '' if nothing is."""
+    """The error in a rule's result; '' for none."""
     made = 1 if decision.outcome == "applied" else 0
     if after.version != before.version + made:
         return (
@@ -175,9 +174,9 @@ def _wrong_weight(weight: float) -> str:
 
 
 def _check_finite(strategy: Strategy, model: Model) -> None:
-    """Raise ConfigError if a user's own rule made a model that nobody could use or train.
+    """Raise ConfigError if a user's own rule made a model that is not finite.
 
-    Built-in rules are spared the pass over the model: updates and weights were checked.
+    Built-in rules don't need this pass over the model, as updates and weights were checked.
     """
     if type(strategy) not in _BUILT_IN and not math.isfinite(norm(model.floats)):
         raise ConfigError(

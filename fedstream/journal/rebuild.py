@@ -1,4 +1,4 @@
-"""Rebuilding models from a journal: what recovery and replay share."""
+"""Rebuilding models from a journal, for recovery and replay."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedstream.core.digest import algorithm_of
 from fedstream.core.errors import ConfigError, Undecodable
 from fedstream.core.formats import Format, format_of
 from fedstream.core.given import given
-from fedstream.core.layout import Model
+from fedstream.core.layout import Model, vector_of
 from fedstream.core.messages import Contribution, Upload, first_wrong
 from fedstream.core.records import End, Quarantines, counted
-from fedstream.journal.device_vectors import device_vectors
 from fedstream.journal.errors import (
     Diverged,
     JournalDamaged,
+    JournalError,
     NotRecorded,
     RuleChanged,
     UpdateAltered,
@@ -39,11 +39,61 @@ from fedstream.journal.records import (
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
 from fedstream.journal.updates import update_of
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
-from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
+from fedstream.strategies import (
+    DeviceVectors,
+    Memory,
+    State,
+    Strategy,
+    names_in,
+    sources_of,
+    strategy_of,
+)
+
+
+def device_vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
+    """The strategy's vectors, each read from the segment that last wrote it.
+
+    None if the strategy keeps no vectors, or has not yet. Raises JournalError.
+    """
+    here, elsewhere = segment.standing.here, segment.elsewhere
+    if not (here or elsewhere):
+        return None
+    vectors = strategy.vectors(segment.layout.parameters)
+    wanted: dict[str, set[int]] = {}
+    for device, name in elsewhere.items():
+        wanted.setdefault(name, set()).add(device)
+    _load(segment, set(here), vectors)
+    for name, missing in wanted.items():
+        path = segment.path.with_name(name)
+        if not path.exists():
+            raise JournalError(
+                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
+                f"{len(missing)} devices, such as device {min(missing)}: restore it"
+            )
+        with Segment(path) as other:
+            _load(other, missing, vectors)
+    vectors.changed.clear()
+    return vectors
+
+
+def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
+    for record, message in segment.vectors():
+        if message.device not in devices:
+            continue
+        vector = vector_of(vectors.write(message.device))
+        segment.load(record, vector)
+        if not vector.is_of(message.digest):
+            raise JournalDamaged(
+                f"{record.place.where}: the device's vector does not match its digest"
+            )
+        devices.discard(message.device)
+    if devices:
+        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
+
 
 _SHORT = 1e-30  # the smallest gamma H that counts as training
-# How far a weight may differ between two machines' C libraries: in its last bits, or by too little
-# to show in any model.
+# Tolerated difference of a weight between two machines' C libraries: in its last bits, or too small
+# to change any model.
 _WEIGHTS, _NO_WEIGHT = 1e-12, 1e-60
 _END: TypeAdapter[End] = TypeAdapter(End)
 
@@ -51,7 +101,7 @@ _END: TypeAdapter[End] = TypeAdapter(End)
 def standing_of(
     progress: Progress, why: str, *, digest: str, time: float, **more: object
 ) -> tuple[Standing, tuple[Model, ...]]:
-    """The record of where a run stands, and the models that are its payload."""
+    """Make the standing of a run, and the models of its payload."""
     state, memory = progress.state, progress.state.memory
     standing = Standing.model_validate(
         {
@@ -73,9 +123,9 @@ def standing_of(
 
 
 def check_checkpoint(segment: Segment) -> None:
-    """Raise JournalDamaged unless models and vectors that ``segment`` begins with are as written.
+    """Raise JournalDamaged unless the models and vectors at the segment's beginning are intact.
 
-    Takes no memory for them.
+    Allocates no memory for them.
     """
     said, record, size = segment.standing, segment.standing_record, segment.layout.nbytes
     parts = [("the checkpoint's model", record, 0, size, said.digest)]
@@ -119,26 +169,26 @@ class Rebuild:
         self._free: list[Model] = []
 
     def copy(self) -> Rebuild:
-        """Another one that stands at the same place, with buffers of its own."""
+        """A copy at the same place, with its own buffers."""
         other = copy(self)
         other.progress = replace(self.progress, state=self.progress.state.copy())
         other._free = []  # noqa: SLF001  (the same class)
         return other
 
     def spare(self) -> Model:
-        """A model to write into; return it with :meth:`free` when done."""
+        """Take a model to write into; return it with :meth:`free`."""
         return self._free.pop() if self._free else Model(self.progress.state.model.layout)
 
     def free(self, *models: Model) -> None:
-        """Take these models back for reuse, except those that the run's state holds."""
+        """Return models for reuse, except those in the run's state."""
         in_use = {id(model) for model in self.progress.state.models()}
         self._free += [model for model in models if id(model) not in in_use]
 
     def follow(self, record: Record, update: Model | None) -> Step:
-        """Follow one record. ``update``: its payload if it is a used update; it is freed.
+        """Follow one record. ``update``: payload of a used update, which is freed.
 
-        Raises Diverged unless every outcome and digest is the recorded one, and every weight is
-        what the rule gives, up to its last bits.
+        Raises Diverged unless outcome and digest are the recorded ones, and the recorded weight is
+        the rule's, up to its last bits.
         """
         step = self.take(record, update)
         if is_used(record.message) and update is not None:
@@ -147,7 +197,7 @@ class Rebuild:
         return step
 
     def take(self, record: Record, update: Model | None) -> Step:
-        """Do the first half of :meth:`follow`; ``update`` is the caller's again afterwards."""
+        """The first half of :meth:`follow`, which does not free ``update``."""
         message, before = record.message, self.progress
         if isinstance(message, Taken):
             before = before.with_sizes(message.sizes)
@@ -174,7 +224,7 @@ class Rebuild:
         return step
 
     def _check_fits(self, record: Record, upload: Upload) -> None:
-        """Raise JournalDamaged for a used update that no updater would have used."""
+        """Raise JournalDamaged for a used update that an updater would have refused."""
         state, rule = self.progress.state, self.strategy
         why = unfit(rule, upload)
         if upload.tau > state.version:
@@ -189,7 +239,7 @@ class Rebuild:
             )
 
     def check(self, record: Record, step: Step) -> None:
-        """Do the second half: compare the result with the record. Raises Diverged."""
+        """The second half of :meth:`follow`: compare with the record. Raises Diverged."""
         message, version = record.message, step.after.state.version
         if not isinstance(message, EntryRecord):
             return
@@ -222,7 +272,7 @@ class Rebuild:
         )
 
     def _check_given(self, record: Record, model: Model, recorded: str) -> None:
-        """Raise Diverged unless devices would be given a version as they were."""
+        """Raise Diverged unless the version's encoding has the recorded digest."""
         version, sends = record.entry.version, self.strategy.sends
         found = given(
             model, self.format, version=version, sends=sends, digests=algorithm_of(recorded)
@@ -234,7 +284,7 @@ class Rebuild:
             )
 
     def _weighed(self, message: Taken) -> float:
-        """The weight that the rule gives a recorded update, on this machine."""
+        """The rule's weight for a recorded update, computed on this machine."""
         upload = message.upload
         version = upload.since + message.staleness  # the newest one when it arrived
         return self.strategy.weigh(version, upload.since, upload.samples)
@@ -243,9 +293,9 @@ class Rebuild:
 def rule_of(segment: Segment) -> Strategy:
     """The strategy that a segment was written with.
 
-    Raises JournalDamaged if it is unknown; ConfigError if it is a program's that can't be loaded,
-    NotTrusted if it may not be, and RuleChanged if its source isn't the recorded one, unless
-    :func:`fedstream.runtime.plugins.allowing` says that this is all right.
+    Raises JournalDamaged if it is unknown; ConfigError if its program can't be loaded; and unless
+    :func:`fedstream.runtime.plugins.allowing` permits it, NotTrusted if the program may not run,
+    and RuleChanged if its source isn't the recorded one.
     """
     head = segment.head
     try:
@@ -288,7 +338,7 @@ def _made(version: int, digest: str | None) -> str:
 
 
 def unfit(rule: Strategy, upload: Upload) -> str:
-    """Why a rule cannot use an update, by its metadata; '' if it can."""
+    """The reason why a rule can't use an update, by its metadata; '' for none."""
     if rule.remembered is not None and upload.device >= rule.remembered:
         return reasons.UNKNOWN_DEVICE
     # The inverse of gamma H must be a finite float32, so that zero times it is zero.
@@ -298,7 +348,7 @@ def unfit(rule: Strategy, upload: Upload) -> str:
 
 
 def recorded(record: Record, update: Model | None) -> Model:
-    """The update of a record. Raises NotRecorded if its weights are not there."""
+    """The update of a record. Raises NotRecorded without weights."""
     if update is None:
         raise NotRecorded(
             f"{record.place.where}: an update was recorded without its weights "
@@ -309,7 +359,7 @@ def recorded(record: Record, update: Model | None) -> Model:
 
 @dataclass
 class Recovered:
-    """Where a run stands, according to its journal."""
+    """The state of a run according to its journal."""
 
     head: SegmentHead
     progress: Progress | None  # None: the updates since the checkpoint have no weights
@@ -319,7 +369,7 @@ class Recovered:
     time: float  # of the version
     made: tuple[Contribution, ...]  # the updates in it
     journalled: dict[str, int]  # tasks by how they ended
-    counts: dict[str, int]  # the run's other counts, as Redis last had them
+    counts: dict[str, int]  # Redis's last other counts
     done: dict[str, End]  # by task, oldest first
     rounds: list[str]  # control entries, oldest first
     forgotten: int
@@ -331,7 +381,7 @@ class Recovered:
     records: int = 0
     reweighed: int = 0  # updates whose weight this machine computes minimally differently
     torn_bytes: int = 0
-    torn: Tear | None = None  # where a crash tore a record
+    torn: Tear | None = None  # place of a record torn by a crash
 
 
 def recovered(segment: Segment, until: str | None = None) -> Recovered:
@@ -400,7 +450,7 @@ def _ends(segment: Segment) -> Iterator[End]:
 
 
 def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> bool:
-    """Follow a record; False if its update's bytes never reached the disk: the tail is torn."""
+    """Follow a record; False if its payload never reached the disk, so the tail is torn."""
     update: Model | None = None
     if is_used(record.message):
         if not record.payload_bytes:
@@ -419,14 +469,14 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
 
 
 def quarantines_after(before: Quarantines, record: QuarantineSet) -> Quarantines:
-    """Who is in quarantine after a record."""
+    """The quarantines after a record."""
     if record.release:
         return before.released(record.devices)
     return before.quarantined(record.devices, record.why, record.time, record.version)
 
 
 def end_of(record: Taken) -> End:
-    """How a task ended, according to its record."""
+    """The end of a task according to its record."""
     used = record.outcome in ("applied", "buffered")
     return End(
         task=record.upload.task,

@@ -1,8 +1,8 @@
-"""Writing the updater's journal, synced as the settings say.
+"""The table ``[journal]``, and the writer of the updater's journal.
 
 Large models are written past the system's cache, in a thread. Small ones that need not be on disk
-at once go through the cache. That takes less time than to wait for a thread, so it is done at once,
-unless the disk has just been slow: a loop that waits for a disk cannot renew a lease.
+at once go through the cache. This takes less time than a switch to a thread, so it happens on the
+event loop, unless the disk has just been slow: a blocked loop cannot renew a lease.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
 
 from fedstream.core.layout import Model, Payload
 from fedstream.journal.claims import Claim, newest_epoch
@@ -30,20 +32,39 @@ from fedstream.journal.records import (
     name_of,
 )
 from fedstream.journal.segment import Segment, SegmentEnd
-from fedstream.journal.settings import JournalSettings
 from fedstream.journal.writer import Writer
 from fedstream.runtime.backoff import pause
+from fedstream.runtime.config import Section
 from fedstream.strategies import DeviceVectors
+
+
+class JournalSettings(Section):
+    """The table ``[journal]``: folder, syncing and retention."""
+
+    dir: str = "journal"
+    sync: Literal["always", "interval", "never"] = "interval"
+    sync_s: Annotated[float, Field(gt=0)] = 1.0  # interval: at most this long after a write
+    sync_bytes: Annotated[int, Field(gt=0)] = 64 << 20  # interval: or after this many bytes
+    weights: bool = True  # false: don't record the updates' bytes
+    segment_versions: Annotated[int, Field(ge=1)] = 4000  # a checkpoint after this many versions,
+    segment_s: Annotated[float, Field(gt=0)] = 600.0  # this long
+    segment_bytes: Annotated[int, Field(gt=0)] = 1 << 30  # or this many bytes
+    keep_bytes: Annotated[int, Field(gt=0)] = 10 << 30  # the newest segment is kept at any size
+    keep_segments: Annotated[int, Field(ge=1)] | None = None
+    keep_s: Annotated[float, Field(gt=0)] | None = None
+    adopt: bool = False  # continue from Redis's model if the journal's end is lost
+    changed_rules: bool = False  # resume although the source of a rule isn't the recorded one
+
 
 T = TypeVar("T")
 
 SMALL = 1 << 20  # bytes of a model that goes through the system's cache
-SLOW_S = 0.02  # after an append that took longer, the next one is left to the thread
+SLOW_S = 0.02  # after a slower append, the next one runs in the thread
 
 
 @dataclass
 class _Since:
-    """What was added to the segment since it began."""
+    """Additions to the segment since its beginning."""
 
     begun: float = 0.0  # monotonic
     size: int = 0  # of its beginning
@@ -56,21 +77,21 @@ class Recorder:
     def __init__(
         self, settings: JournalSettings, synced: Callable[[float], object] | None = None
     ) -> None:
-        """``synced`` is told the seconds of every sync, from whichever thread did it."""
+        """``synced``: called with the seconds of every sync, from any thread."""
         self.folder = Path(settings.dir)
         self._settings = settings
         self._told = synced
         self._writer: Writer | None = None
         self._before = 0  # position at which the segment begins
         self._since = _Since()
-        self._begun: dict[str, float] = {}  # segment -> when it began, Redis's clock
+        self._begun: dict[str, float] = {}  # segment -> beginning, Redis's clock
         self.stored: dict[int, str] = {}  # device -> the segment that holds its vector
         self._claim: Claim | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._now = asyncio.Event()  # set: sync without waiting any longer
         self._appending = ThreadPoolExecutor(1, "journal")
         self._is_cached = False  # the segment is written through the system's cache
-        self._took_s = 0.0  # the newest append
+        self._took_s = 0.0  # duration of the last append
 
     @property
     def head(self) -> SegmentHead | None:
@@ -79,12 +100,12 @@ class Recorder:
 
     @property
     def epoch(self) -> int:
-        """The epoch that claimed the journal; 0: none did yet."""
+        """The epoch that claimed the journal; 0: none."""
         return self._claim.epoch if self._claim else 0
 
     @property
     def ending(self) -> SegmentEnd | None:
-        """Where the segment being written ends."""
+        """The end of the segment being written."""
         writer = self._writer
         return SegmentEnd(writer.path, writer.size, writer.chain) if writer else None
 
@@ -95,14 +116,14 @@ class Recorder:
 
     @property
     def safe(self) -> int:
-        """The position up to which records are safe, by the settings' standard."""
+        """The position up to which records are safe according to the settings."""
         if self._settings.sync == "never" or self._writer is None:
             return self.appended
         return self.appended - self._writer.unsynced
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time for a new segment."""
+        """Whether a new segment is due."""
         s, since = self._settings, self._since
         new = self._writer.size - since.size if self._writer else 0
         if not new:
@@ -114,18 +135,18 @@ class Recorder:
         )
 
     def says(self, need: str) -> bool:
-        """Whether the segment's head tells its readers that they need to know this."""
+        """Whether the segment's head declares the need to its readers."""
         return self.head is not None and need in self.head.needs
 
     async def newest_epoch(self) -> int:
-        """The newest epoch with a segment or another updater's claim in the folder; -1: none."""
+        """The newest epoch with a segment or another's claim in the folder; -1: none."""
         return await self._in_thread(lambda: newest_epoch(self.folder, besides=self._claim))
 
     async def claim(self, epoch: int) -> None:
-        """Claim the journal for an epoch; do so before reading it.
+        """Claim the journal for an epoch, before reading it.
 
-        After that, the leader of an older epoch can commit nothing that is missing from what is
-        read. Raises Fenced, JournalError.
+        After that, the leader of an older epoch can commit no record that the reading misses.
+        Raises Fenced, JournalError.
         """
         if self._claim is not None and self._claim.epoch == epoch:
             return
@@ -138,12 +159,11 @@ class Recorder:
         *models: Model,
         vectors: DeviceVectors | None = None,
     ) -> str:
-        """Begin a segment, and delete the oldest if there are too many.
+        """Begin a segment, and delete the oldest ones above the limits.
 
-        Returns why one could not be deleted, '' if all were. Our own segment before it is closed
-        and synced whatever the settings: the part of it that the new one counts must be on disk.
-        Of the devices' vectors, the new segment holds those that changed and those whose segment
-        is deleted.
+        Returns the reason why one could not be deleted, or ''. Closes and syncs our previous
+        segment under any settings, as its counted part must be on disk. The new segment has the
+        device vectors that changed or whose segment is deleted.
         """
         await self._synced()
         cached = self._settings.sync != "always" and models[0].buffer.nbytes <= SMALL
@@ -177,7 +197,7 @@ class Recorder:
             try:
                 claim.settle()
                 for path in outlived:
-                    claim.check()  # nor may it delete what the successor needs
+                    claim.check()  # nor delete segments that the successor needs
                     _delete(path)
             except JournalError as error:  # the new segment exists: go on with it
                 return writer, str(error)
@@ -193,9 +213,9 @@ class Recorder:
         return left
 
     def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> tuple[set[int], set[int]]:
-        """The devices whose vectors a new segment must hold: those changed, and those gone.
+        """The devices whose vectors a new segment must contain: changed ones, and lost ones.
 
-        Gone: their segment is about to be deleted, or an operator has deleted it to make room.
+        Lost: their segment is about to be deleted, or an operator has deleted it.
         """
         if vectors is None:
             self.stored = {}
@@ -209,9 +229,9 @@ class Recorder:
     ) -> list[int]:
         """Append records with their payloads, synced together; return the position after each.
 
-        For None, that is the position after the record before it. If the disk is full there are
-        fewer positions than records: the others were not added. Those that were added stay: a
-        successor may have read them. Raises JournalFull if not even the first fits.
+        For None, the previous record's position. On a full disk, fewer positions than records are
+        returned; the remaining records were not added. Added records stay, as a successor may have
+        read them. Raises JournalFull if not even the first fits.
         """
         writer, claim = self._writer, self._claim
         if writer is None or claim is None:
@@ -233,7 +253,7 @@ class Recorder:
         claim: Claim,
         records: Sequence[tuple[EntryRecord | None, Sequence[Payload]]],
     ) -> list[int]:
-        """Append records, and look for a newer claim: the segment's size after each record."""
+        """Append records, then check for a newer claim; return the size after each record."""
         sizes: list[int] = []
         before, began = writer.size, time.monotonic()
         try:
@@ -250,16 +270,16 @@ class Recorder:
         return sizes
 
     async def check_last(self) -> None:
-        """Raise Fenced if another updater has gone on from here.
+        """Raise Fenced if another updater has continued the journal.
 
-        Redis may have forgotten that it ever led; the files have not.
+        Needed because Redis may have forgotten that leader.
         """
         writer, claim = self._writer, self._claim
         if writer is not None and claim is not None:
             await self._in_thread(lambda: claim.check(writer.path))
 
     async def _sync_in_time(self, writer: Writer) -> None:
-        """Start syncing what is due; wait only if the disk does not keep up."""
+        """Start a due sync; wait only if the disk does not keep up."""
         if self._syncing is not None and self._syncing.done():
             await self._synced()
         if self._syncing is None:
@@ -278,7 +298,7 @@ class Recorder:
             await asyncio.to_thread(self._sync, writer)
 
     async def _synced(self) -> None:
-        """Finish the sync that is due, without further delay. Raises what a sync raised."""
+        """Finish the due sync without delay. Raises the sync's error."""
         syncing, self._syncing = self._syncing, None
         self._now.set()
         if syncing is not None:
@@ -291,7 +311,7 @@ class Recorder:
             self._told(time.monotonic() - began)
 
     async def flush(self) -> None:
-        """Put everything on disk, unless the settings say never to sync."""
+        """Sync everything, unless the settings forbid syncing."""
         await self._synced()
         writer = self._writer
         if writer is not None and writer.unsynced and self._settings.sync != "never":
@@ -324,10 +344,10 @@ class Recorder:
             raise
 
     def _outlived(self, newest: str, now: float) -> list[Path]:
-        """The segments beyond the limits once ``newest`` begins ``now``, which is always kept.
+        """The segments above the limits once ``newest``, which is kept, begins at ``now``.
 
-        Oldest first, so that an interrupted deletion leaves no gap. Also clears away what crashed
-        writers left.
+        Oldest first, so that an interrupted deletion leaves no gap. Also deletes leftovers of
+        crashed writers.
         """
         s = self._settings
         if not self.folder.is_dir():
@@ -357,7 +377,7 @@ class Recorder:
         return []
 
     def _time_of(self, path: Path) -> float:
-        """When a segment began, in seconds since 1970; infinity: it can't be read."""
+        """The beginning of a segment in seconds since 1970; infinity if unreadable."""
         if path.name not in self._begun:
             try:
                 with Segment(path) as segment:

@@ -1,4 +1,4 @@
-"""The messages of a journal's records. Whatever is read is first checked against these bounds."""
+"""The messages of a journal's records, with the bounds that reading checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Mean = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # eight digits: names sort by it
 Number = Annotated[int, Field(ge=0, lt=10**6)]
-DeviceCount = Annotated[int, Field(ge=0, lt=2**31)]  # no more can be chosen among
+DeviceCount = Annotated[int, Field(ge=0, lt=2**31)]  # most devices
 SegmentName = Annotated[str, Field(pattern=r"^[0-9]{8}-[0-9]{6}\.journal$")]
 Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, in hexadecimal
 Counts: TypeAlias = dict[str, Count]
@@ -46,10 +46,10 @@ Counted: TypeAlias = Sizes | tuple[()]  # (): not counted towards what is usual
 
 
 class SegmentHead(Message):
-    """The first record of a segment: what it belongs to."""
+    """The first record of a segment: run, predecessor and rule."""
 
     kind: ClassVar[str] = "segment"
-    needs: tuple[Name, ...] = ()  # what a reader must know besides the format
+    needs: tuple[Name, ...] = ()  # features that a reader must support
     epoch: Epoch
     number: Number  # within the epoch
     predecessor: SegmentName | None = None
@@ -66,19 +66,19 @@ class SegmentHead(Message):
     layout: bytes
     release: str  # of numpy, and the machine: they may explain a different bit
     time: Time  # of the segment
-    start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
+    start: str = ""  # source and digest of version 0; '': drawn from the seed
     # The files that define the strategy's parts, where these aren't built in: by key of `strategy`
     # (name, staleness.kind), the SHA-256.
     sources: dict[Name, Chain] = Field(default_factory=dict)
     # The same for parts that no replay needs (solvers, partition, policy), by configuration key.
     parts: dict[Name, Chain] = Field(default_factory=dict)
-    format: Name = "f32"  # in which devices are given the versions made here
+    format: Name = "f32"  # format of published versions
     # Of metrics, as the task declares them; None: by a release that doesn't say, or none.
     goal: dict[Name, Goal] | None = None
 
 
 class Standing(Message):
-    """Where the run stands: the second record of a segment. Payload: the model, then the memory."""
+    """The state of the run, second record of a segment. Payload: the model, then the memory."""
 
     kind: ClassVar[str] = "standing"
     why: Literal["begun", "continued", "adopted"]
@@ -107,7 +107,7 @@ class Standing(Message):
 
 
 class DeviceVector(Message):
-    """What a strategy remembers of a device. Payload: a vector as long as the parameters."""
+    """A strategy's vector for a device. Payload: as many values as parameters."""
 
     kind: ClassVar[str] = "device_vector"
     device: Count
@@ -115,7 +115,7 @@ class DeviceVector(Message):
 
 
 class Taken(Message):
-    """One update and what became of it. Payload: its bytes as received, where they are recorded."""
+    """One update and its outcome. Payload: its received bytes, if recorded."""
 
     kind: ClassVar[str] = "taken"
     entry: Name  # of the queue
@@ -126,7 +126,7 @@ class Taken(Message):
     weight: Weight = 0.0  # exactly as it was used
     version: Count  # after it
     digest: Name | None = None  # of the version, if this made one
-    given: Name | None = None  # of the same as devices are given it, if that is encoded
+    given: Name | None = None  # digest of the published model, if encoded
     time: Time  # when
     received: Time  # when it was admitted, by the queue's clock
     finished: str | None = None  # why this ended the run, if it did
@@ -135,7 +135,7 @@ class Taken(Message):
 
 
 class RoundClosed(Message):
-    """The end of a round, as the queue brought it."""
+    """A queue entry that ended a round."""
 
     kind: ClassVar[str] = "round_closed"
     entry: Name
@@ -145,7 +145,7 @@ class RoundClosed(Message):
     why: str = ""
     version: Count  # after it
     digest: Name | None = None  # of the version, if this made one
-    given: Name | None = None  # of the same as devices are given it, if that is encoded
+    given: Name | None = None  # digest of the published model, if encoded
     time: Time
     received: Time
     finished: str | None = None
@@ -153,7 +153,7 @@ class RoundClosed(Message):
 
 
 class QuarantineSet(Message):
-    """Devices went into quarantine, or were released, as the queue brought it."""
+    """A queue entry that quarantined or released devices."""
 
     kind: ClassVar[str] = "quarantine_set"
     digest: ClassVar[None] = None  # it never makes a version,

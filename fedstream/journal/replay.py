@@ -1,16 +1,15 @@
-"""Replay: a journal's versions made again in order, by the recorded rule or by another one.
+"""Replay: remaking a journal's versions in order, by the recorded rule or by another one.
 
     with Replayer(Path("runs/demo/journal")) as replayer:
         for moment in replayer:
             print(moment.version, moment.message.upload.device, moment.model.floats.max())
 
-Every update (unless ``check_updates`` is False) and checkpoint must have its recorded digest, else
-JournalDamaged is raised. By the recorded rule, so must every version, every outcome must be the
-recorded one, and every weight up to its last bits, else Diverged is raised. Another rule gets the
-same updates in the same order, each as stale as it was; refused updates stay refused, and rounds
-end where they ended. If it takes deltas and devices sent their models, or the other way round, each
-update is converted by the recorded x_tau that it was trained from. Nothing is ever written to a
-journal.
+Raises JournalDamaged unless every update (with ``check_updates``) and checkpoint has its recorded
+digest. With the recorded rule, raises Diverged unless every version has its recorded digest, every
+outcome is the recorded one, and every weight is equal up to its last bits. Another rule gets the
+same updates in the same order with the same staleness; refused updates stay refused, and rounds end
+where they ended. If one rule takes deltas and the other models, each update is converted by its
+recorded x_tau. Nothing is ever written to a journal.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any, TypeAlias
 
 from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Sends, Upload
-from fedstream.journal.bases import Bases
+from fedstream.journal.base_models import BaseModels
 from fedstream.journal.chain import check_joint, cuts, segments
 from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
@@ -41,9 +40,9 @@ from fedstream.journal.what_if import Unused, WhatIf
 from fedstream.runtime.plugins import allowed, allowing
 from fedstream.strategies import Memory, Strategy
 
-CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
+CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment and its cut
 
-_LONG = 1 << 20  # bytes of an update that takes longer to check than to hand to a thread
+_LONG = 1 << 20  # bytes of an update that is worth checking in a thread
 _AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
 
 
@@ -55,15 +54,15 @@ class Moment:
     place: Place
     step: Step  # by the replayed rule: its decision, and the progress after it
     original: Progress | None  # by the recorded rule; None if only another rule is replayed
-    identical: bool | None  # its version has the recorded digest; None: no version, or not checked
+    identical: bool | None  # whether the version has the recorded digest; None: unchecked
     base: Model | None  # x_tau of the update, if asked for or needed, and if the journal has it
-    unused: Unused  # why another rule did not get this used update; '' if it did
+    unused: Unused  # why another rule did not get this update; '' if it did
     _segment: Segment
     _record: Record
 
     @property
     def version(self) -> int:
-        """The newest version after it; another rule counts its own."""
+        """The newest version afterwards, by the replayed rule's own count."""
         return self.step.after.state.version
 
     @property
@@ -72,9 +71,9 @@ class Moment:
         return self.step.after.state.model
 
     def update(self) -> Model:
-        """The update, read again and yours to keep. Call this before the replayer is closed.
+        """The update, read again as a new copy. Call this before the replayer is closed.
 
-        Raises JournalError if there is none, or it was recorded without its bytes.
+        Raises JournalError if the record has no update or no bytes of it.
         """
         if not self._record.payload_bytes:
             where = self.place.where
@@ -236,21 +235,22 @@ class Replayer:
 
     @cached_property
     def converts_to(self) -> Sends | None:
-        """What updates are converted to, because the rule takes what the recorded devices did not
-        send; None if it takes what they sent. Raises JournalError.
+        """The kind that updates are converted to for the replayed rule; None for no conversion.
+
+        Raises JournalError.
         """
         rules = ((self._rule(segment), rule_of(segment)) for segment, _ in self._chain)
         return next((rule.sends for rule, was in rules if rule.sends != was.sends), None)
 
     @property
     def torn(self) -> Tear | None:
-        """Where a crash tore a record; known once the replay got there."""
+        """The place of a record torn by a crash; known once the replay gets there."""
         return self._chain[-1][0].torn
 
     def __iter__(self) -> Iterator[Moment]:
         """Yield a moment for each record in order. Raises JournalError, including Diverged.
 
-        Rules are loaded if that is allowed here or was where the replayer was made
+        Loads rules that are allowed here or were allowed where the replayer was made
         (``runtime.plugins.allowing``).
         """
         made = self._allowed
@@ -266,7 +266,7 @@ class Replayer:
         self.checkpoints, self.adopted = 0, []
         first, bases = self._nearest(), None
         if self._bases or self.converts_to is not None:
-            bases = Bases(self._uploads(first))
+            bases = BaseModels(self._uploads(first))
             oldest = self.begin if bases.oldest is None else bases.oldest
             while first and self._chain[first][0].standing.version > oldest:
                 first -= 1
@@ -302,7 +302,7 @@ class Replayer:
             or (said.version == self.begin > self.oldest and not said.held)
         )
 
-    def _moments(self, reading: _Ahead, bases: Bases | None) -> Iterator[Moment]:
+    def _moments(self, reading: _Ahead, bases: BaseModels | None) -> Iterator[Moment]:
         was: Rebuild | None = None  # None again once only the other rule is replayed
         what_if: WhatIf | None = None
         version, begun = -1, False
@@ -360,7 +360,7 @@ class Replayer:
                 was = was if goes_on else None
 
     def _continue(self, was: Rebuild, segment: Segment) -> None:
-        """Go on to the next segment, which must begin where this one ended. Raises Diverged."""
+        """Continue with the next segment, which must begin at this one's end. Raises Diverged."""
         check_joint(segment, (was.progress.state.version, was.digest))
         self.checkpoints += 1
         was.strategy, was.format = rule_of(segment), format_in(segment)
@@ -388,7 +388,7 @@ class Replayer:
         return other
 
 
-def _add(bases: Bases, was: Rebuild) -> None:
+def _add(bases: BaseModels, was: Rebuild) -> None:
     state = was.progress.state
     bases.add(state.version, was.digest, state.model, was.format, was.strategy.sends)
 
@@ -403,10 +403,9 @@ Found: TypeAlias = tuple[Segment, Record | None, Model | None]
 class _Ahead:
     """The records of segments, read a few megabytes ahead by a thread.
 
-    The thread hands over chunks of the file as they are. Read inline, each small update would cost
-    its reading on top of its replay; handed over one by one, each would wait for a thread to wake
-    up and for the interpreter lock. For large models, it holds one update and reads the next one
-    while the version is compared.
+    The thread passes unparsed chunks of the file: passing each small update alone would wait for
+    the thread and the interpreter lock each time. For large models, it holds one update and reads
+    the next one while the version is compared.
     """
 
     def __init__(self, chain: Sequence[CutSegment], *, check: bool) -> None:
@@ -426,7 +425,7 @@ class _Ahead:
     def __iter__(self) -> Iterator[Found]:
         """Yield each segment's beginning, then its records with their payloads.
 
-        A payload is valid until :meth:`free`, which says whether it is as it was received.
+        A payload is valid until :meth:`free`, which checks its digest.
         """
         for segment, cut in self._chain:
             yield segment, None, None
@@ -439,7 +438,7 @@ class _Ahead:
                 yield segment, record, decoded(record, sent, room) if sent is not None else None
 
     def _begin_check(self, record: Record, sent: Payload, layout: Layout) -> None:
-        """Check an update's digest: a long one's beside the work. Raises UpdateAltered."""
+        """Check an update's digest, of a long one in a thread. Raises UpdateAltered."""
         if sent.buffer.nbytes >= _LONG:
             self._checking = self._checker.submit(check_digest, record, sent, layout)
         else:
@@ -453,7 +452,7 @@ class _Ahead:
             yield chunk
 
     def free(self) -> None:
-        """Release the payload that was yielded last. Raises UpdateAltered if it was."""
+        """Release the last yielded payload. Raises UpdateAltered if its digest differs."""
         if self._checking is not None:
             checking, self._checking = self._checking, None
             checking.result()

@@ -1,10 +1,9 @@
-"""Reading a journal: nothing is ever written, and nothing that is read is trusted unchecked.
+"""Reading a segment, without writing to it and with every byte checked.
 
-A record must be whole, be at the offset that it states, and follow the one before it; the last one
-that a successor counts must be the one that it says it follows. An incomplete record is the torn
-tail of a crash, unless a later record says that it was on disk: then the file is damaged. Bad
-content of any kind raises a JournalError with the place, and memory is allocated only once the file
-is known to have as many bytes.
+A record must be whole, be at its stated offset, and follow the previous record; the last counted
+record must be the one that the successor states. An incomplete record is the torn tail of a crash,
+unless a later record states that it was on disk: then the file is damaged. Any invalid content
+raises a JournalError with the place, and memory is allocated only once the file has enough bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from fedstream.core.errors import BadMessage, LayoutMismatch
 from fedstream.core.formats import most_bytes
 from fedstream.core.layout import PAGE, Layout, Payload
 from fedstream.core.messages import Message, decode
-from fedstream.journal.batches import RecordBatch, batch_at
 from fedstream.journal.errors import JournalDamaged, JournalError
 from fedstream.journal.frames import (
     BEGINNING,
@@ -40,6 +38,7 @@ from fedstream.journal.frames import (
     is_whole,
     salt_bytes,
 )
+from fedstream.journal.record_batches import RecordBatch, batch_at
 from fedstream.journal.records import (
     KINDS,
     KNOWN,
@@ -57,7 +56,7 @@ _AHEAD = 16 << 20  # bytes after a payload that the disk is asked to prefetch
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How much of a segment its successor counts."""
+    """The part of a segment that its successor counts."""
 
     at: int  # bytes
     chain: bytes  # the chain's value there
@@ -66,7 +65,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class SegmentEnd:
-    """Where a segment ends, for its successor."""
+    """The end of a segment, for its successor."""
 
     path: Path
     at: int  # bytes of it that count
@@ -75,7 +74,7 @@ class SegmentEnd:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record as it was found: its message, and where its payload is."""
+    """A record in a file: its message, and the place of its payload."""
 
     message: Message
     place: Place
@@ -88,7 +87,7 @@ class Record:
 
     @property
     def entry(self) -> EntryRecord:
-        """Its message, which must be that of a queue entry. Raises JournalError."""
+        """The message, which must be of a queue entry. Raises JournalError."""
         if not isinstance(self.message, EntryRecord):
             raise JournalError(f"{self.place.where}: this kind of record does not belong here")
         return self.message
@@ -96,15 +95,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Tear:
-    """Where a crash tore a segment: at a record that was not whole when its writer died."""
+    """The torn tail of a segment, from a record that a crash left incomplete."""
 
     place: Place
-    behind: int = 0  # whole records after it, which are lost with it
+    behind: int = 0  # whole records after it, which are lost too
     version: int | None = None  # the newest of these records
 
     @property
     def lost(self) -> str:
-        """What was lost with it, in words; '' if nothing was."""
+        """The lost records, for people; '' if there are none."""
         if not self.behind:
             return ""
         records = "record" if self.behind == 1 else "records"
@@ -114,16 +113,16 @@ class Tear:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive records of a segment, as they are in the file."""
+    """Consecutive unparsed records of a segment."""
 
     at: int  # offset in the file
-    end: int  # offset after the last of them, or the segment's end if the rest is no record
-    memory: mmap  # holds them from its beginning on, and ...
-    size: int  # ... so many bytes of it
+    end: int  # offset after the last record, or the segment's end
+    memory: mmap  # has the records from its beginning on,
+    size: int  # in this number of bytes
 
 
 def chunk_bytes(layout: Layout) -> int:
-    """The bytes of memory that a chunk takes, for models of this layout."""
+    """The memory of a chunk, in bytes, for models of this layout."""
     return _CHUNK + PAGE + filled(layout.nbytes)
 
 
@@ -198,7 +197,7 @@ class Segment:
 
     @property
     def follows(self) -> Cut | None:
-        """How much of its predecessor the segment counts; None if it has none."""
+        """The segment's cut of its predecessor; None without a predecessor."""
         head = self.head
         if head.cut is None or head.follows is None:
             return None
@@ -243,8 +242,7 @@ class Segment:
     def records(self, cut: Cut | None = None, after: Record | None = None) -> Iterator[Record]:
         """The records after the beginning, up to ``cut`` or to the torn tail.
 
-        ``after``: begin after this one instead. Raises JournalDamaged at a record that is not what
-        was written.
+        ``after``: begin after this record instead. Raises JournalDamaged at a damaged record.
         """
         at, chain = self.beginning.at, self.beginning.chain
         if after is not None:
@@ -256,7 +254,7 @@ class Segment:
         self._check_end(cut, chain)
 
     def appended(self, after: SegmentEnd) -> Iterator[Record]:
-        """What a writer has added since, as far as it is whole by now. Raises JournalDamaged."""
+        """The whole records that a writer has added since. Raises JournalDamaged."""
         at, chain, self.size = after.at, after.chain, os.fstat(self._file).st_size
         while (record := self._record(at)) is not None:
             self._check_follows(record, chain)
@@ -266,8 +264,8 @@ class Segment:
     def messages(self, cut: Cut | None) -> Iterator[RecordBatch]:
         """The records of :meth:`records`, much faster and many together.
 
-        Nothing but the messages' content is left unchecked. Raises JournalError where a record is
-        not whole, also at a torn tail: :meth:`records` tells what is wrong there.
+        Checks everything but the messages' content. Raises JournalError at a record that is not
+        whole, also at a torn tail: :meth:`records` then has the details.
         """
         at, chain = self.beginning.at, self.beginning.chain
         end, salt = self.size if cut is None else cut.at, salt_bytes(self._salt)
@@ -323,7 +321,7 @@ class Segment:
     def tear(self, at: int, damage: str) -> None:
         """End the segment at ``at``, where a record is not whole.
 
-        Raises JournalDamaged with the text ``damage`` if a later record says that it was on disk.
+        Raises JournalDamaged with the text ``damage`` if a later record states that it was on disk.
         """
         behind, version = 0, None
         for page in range(at + PAGE, self.size, PAGE):
@@ -338,10 +336,10 @@ class Segment:
         self.torn = Tear(Place(self.path, at), behind, version)
 
     def chunks(self, cut: Cut | None, memory: Iterator[mmap]) -> Iterator[Chunk]:
-        """The records of :meth:`records` in chunks, as they are in the file, for :meth:`found`.
+        """The records of :meth:`records` in unparsed chunks, for :meth:`found`.
 
-        Each takes the next ``memory``, of :func:`chunk_bytes`, and more only for a long message.
-        Opens the file on its own, so another thread may use the segment. Raises JournalError.
+        Each chunk takes the next ``memory``, of :func:`chunk_bytes`, and more only for a long
+        message. Opens the file anew, so another thread may use the segment. Raises JournalError.
         """
         at, end = self.beginning.at, self.size if cut is None else cut.at
         with _reading(self.path) as file:
@@ -351,7 +349,7 @@ class Segment:
                 at = chunk.end
 
     def _chunk(self, file: int, at: int, end: int, into: mmap) -> Chunk:
-        """Read one chunk, and then whatever its last record lacks."""
+        """Read one chunk, and then the rest of its last record."""
         size = whole = 0  # bytes read, and those of them in whole records
         wanted = min(_CHUNK, end - at)
         while True:
@@ -364,7 +362,7 @@ class Segment:
             while wanted <= size:
                 frame = frame_of(memoryview(into)[whole:])
                 if frame is None or frame.payload > self._most:
-                    return Chunk(at, end, into, size)  # found() tells what is wrong
+                    return Chunk(at, end, into, size)  # found() raises the error
                 wanted = frame.end(whole)
                 if wanted <= size:
                     whole, wanted = wanted, wanted + PAGE
@@ -481,7 +479,7 @@ class Segment:
 
     @contextmanager
     def _told(self, at: int) -> Iterator[None]:
-        """Turn a failure to read into a JournalError with the place."""
+        """Turn a read error into a JournalError with the place."""
         try:
             yield
         except OSError as error:

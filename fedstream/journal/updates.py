@@ -1,4 +1,4 @@
-"""The updates in a journal: their bytes as they were received, and the models that these encode."""
+"""The updates in a journal: their received bytes, and the models that these encode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedstream.journal.segment import Record, Segment
 
 
 def received(segment: Segment, record: Record, room: Model) -> Payload:
-    """An update's bytes as they were received: in ``room`` if they are a model's.
+    """An update's received bytes, in ``room`` if they are a model's.
 
     Raises JournalError, UpdateAltered.
     """
@@ -23,10 +23,10 @@ def received(segment: Segment, record: Record, room: Model) -> Payload:
 
 
 def check_digest(record: Record, sent: Payload, layout: Layout) -> None:
-    """Raise UpdateAltered unless these are the update's bytes as they were received.
+    """Raise UpdateAltered unless the bytes have the update's recorded digest.
 
-    A flipped bit may be lost in rounding, so that no version shows it. Raises JournalError if the
-    record's size does not fit.
+    Needed because rounding may hide a flipped bit in all versions. Raises JournalError if the size
+    does not fit.
     """
     _format_of(record, layout)
     message = record.entry
@@ -38,7 +38,7 @@ def check_digest(record: Record, sent: Payload, layout: Layout) -> None:
 
 
 def decoded(record: Record, sent: Payload, into: Model) -> Model:
-    """The model that an update's bytes encode: ``into``, unless ``sent`` is it already.
+    """Decode an update into ``into``, or return ``sent`` if it is a model already.
 
     Raises JournalError.
     """

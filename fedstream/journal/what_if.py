@@ -1,8 +1,8 @@
-"""What if: another rule, or the same one without some devices, on the recorded updates.
+"""What-if: another rule, or the same rule without some devices, on the recorded updates.
 
-A rule may take what the recorded devices did not send. Then each update is converted by the
-recorded x_tau: to x_new - x_tau, exactly what its device would have sent, or back to x_tau plus the
-delta. Floating-point buffers and integers are x_new's in either case.
+If the rule takes deltas and the devices sent models, or the reverse, each update is converted by
+its recorded x_tau: to x_new - x_tau, exactly as the device would have sent it, or to x_tau plus the
+delta. Floating-point buffers and integers are x_new's in both cases.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ journal; or its metadata does not fit (as AFA needs steps), so a live updater wo
 
 
 class WhatIf:
-    """Another rule applied to the recorded updates, from where the recorded rule stood."""
+    """Another rule applied to the recorded updates, starting from a recorded state."""
 
     def __init__(
         self, rule: Strategy, was: Strategy, start: Progress, without: frozenset[int]
     ) -> None:
-        """Go on from ``start``, taking over its models; leave out the devices ``without``.
+        """Continue from ``start``, taking over its models; leave out the devices ``without``.
 
         ``rule`` replaces ``was``, the recorded rule.
         """
         self.progress = start
-        self.unused: Unused = ""  # the record that was taken last
+        self.unused: Unused = ""  # why the last record was not used
         self._without = without
         self._filling = bool(start.held)  # a recorded round that is not full yet
         self._free: list[Model] = []
         self.change(rule, was)
 
     def change(self, rule: Strategy, was: Strategy) -> None:
-        """Go on with the rules of another segment."""
+        """Continue with the rules of another segment."""
         self._rule = rule
         self._sent = was.sends
         self._in_rounds = was.max_staleness == 0  # only rounds allow no staleness
 
     def converts(self, message: Message) -> bool:
-        """Whether it needs x_tau for this record."""
+        """Whether this record's update must be converted, which needs x_tau."""
         return is_used(message) and self._rule.sends != self._sent
 
     def take(self, record: Record, update: Model | None, base: Model | None = None) -> Step:
-        """Apply one record, with its payload and x_tau if it is a used update."""
+        """Apply one record; a used update needs its payload and x_tau."""
         message, before = record.message, self.progress
         used = [before.state.model]
         step = Step(before)
@@ -107,7 +107,7 @@ def _is_dropped(message: Message) -> bool:
 
 
 def _converted(sent: Model, base: Model, to: Sends, into: Model) -> Model:
-    """What a device would have sent, in ``into``: x_new, or x_new - x_tau for its parameters."""
+    """Convert an update into ``into``: to x_new, or to x_new - x_tau for the parameters."""
     into.buffer[:] = sent.buffer
     change = np.subtract if to == "delta" else np.add
     change(sent.parameters, base.parameters, out=into.parameters)

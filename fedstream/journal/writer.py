@@ -1,7 +1,7 @@
-"""Writing a segment: whole records in order; one that was whole is never taken back.
+"""Writing a segment: whole records in order, which are never removed again.
 
-A successor may have counted any of them. A record that does not fit on a full disk is cut off
-again, back to the record before it: it was never whole.
+A successor may have counted any whole record. Only the incomplete part of a record that does not
+fit on a full disk is cut off.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Writer:
     ) -> None:
         """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
 
-        ``vectors``: has those of the devices that the standing lists as ``here``. ``cached``: write
+        ``vectors``: includes the vectors of the standing's devices ``here``. ``cached``: write
         through the system's cache.
         """
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
         self._salt = secrets.randbits(64)  # so that no update can contain a record
         self._lock = Lock()  # between threads that sync
-        self._page = mmap(-1, PAGE)  # the buffer that messages are written from
+        self._page = mmap(-1, PAGE)  # page-aligned buffer for messages
         self.chain = BEGINNING  # the newest record's checksum
         # A unique name: if Redis was emptied twice, two updaters may begin the same epoch.
         aside = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
@@ -65,7 +65,7 @@ class Writer:
             raise translated(aside, error) from error
         self.size = 0
         self._synced = 0
-        self._lost = ""  # why a sync failed: no later one is believed
+        self._lost = ""  # why a sync failed; later syncs can't be trusted
         try:
             self._write([self._paged(file_page(self._salt))])
             self.append(head)
@@ -73,7 +73,7 @@ class Writer:
             for device in standing.here:
                 if vectors is None:
                     raise RuntimeError("a standing with vectors needs the vectors")
-                # Copied, because rows of one array don't begin on pages of their own.
+                # Copied, because rows of an array are not page-aligned.
                 vector = vector_of(vectors[device]).copy()
                 self.append(DeviceVector(device=device, digest=vector.digest()), vector)
             self.sync()
@@ -99,7 +99,7 @@ class Writer:
     def append(self, message: Message, *blocks: Payload) -> int:
         """Append a record; return the file's size after it.
 
-        Raises JournalFull and leaves the file as it was, or JournalError.
+        Raises JournalFull, leaving the file unchanged, or JournalError.
         """
         encoded = message.encode()
         if len(encoded) > LONGEST:
@@ -142,17 +142,17 @@ class Writer:
                     parts[0] = parts[0][written:]
         except OSError as error:
             if error.errno in _FULL:  # otherwise the record may be whole: leave it
-                with suppress(OSError):  # the next record overwrites what is left
+                with suppress(OSError):  # the next record overwrites the rest
                     os.ftruncate(self._file, self.size)
             raise translated(self.path, error) from error
         self.size = at
 
     def sync(self) -> int:
-        """Put everything appended before the call on disk; return how many bytes are there.
+        """Put everything appended before the call on disk; return the number of bytes on disk.
 
-        May run in another thread than :meth:`append`, at the same time. Raises JournalError; what
-        is on disk is then unknown, and the updater has to start again from what is there: the next
-        sync would succeed, but without what this one did not write.
+        May run concurrently with :meth:`append` in another thread. Raises JournalError; the state
+        of the disk is then unknown, and the updater must restart from it: the next sync would
+        succeed without writing the lost pages.
         """
         size = self.size
         if not self._lost:
@@ -179,7 +179,7 @@ def made_folder(folder: Path) -> None:
 
 
 def translated(path: Path, error: OSError) -> JournalError:
-    """The JournalError that says why a file cannot be written."""
+    """The JournalError for a file that cannot be written."""
     if error.errno in _FULL:
         return JournalFull(f"{path}: no space: {error.strerror}; make room")
     return JournalError(f"{path}: cannot be written: {error.strerror}")
@@ -203,17 +203,16 @@ def _named(aside: Path, path: Path) -> None:
 
 
 def sync_and_drop_cache(path: Path) -> None:
-    """Put a file's content on disk, so that readers get what is there. Raises JournalError.
+    """Put a file's content on disk, and drop it from the cache. Raises JournalError.
 
-    After a failed sync, Linux takes the pages that it could not write for written, and keeps them
-    in its cache: readers get them, and the next sync succeeds without writing them (nor would ext4
-    keep them if they were written again). So another process's file must be dropped from the cache
-    before what is read of it counts.
+    After a failed sync, Linux marks the unwritten pages as clean and keeps them in its cache:
+    readers get them, and the next sync succeeds without writing them. So another process's file
+    must be dropped from the cache before it is read.
     """
     try:
         file = open_regular(path)
         try:
-            with suppress(OSError):  # a failure before this sync, of which nobody was told yet
+            with suppress(OSError):  # an unreported failure before this sync
                 os.fdatasync(file)
             os.fdatasync(file)
             if hasattr(os, "posix_fadvise"):
@@ -234,7 +233,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _joined(blocks: Sequence[Payload]) -> memoryview:
-    """The bytes of blocks one after the other, padded to whole pages."""
+    """Join the bytes of blocks, padded to whole pages."""
     joined = mmap(-1, max(PAGE, filled(sum(one.buffer.nbytes for one in blocks))))
     at = 0
     for one in blocks:

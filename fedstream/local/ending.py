@@ -1,6 +1,6 @@
-"""When a local run is over, and what its user is told meanwhile.
+"""The end of a local run, and notices for its user.
 
-Pure: functions of what an observer has seen of the run.
+Pure functions of an observer's view of the run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedstream.coordinator.rests import no_device_works
+from fedstream.coordinator.cooldowns import no_device_works
 from fedstream.core.messages import POOL, Event
 from fedstream.core.records import Tally
 from fedstream.history.display import failing
@@ -18,17 +18,17 @@ from fedstream.history.timeline import History
 from fedstream.runtime.process import INTERRUPTED
 
 # Counted in the pool only: a site must not end the operator's run.
-_MOST_REFUSED = 100  # updates in a row: the model isn't changing any more
-_MEASURED_WITHIN_S = 120.0  # how long the evaluator may take for the last version
+_MOST_REFUSED = 100  # updates in a row, so that the model doesn't change
+_MEASURED_WITHIN_S = 120.0  # time limit for evaluating the last version
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended."""
+    """The end of a run."""
 
     state: Literal["finished", "interrupted", "failed"]
     why: str
-    note: str = ""  # what the user should know besides
+    note: str = ""  # further information for the user
 
     @property
     def code(self) -> int:
@@ -39,7 +39,7 @@ class Ending:
 def ending(
     history: History, view: Tally | None, *, tested: bool, finished_s: float
 ) -> Ending | None:
-    """How the run has ended; None while it goes on.
+    """The end of the run; None while it continues.
 
     ``tested``: the task has test data, so the last version is measured. ``finished_s``: seconds
     since the run was first seen finished.
@@ -69,7 +69,7 @@ def ending(
 
 
 def notices(history: History, view: Tally | None, out: Path) -> Iterator[tuple[str, str]]:
-    """What the user should know by now: a key and a line each; a key's line is told only once.
+    """Notices for the user: a key and a line each; each key is shown only once.
 
     ``out``: the output folder.
     """

@@ -1,18 +1,18 @@
 """The process that a local run's services are forked from, so that torch is imported once.
 
-:func:`fork` makes it of the process that calls it. Where that is impossible (:func:`may_fork`),
-``python -P -m fedstream.local.fork_server FD`` is one. Either imports what services have in common.
-Then it forks one for each request that comes through its Unix socket, which keeps messages apart
-and which FD is the number of. All are JSON:
+:func:`fork` forks it from the calling process. Where that is impossible (:func:`may_fork`),
+``python -P -m fedstream.local.fork_server FD`` starts it. It imports the modules that services
+share, and forks a service for each request on its Unix socket (SOCK_SEQPACKET, file descriptor FD).
+All messages are JSON:
 
     {"start": ["trainer", "--name", "trainer-1"], "environment": {...}, "log": "/run/logs/t.log"}
         answered by {"pid": 123}, or by {"error": "..."}; then by {"pid": 123, "code": 0} at its end
     {"signal": 15, "pid": 123}
         not answered; without effect once the process has ended
 
-It computes nothing, and the only threads in it are OpenBLAS's, which numpy starts and which are
-made anew after a fork. So what it forks is as good as a new interpreter. It ends with its socket,
-and the services end with it (:mod:`fedstream.runtime.parent`).
+It computes nothing, and its only threads are OpenBLAS's, which numpy starts and which are made anew
+after a fork. So a forked service is as good as a new interpreter. The server ends with its socket,
+and the services end with the server (:mod:`fedstream.runtime.process`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from fedstream.runtime import parent, plugins, process
+from fedstream.runtime import plugins, process
 from fedstream.runtime.process import BOTH
 
 MOST = 1 << 20  # bytes of a message
-# What takes long to import: no module of a user's, for those may start threads.
+# Modules that are slow to import. None of a user's modules, which may start threads.
 _MODULES = (
     "torch",
     "fedstream.cli.app",
@@ -60,7 +60,7 @@ class _Forks:
         self._wake.setblocking(False)
 
     def serve(self) -> None:
-        """Fork services until the other side is gone."""
+        """Fork services until the other side closes the socket."""
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it wakes the selector
         signal.set_wakeup_fd(self._wake.fileno())
         with selectors.DefaultSelector() as selector:
@@ -106,7 +106,7 @@ class _Forks:
                 raise ValueError(f"unknown request: {request}")
 
     def _become(self, words: Sequence[str], environment: Mapping[str, str], log: str) -> NoReturn:
-        """What the forked process does: it is a service from here on."""
+        """Turn the forked process into a service."""
         try:
             # Its own session: Ctrl-C must reach only `fedstream run`, which stops them in order.
             os.setsid()
@@ -120,10 +120,10 @@ class _Forks:
             os.close(file)
             os.environ.clear()
             os.environ.update(environment)
-            os.environ[parent.VARIABLE] = str(os.getppid())
+            os.environ[process.PARENT_VARIABLE] = str(os.getppid())
             setproctitle(" ".join(["fedstream", *words]))  # for `ps`
             sys.argv = ["fedstream", *words]
-            sys.modules.pop("fedstream.__main__", None)  # which began this process's ancestor
+            sys.modules.pop("fedstream.__main__", None)  # the module of this process's ancestor
             run_module("fedstream", run_name="__main__", alter_sys=True)  # never returns
         except BaseException:
             with suppress(BaseException):
@@ -149,18 +149,18 @@ class ForkedServer:
 
 
 def may_fork() -> bool:
-    """Whether a fork of this process is as good as a new one: it has one thread, and nobody else's
-    program has been imported, which might have done anything.
+    """Whether a fork of this process is as good as a new process: it has one thread, and has
+    imported no foreign program.
 
-    A restarted service must also see what the user has changed in his.
+    A restarted service must also import the user's program anew, with any changes.
     """
     return process.is_own() and threading.active_count() == 1 and not plugins.anything_imported()
 
 
 def fork() -> tuple[socket.socket, ForkedServer]:
-    """Fork the server from this process; returns our end of its socket, and the server.
+    """Fork the server from this process; return our end of its socket, and the server.
 
-    What it imports, this process has then as well.
+    Also imports the services' modules in this process.
     """
     _load()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -176,7 +176,7 @@ def fork() -> tuple[socket.socket, ForkedServer]:
 
 
 def _serve_in_fork(channel: int, mask: set[signal.Signals | int]) -> NoReturn:
-    """What the forked process does: it is the server from here on."""
+    """Turn the forked process into the server."""
     try:
         os.setsid()
         for one in BOTH:
@@ -194,7 +194,7 @@ def _serve_in_fork(channel: int, mask: set[signal.Signals | int]) -> NoReturn:
             os.close(nothing)
         if not sys.flags.safe_path:
             del sys.path[0]  # a user's redis.py must not shadow ours
-        os.environ.pop(parent.VARIABLE, None)
+        os.environ.pop(process.PARENT_VARIABLE, None)
         _serve(socket.socket(fileno=3))
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -211,7 +211,7 @@ def _load() -> None:
 
 def _serve(channel: socket.socket) -> None:
     process.take()
-    setproctitle("fedstream (forks the services)")  # finds its room now, or never in the forks
+    setproctitle("fedstream (forks the services)")  # allocates its memory before any fork
     _load()
     _Forks(channel).serve()
 

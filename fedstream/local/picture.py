@@ -18,7 +18,7 @@ _DRAWS = ("fedstream.history.pictures", "matplotlib.figure", "matplotlib.backend
 
 @dataclass(frozen=True)
 class Drawn:
-    """All that the picture shows."""
+    """The data of the picture."""
 
     title: str
     created: float  # seconds since 1970
@@ -28,7 +28,7 @@ class Drawn:
 
     @classmethod
     def of(cls, settings: Settings, who_trains: str, view: Tally, history: History) -> Drawn:
-        """What there is to show of a run by now; ``who_trains``: as in "2 trainers"."""
+        """Collect the present data of a run; ``who_trains``: for example "2 trainers"."""
         title = (
             f"{short(settings.task.name)} · {short(settings.strategy.name)} · "
             f"{view.run.devices} devices, {who_trains} · {view.head.version} versions"
@@ -42,7 +42,7 @@ class Drawn:
         )
 
     def png(self) -> bytes:
-        """Draw it."""
+        """Draw the picture as PNG."""
         from fedstream.history import pictures
 
         shown, file = History(), BytesIO()
@@ -52,25 +52,25 @@ class Drawn:
 
 
 class Painter:
-    """What draws a run's picture."""
+    """Draws a run's picture in a thread."""
 
     def __init__(self) -> None:
         self._ready: asyncio.Task[None] | None = None
         self._begun: tuple[Drawn, asyncio.Task[bytes]] | None = None
 
     def get_ready(self) -> None:
-        """Import what draws: half a second that nobody need wait for at the end. Once."""
+        """Import the drawing library once, which takes half a second, ahead of the run's end."""
         if self._ready is None:
             self._ready = asyncio.create_task(asyncio.to_thread(_import), name="get ready to draw")
 
     def begin(self, drawn: Drawn) -> None:
-        """Draw what will probably be the picture."""
+        """Begin to draw the probable picture."""
         self._begun = drawn, asyncio.create_task(asyncio.to_thread(drawn.png), name="draw")
 
     async def png(self, drawn: Drawn) -> bytes:
-        """The picture as PNG, drawn anew if it isn't the one that was begun.
+        """The picture as PNG, drawn anew if the data have changed since :meth:`begin`.
 
-        Raises whatever matplotlib raises.
+        Raises matplotlib's errors.
         """
         if self._begun is not None:
             begun, drawing = self._begun
@@ -81,6 +81,6 @@ class Painter:
 
 
 def _import() -> None:
-    with suppress(Exception):  # what is wrong, drawing meets as well
+    with suppress(Exception):  # drawing raises the same error
         for module in _DRAWS:
             importlib.import_module(module)

@@ -28,7 +28,7 @@ from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import try_task
 from fedstream.settings.services import check_used, devices_of, task_of
 from fedstream.settings.start import first_model
-from fedstream.sinks.choice import named
+from fedstream.sinks.settings import named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """What the parent learned about the task by loading it once."""
+    """Facts about the task, from loading it once in the parent."""
 
     task: Task
     module: nn.Module
@@ -58,10 +58,10 @@ def check_folder(request: RunRequest) -> None:
 
 
 def resumed(request: RunRequest) -> RunRequest:
-    """The request with the number of versions that the resumed run is to have.
+    """The request with the resumed run's number of versions.
 
-    That is the journal's, unless a higher one was configured. Raises JournalError if there is no
-    journal, or if its run is finished and not to have more versions.
+    It is the journal's, unless a higher number was configured. Raises JournalError if there is no
+    journal, or if its run is finished and not extended.
     """
     folder, run = Path(request.settings.journal.dir), request.settings.run
     chain = segments(folder)
@@ -160,7 +160,7 @@ async def _reached(client: Client, within_s: float, display: Display) -> None:
 
 
 def examine(settings: Settings, *, begins: bool = True) -> Subject:
-    """Load and try the task here once, so that its errors are reported before anything starts.
+    """Load and try the task once, to report its errors before anything starts.
 
     ``begins``: the run is new, so its start is checked too.
 
@@ -182,7 +182,7 @@ def examine(settings: Settings, *, begins: bool = True) -> Subject:
 
 
 def check_devices(request: RunRequest, subject: Subject) -> None:
-    """Check that the run has as many devices as are to come over HTTPS. Raises ConfigError."""
+    """Check that the run has as many devices as processes over HTTPS. Raises ConfigError."""
     wanted = request.devices_over_http
     if wanted > subject.devices:
         raise ConfigError(

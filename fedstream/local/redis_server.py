@@ -28,7 +28,7 @@ from typing import Self
 from urllib.parse import quote
 
 from fedstream.core.errors import FedstreamError
-from fedstream.runtime.parent import death_with_parent
+from fedstream.runtime.process import death_with_parent
 
 _NAMES = ("redis-server", "valkey-server")
 _ANSWERS_WITHIN_S = 30.0
@@ -133,9 +133,9 @@ class RedisServer:
             return False
 
     def start(self) -> None:
-        """Start it and wait until it answers (about 50 ms). Raises FedstreamError.
+        """Start the server and wait until it answers (about 50 ms). Raises FedstreamError.
 
-        On Linux, it is killed when the calling thread ends, for whatever reason.
+        On Linux, it is killed when the calling thread ends.
         """
         binary = self._binary or find_server()
         self._password = secrets.token_urlsafe(32)

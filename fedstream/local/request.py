@@ -1,8 +1,7 @@
-"""What the user asked of `fedstream run`, with trainers or with devices over HTTPS.
+"""The user's request to `fedstream run`, with trainers or with devices over HTTPS.
 
-Devices over HTTPS take the place of trainers, all on this machine: a gateway listens on 127.0.0.1,
-its certificate is made for the run, and each device is a process of its own with a key and an
-invite of its own.
+Devices over HTTPS replace trainers, all on this machine: a gateway listens on 127.0.0.1 with a
+certificate made for the run, and each device is a process with its own key and invite.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from fedstream.operate.enrolment import invite
 from fedstream.settings.config import Settings
 from fedstream.terminal import counted
 
-DEVICES = "devices"  # in a run's folder: certificates, the devices' keys and what they remember
+DEVICES = "devices"  # in a run's folder: certificates, the devices' keys and state
 HOST = "127.0.0.1"
 GATEWAY = "gateway"  # its role and name
 _CA, _PAIR = "ca.pem", "gateway.pem"
 _NEEDED = ("cryptography", "jwt", "trustme")
 _INVITED_S = 3600.0
 _RATE = 10_000.0  # requests per second
-_DRAIN_S = 10.0  # of a device: a step of training, and giving its task up
+_DRAIN_S = 10.0  # of a device, for a step of training and a give-up
 
 
 @dataclass(frozen=True)
 class OverHttp:
-    """The devices of one run that come over HTTPS, and their gateway."""
+    """A run's devices over HTTPS, and their gateway."""
 
     count: int  # devices, numbered from 0
     folder: Path  # for their files; its content is deleted
@@ -43,7 +42,7 @@ class OverHttp:
 
     @property
     def url(self) -> str:
-        """Where the gateway is."""
+        """The gateway's URL."""
         return f"https://{HOST}:{self.port}"
 
     def prepare(self) -> None:
@@ -67,7 +66,7 @@ class OverHttp:
         )
 
     def is_open(self) -> bool:
-        """Whether the gateway takes connections by now."""
+        """Whether the gateway accepts connections."""
         return is_answering(HOST, self.port)
 
     async def devices(self, client: Client, settings: Settings, config: Path) -> Sequence[Program]:
@@ -146,11 +145,11 @@ class RunRequest:
     settings: Settings
     out: Path
     trainers: int = 2
-    devices_over_http: int = 0  # in place of trainers; 0: none
+    devices_over_http: int = 0  # instead of trainers; 0: none
     port: int | None = None  # the coordinator's; 0: any free one; None: http.port
     resume: bool = False
-    changed_rules: bool = False  # resume although the source of a rule isn't the recorded one
-    redis_within_s: float = 10.0  # how long a Redis that was named may take to answer
+    changed_rules: bool = False  # resume although a rule's source has changed
+    redis_within_s: float = 10.0  # time limit for a configured Redis to answer
 
     @property
     def own_redis(self) -> bool:
@@ -159,7 +158,7 @@ class RunRequest:
 
     @property
     def who_trains(self) -> str:
-        """In words."""
+        """The trainers or devices, for people."""
         if self.devices_over_http:
             return f"gateway, {counted(self.devices_over_http, 'device')} over HTTPS"
         return counted(self.trainers, "trainer")
@@ -167,8 +166,8 @@ class RunRequest:
     def resolved(self) -> RunRequest:
         """The request with absolute paths, and with the journal in the run's own folder.
 
-        A local run's journal is always there, whatever the configuration says. Raises ConfigError
-        if devices over HTTPS can't take part.
+        The configured journal folder is ignored. Raises ConfigError if devices over HTTPS can't
+        take part.
         """
         settings = self.settings.with_absolute_paths()
         folder = {"dir": str(self.out.absolute() / FOLDER)}

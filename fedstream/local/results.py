@@ -1,4 +1,4 @@
-"""What a local run leaves in its folder: summary, table, curves and model."""
+"""The result files of a local run: summary, table, curves and model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from fedstream.broker.client import Client
-from fedstream.broker.newest import as_given, read_newest
+from fedstream.broker.published import as_given, read_newest
 from fedstream.core.errors import DataError, FedstreamError, NoRun
 from fedstream.core.layout import Model
 from fedstream.core.records import Tally
@@ -28,7 +28,7 @@ LOGS = "logs"
 async def last_state(
     client: Client, observer: Observer, say: Callable[[str], None]
 ) -> tuple[Tally | None, Model | None]:
-    """The run and its newest model as the services left them; None for what can't be read."""
+    """Read the final state and the newest model; None for an unreadable part."""
     view: Tally | None = None
     try:
         await observer.catch_up()
@@ -54,7 +54,7 @@ def facts(
     ended: float,
     restarts: Mapping[str, int],
 ) -> report.Facts:
-    """What the summary needs besides the run's streams. ``ended`` in seconds since 1970."""
+    """The summary's facts that are not in the run's streams. ``ended``: seconds since 1970."""
     settings = request.settings
     return report.Facts(
         run=settings.run.name,
@@ -110,8 +110,7 @@ def write(
 def _per_device(subject: Subject, devices: int) -> dict[int, dict[str, float]]:
     """Metrics of the last model, which the module has, on each device's own test data.
 
-    The evaluator reports only their spread, whose size does not depend on the number of devices.
-    Raises DataError for whatever the task raises.
+    The evaluator reports only summaries over the devices. Raises DataError for errors of the task.
     """
     from fedstream.trainer.evaluator import device_metrics
 

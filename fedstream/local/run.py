@@ -20,7 +20,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.clock import uptime
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.sinks import SinksLedger
-from fedstream.coordinator.page import has_page
+from fedstream.coordinator.settings import has_page
 from fedstream.core.errors import DataError, FedstreamError, NoRun
 from fedstream.core.records import Tally
 from fedstream.history import report
@@ -32,7 +32,7 @@ from fedstream.history.timeline import History
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results
 from fedstream.local.ending import Ending, ending, notices
-from fedstream.local.lives import Launcher, new_launcher
+from fedstream.local.launcher import Launcher, new_launcher
 from fedstream.local.picture import Drawn, Painter
 from fedstream.local.preflight import Subject
 from fedstream.local.redis_server import RedisServer
@@ -51,11 +51,11 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import words
 from fedstream.runtime.process import Stop
 from fedstream.settings import run_toml
-from fedstream.settings.parts import doubts
+from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG
 
-_BLOCK_STOPPING_MS = 50  # the end of the last service must not wait long for a reading of news
-_GUESTS_S = 6.0  # a few heartbeats: time to leave for trainers that joined from another terminal
+_BLOCK_STOPPING_MS = 50  # shorter, so as not to delay the end of the last service
+_GUESTS_S = 6.0  # a few heartbeats, for trainers from other terminals to leave
 
 
 def run(
@@ -63,14 +63,14 @@ def run(
 ) -> tuple[int, dict[str, Any]]:
     """Run to the end; returns the exit code and the summary.
 
-    ``launcher``: None for a new one, as soon as the request is known to make sense.
+    ``launcher``: None for a new one, made once the request is checked.
     Raises FedstreamError before anything starts if the run is impossible.
     """
     preflight.check_folder(request)
     request = request.resolved()
     if request.resume:
         request = preflight.resumed(request)
-    has_page(request.settings.page, request.settings.http)  # raises if it must not be served
+    has_page(request.settings.page, request.settings.http)  # raises for unsafe settings
     with ExitStack() as stack:
         port = stack.enter_context(preflight.reserve_port(request))
         over_http = None
@@ -80,7 +80,7 @@ def run(
         if not request.own_redis:
             asyncio.run(preflight.check_redis(request, display))
         if launcher is None:
-            # Now, before anything of the user's is imported: it may fork this process.
+            # Before any of the user's modules is imported, as this may fork the process.
             launcher = stack.enter_context(new_launcher())
         subject = preflight.examine(request.settings, begins=not request.resume)
         preflight.check_devices(request, subject)
@@ -127,7 +127,7 @@ class LocalRun:
     ) -> None:
         """``server``: the run's own Redis, if it has one. ``port``: the coordinator's.
 
-        ``over_http``: the devices that take the trainers' place.
+        ``over_http``: the devices that replace the trainers.
         """
         settings = request.settings
         self._request = request
@@ -174,7 +174,7 @@ class LocalRun:
         self._over = asyncio.Event()
         self._told: set[str] = set()  # keys of messages to show only once
         self._finished_since: float | None = None
-        self._lost_since: float | None = None  # since when Redis has been away
+        self._lost_since: float | None = None  # beginning of Redis's outage
 
     async def live(self, stop: Stop) -> tuple[int, dict[str, Any]]:
         """Run from the first service to the last file; returns the exit code and the summary."""
@@ -217,7 +217,7 @@ class LocalRun:
         return f"http://{host}:{self._port}"
 
     def _show_addresses(self) -> None:
-        """Say where the coordinator answers, as soon as it does and there is a run to see."""
+        """Show the coordinator's address once it answers and the run exists."""
         if "status" in self._told or self._observer.view is None:
             return
         if is_answering(self._host, self._port):
@@ -227,8 +227,8 @@ class LocalRun:
                 self._display.add("page", f"{self._url}/")
 
     async def _let_in(self, view: Tally) -> None:
-        """Start the devices that come over HTTPS, now that there is a run to invite them to, and a
-        gateway that they can reach; then, once it has some, the scheduler."""
+        """Start the devices over HTTPS once run and gateway are ready; then, once the gateway has
+        devices, the scheduler."""
         if self._over.is_set():
             return
         if self._invited:
@@ -250,7 +250,7 @@ class LocalRun:
         self._supervisor.add(devices)
 
     async def _recall(self) -> None:
-        """Learn what the run did before it was interrupted."""
+        """Read the history of the run from before its interruption."""
         request, history = self._request, self._observer.history
         try:
             recall(history, Path(request.settings.journal.dir), request.out / report.METRICS)
@@ -261,7 +261,7 @@ class LocalRun:
         history.forget_failures()
 
     async def _step(self, over: asyncio.Event, *, block_ms: int = 250) -> None:
-        """Read and show news. Retriable Redis errors are waited out; others end the run."""
+        """Read and show events. Waits out retriable Redis errors; others end the run."""
         try:
             await self._observer.step(block_ms=block_ms)
             await self._trackers.look(self._observer.view, time.monotonic())
@@ -321,7 +321,7 @@ class LocalRun:
             self._end(how)
 
     async def _guests_gone(self, ours: Set[str]) -> None:
-        """Wait a little for the trainers that joined the run to leave it."""
+        """Wait a little for trainers from other terminals to leave."""
         until = time.monotonic() + _GUESTS_S
         while time.monotonic() < until:
             try:
@@ -333,7 +333,7 @@ class LocalRun:
             await asyncio.sleep(0.1)
 
     async def _stopped(self) -> None:
-        """Stop the services, and keep reading: what they do while draining belongs to the run."""
+        """Stop the services, and keep reading events until they have drained."""
         stopped = asyncio.Event()
         stopping = asyncio.create_task(self._supervisor.stop(), name="stop")
         stopping.add_done_callback(lambda _: stopped.set())
@@ -346,7 +346,7 @@ class LocalRun:
             await stopping
 
     async def _reported(self) -> tuple[int, dict[str, Any]]:
-        """Write the result files from what the services left."""
+        """Write the result files from the final state."""
         how = self._ending or Ending("failed", "abandoned")
         request, subject, history = self._request, self._subject, self._observer.history
         try:
@@ -391,7 +391,7 @@ class LocalRun:
         request, history = self._request, self._observer.history
         return Drawn.of(request.settings, request.who_trains, view, history)
 
-    # what others report
+    # callbacks
 
     def _end(self, how: Ending) -> None:
         """End the run; the first ending counts."""
@@ -413,11 +413,11 @@ class LocalRun:
             self._server.kill()
 
     async def _end_waits(self, names: Collection[str]) -> None:
-        with suppress(FedstreamError):  # then their waits end by themselves
+        with suppress(FedstreamError):  # else the waits time out by themselves
             await end_waits(self._client, names)
 
     async def _worked(self, program: Program, pid: int) -> bool:
-        """Whether a process had begun to work; known only of trainers, by the register."""
+        """Whether a trainer's process had registered, and so begun to work."""
         if program.role != "trainer":
             return False
         try:

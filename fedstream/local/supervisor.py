@@ -2,7 +2,7 @@
 
 The supervisor starts them, restarts those that die, and stops them in order. A service waits in
 Redis for up to a second at a time, and a wait must not be cancelled: Redis may have answered
-already. Ended by Redis itself (:func:`end_waits`), it comes to nothing, as if its second were over.
+already. So :func:`end_waits` makes Redis end the waits, as if they had timed out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Self
 import tomli_w
 
 from fedstream.broker.client import Client
-from fedstream.local.lives import Launcher, Life
+from fedstream.local.launcher import Launcher, ServiceProcess
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.process import open_regular
 from fedstream.settings.config import Settings
@@ -48,7 +48,7 @@ def _waiting(listing: str, names: Collection[str]) -> Iterator[str]:
             yield about["id"]
 
 
-_ANSWER_S = 0.1  # this machine takes or refuses a connection at once
+_ANSWER_S = 0.1  # a local connection is accepted or refused at once
 
 
 class HeldPort:
@@ -92,7 +92,7 @@ class HeldPort:
 
 
 def is_answering(host: str, port: int) -> bool:
-    """Whether a process takes connections there by now. ``host``: where it listens."""
+    """Whether a process accepts connections at a host and port."""
     try:
         socket.create_connection((host, port), _ANSWER_S).close()
     except OSError:
@@ -122,7 +122,7 @@ _TAIL = 64 * 1024  # bytes at the end of a log to search for a reason
 
 
 class Restarts:
-    """Restart policy of one process: depends only on how its past lives ended."""
+    """Restart policy of one process, by its previous ends."""
 
     def __init__(self, first_delay_s: float = 0.5) -> None:
         self._first_delay_s = first_delay_s
@@ -131,8 +131,8 @@ class Restarts:
     def died(self, lived_s: float, *, worked: bool = False) -> float | None:
         """Seconds to wait before the next start; None if it died too often in a row.
 
-        ``worked``: it had begun to work, so the work may have killed it (a task that kills its
-        trainer goes to `dead` after some attempts).
+        ``worked``: the process had begun to work, so a task may have killed it, which goes to
+        `dead` after some attempts.
         """
         if worked or lived_s >= _STEADY_S:
             self._in_a_row = 0
@@ -143,7 +143,7 @@ class Restarts:
 
 
 def how_it_ended(code: int) -> str:
-    """Exit code in words."""
+    """An exit code, for people."""
     if code >= 0:
         return f"exited with {code}"
     try:
@@ -153,7 +153,7 @@ def how_it_ended(code: int) -> str:
 
 
 def last_words(log: str) -> str:
-    """Reason given by the last error in a log, or its last line that isn't JSON; '' if neither."""
+    """The reason in the last error of a log, or its last line that isn't JSON; '' if neither."""
     plain = ""
     for line in reversed(log.splitlines()):
         try:
@@ -186,7 +186,7 @@ class Child:
     def __init__(self, program: Program, log: Path, supervisor: Supervisor) -> None:
         self.program = program
         self.restarts = 0
-        self.process: Life | None = None
+        self.process: ServiceProcess | None = None
         self._log = log
         self._supervisor = supervisor
         self._policy = Restarts(supervisor.first_delay_s)
@@ -194,7 +194,7 @@ class Child:
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start it, and restart it whenever it dies."""
+        """Start the program, and restart it whenever it dies."""
         self._keeper = asyncio.create_task(self._keep(), name=self.program.name)
         self._keeper.add_done_callback(self._kept)
 
@@ -284,7 +284,7 @@ class Child:
             return f"its log cannot be read: {error}"
 
     def _lost(self, how: str) -> None:
-        """It will not be started again: the run fails, unless it can do without."""
+        """Give the program up: the run fails if the program is vital."""
         name = self.program.name
         if self.program.vital:
             self._supervisor.failed(f"{name} {how}")
@@ -306,8 +306,9 @@ class Child:
 class Supervisor:
     """All processes of a run.
 
-    ``say`` is called with a line for the user, ``failed`` with the reason why the run can't go on.
-    ``worked`` says whether a dead process, given by program and process id, had begun to work.
+    ``say``: called with a line for the user. ``failed``: called with the reason why the run can't
+    continue. ``worked``: whether a dead process, given by program and process id, had begun to
+    work.
     """
 
     def __init__(
@@ -323,8 +324,8 @@ class Supervisor:
         end_waits: Callable[[Collection[str]], Awaitable[None]] | None = None,
         first_delay_s: float = 0.5,
     ) -> None:
-        """``end_waits`` ends what the services of these names wait for, so that they stop sooner;
-        None: nobody can."""
+        """``end_waits``: ends the waits of the services of these names, so that they stop sooner;
+        None: impossible."""
         self.first_delay_s = first_delay_s
         self.launcher = launcher
         self.environment = environment
@@ -381,7 +382,7 @@ _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
 def programs(
     settings: Settings, trainers: int, config: Path, port: int, *, changed_rules: bool = False
 ) -> list[Program]:
-    """Services of a run, in starting order. ``changed_rules``: the updater accepts these."""
+    """Services of a run, in starting order. ``changed_rules``: for the updater."""
 
     def service(
         role: str, drain_s: float, *options: str, name: str = "", vital: bool = True

@@ -1,4 +1,4 @@
-"""What the user of a local run is told of trackers that don't keep up with it."""
+"""Notices about trackers that don't keep up with a local run."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from pathlib import Path
 
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.core.records import Tally
-from fedstream.sinks.choice import named
+from fedstream.sinks.settings import named
 from fedstream.sinks.sink import SinkSettings
 
 _LOOK_S = 1.0
-_BEHIND_S = 15.0  # without anything written; more if the tracker is written to less often
+_BEHIND_S = 15.0  # without a write; longer if the tracker is written to less often
 
 
 class Trackers:
-    """How far each of a run's trackers is, by the cursors of the service that writes to them."""
+    """The progress of a run's trackers, by their cursors."""
 
     def __init__(
         self, ledger: SinksLedger, sinks: Sequence[SinkSettings], out: Path, log: Path
     ) -> None:
-        """``out``: the run's folder. ``log``: the service's."""
+        """``out``: the run's folder. ``log``: of the service ``sinks``."""
         self._ledger, self._out, self._log = ledger, out, log
         self._patience_s = {
             one.name: max(_BEHIND_S, 3 * one.settings.every_s) for one in named(sinks)
         }
         self._cursors: dict[str, Cursor] = {}
-        self._moved: dict[str, float] = {}  # when a tracker was last seen to get on, or to be done
+        self._moved: dict[str, float] = {}  # time of a tracker's last progress
         self._looked: float | None = None
 
     async def look(self, view: Tally | None, now: float, *, again: bool = False) -> None:
@@ -43,14 +43,14 @@ class Trackers:
             self._cursors[name] = cursor
 
     def notices(self, now: float) -> Iterator[tuple[str, str]]:
-        """A key and a line for each tracker that nothing has been written to for too long."""
+        """A key and a line for each tracker without a recent write."""
         for name, since in self._moved.items():
             if now - since > self._patience_s[name]:
                 line = f"{name}: nothing written for {now - since:.0f} s, and tried again and again"
                 yield f"tracker {name}", f"{line}: see {self._log}"
 
     def missing(self, view: Tally) -> Iterator[str]:
-        """A line for each tracker that lacks something at the end of the run."""
+        """A line for each incomplete tracker at the end of the run."""
         done = view.run.state == "finished"
         for name, cursor in self._cursors.items():
             versions = view.head.version - cursor.version

@@ -1,1 +1,1 @@
-"""What an operator changes in a run's Redis: dead letters, purging, users, feeding a recording."""
+"""An operator's changes in Redis: dead letters, devices, purging, users, feeding a recording."""

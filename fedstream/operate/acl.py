@@ -28,10 +28,10 @@ def file_of(
 ) -> str:
     """Text of the ACL file, with passwords from the environment. Raises ConfigError.
 
-    ``sites`` get a user each, of the trainers there. The pool must not be among them: it uses the
-    trainer role's user. ``gateways``: the sites of gateways, likewise; that of the site 'gateway'
-    is the role's user. ``folder``: has the passwords, in files named after the users, in place of
-    the environment. ``reload``: the password of that user.
+    ``sites``: get a user each for their trainers; not the pool, which uses the role's user.
+    ``gateways``: the sites of gateways, likewise; the site 'gateway' uses the role's user.
+    ``folder``: has the passwords, in files named after the users, instead of the environment.
+    ``reload``: password of the user ``reload``.
     """
     missing: list[str] = []
 
@@ -60,7 +60,7 @@ def file_of(
 
 
 def _check(sites: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is no site's, or has another one's variable."""
+    """Raise ConfigError for an invalid name, or two names with the same variable."""
     for number, site in enumerate(sites):
         check_name("--site", site)
         if site == POOL:
@@ -75,7 +75,7 @@ def _check(sites: Sequence[str]) -> None:
 
 
 def _content(folder: Path, user: str) -> str:
-    """The text of a user's file in a folder or in one below it; '' if there is none.
+    """The text of a user's file in a folder or its subfolders; '' if there is none.
 
     Raises ConfigError.
     """
@@ -103,7 +103,7 @@ def write(path: Path, text: str) -> None:
     try:
         part.unlink(missing_ok=True)
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640), "w") as file:  # noqa: PTH123  (with a mode)
-            os.fchmod(file.fileno(), 0o640)  # whatever the umask
+            os.fchmod(file.fileno(), 0o640)  # regardless of the umask
             file.write(text)
         part.replace(path)
     except OSError as error:

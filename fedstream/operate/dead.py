@@ -1,8 +1,8 @@
 """`fedstream dead`: inspects, retries and drops dead letters.
 
-A dead letter's task has ended, and stays so. A retry is a new task for the same device, with the
-same number of steps; it counts as issued and gets its own outcome. Two letters may concern one task
-(its entry crashed trainers, an answer to it crashed coordinators); it is retried once.
+A dead letter's task has ended. A retry is a new task for the same device, with the same number of
+steps; it counts as issued and gets its own outcome. Two letters may concern one task (its entry
+crashed trainers, an answer to it crashed coordinators), which is retried only once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Letter:
 
     @property
     def task(self) -> str | None:
-        """The task it concerns."""
+        """The letter's task."""
         return getattr(self.message, "task", None)
 
     @property
@@ -119,12 +119,12 @@ def _letter(id_: str, fields: dict[bytes, bytes]) -> Letter:
 
 
 def again(letter: Letter, now: float) -> Trigger:
-    """Make the trigger that redoes a letter's work. Raises FedstreamError if that's impossible."""
+    """Make the trigger that retries a letter. Raises FedstreamError if that's impossible."""
     message = letter.message
     if message is None:
         raise FedstreamError(f"it is unreadable ({letter.unreadable}), so nothing can be retried")
     if isinstance(message, GiveUp):
-        raise FedstreamError("it says that a device gave up its task: there is nothing to retry")
+        raise FedstreamError("it reports a task that its device gave up: there is nothing to retry")
     if isinstance(message, Withdraw):
         raise FedstreamError(
             "it only gives up overdue tasks; the scheduler does that again by itself"
@@ -148,7 +148,7 @@ def again(letter: Letter, now: float) -> Trigger:
 
 
 async def retry(client: Client, keys: Keys, letter: Letter) -> Trigger:
-    """Trigger a letter's work again, and delete the letter. Raises FedstreamError."""
+    """Retry a letter as a new task, and delete the letter. Raises FedstreamError."""
     trigger = again(letter, client.clock.now())
     before = letter.task or ""
     verdict, detail = await OperatorLedger(client, keys, "dead").retry(letter.id, before, trigger)

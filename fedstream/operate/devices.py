@@ -1,8 +1,8 @@
 """`fedstream devices`: puts devices into quarantine, releases them, and lists them.
 
-A command is a control entry in the updater's queue, so it has a place in the order of updates: what
-a device sent before counts, what it sends afterwards is refused. The head in Redis says who is in
-quarantine, once the updater has journalled it.
+A command is a control entry in the updater's queue, so it has a place in the order of updates: a
+device's earlier updates count, and later ones are refused. The head in Redis lists the quarantined
+devices once the updater has journalled the entry.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fedstream.core.records import Quarantines, View
 from fedstream.terminal import cell, clock, console, line
 
 _AT = "%Y-%m-%d %H:%M:%S"
-_LOOK_S = 0.05  # between two looks at whether the updater has taken an entry
-_EVENTS = 10_000  # the stream keeps about as many
+_LOOK_S = 0.05  # between two checks whether the updater has processed an entry
+_EVENTS = 10_000  # about the stream's limit
 _USED = ("applied", "buffered")
 
 Became = Literal["taken", "waiting", "no updater", "without effect"]
@@ -42,7 +42,7 @@ Became = Literal["taken", "waiting", "no updater", "without effect"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a command."""
+    """The result of a command."""
 
     what: Became
     wanted: SetQuarantine
@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def unchanged(self) -> tuple[int, ...]:
-        """The devices that were as wanted already."""
+        """The devices that needed no change."""
         changed = self.before.changed(self.wanted)
         return tuple(device for device in self.wanted.devices if device not in changed)
 
@@ -59,7 +59,7 @@ class Answer:
 async def ask(
     client: Client, keys: Keys, devices: Sequence[int], *, release: bool, why: str, wait_s: float
 ) -> Answer:
-    """Queue a command, and wait until the updater has taken it, at most ``wait_s``.
+    """Queue a command, and wait at most ``wait_s`` until the updater has processed it.
 
     Raises NoRun, and FedstreamError if the command can't be queued.
     """
@@ -114,7 +114,7 @@ async def _quarantines(ledger: OperatorLedger) -> Quarantines:
 
 
 def tell(answer: Answer) -> bool:
-    """Print what became of a command; returns whether the updater has taken it."""
+    """Print the result of a command; return whether the updater has processed it."""
     wanted, named = answer.wanted, _named(answer.wanted.devices)
     if answer.what == "taken":
         changed = _named([d for d in wanted.devices if d not in answer.unchanged])
@@ -151,7 +151,7 @@ def _named(devices: Sequence[int]) -> str:
 
 @dataclass
 class Device:
-    """A device, as the run's newest events and its head know it."""
+    """A device, according to the run's newest events and head."""
 
     device: int
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -166,13 +166,13 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceList:
-    """The devices that were heard of, and how far back the events go."""
+    """The devices in quarantine or events, and the time of the oldest event."""
 
-    found: tuple[Device, ...]  # those in quarantine first, then by most refusals
+    found: tuple[Device, ...]  # quarantined ones first, then by most refusals
     since: float | None  # of the oldest event; None: there is none
 
     def in_quarantine(self) -> DeviceList:
-        """Those in quarantine alone."""
+        """Only the devices in quarantine."""
         return replace(self, found=tuple(one for one in self.found if one.quarantine is not None))
 
 

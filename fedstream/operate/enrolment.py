@@ -1,7 +1,7 @@
-"""`fedstream devices invite`, `enrolled`, `revoke` and `admit`: who may come to a gateway.
+"""`fedstream devices invite`, `enrolled`, `revoke` and `admit`: access to a gateway.
 
-An invite is shown once, to the operator who asked for it; Redis keeps its digest. The gateway looks
-at revocations about every other second.
+An invite is shown once, to the operator; Redis has only its digest. The gateway reads revocations
+about every two seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.gateway import Registration
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.coordinator.gateway.invites import new_invite
+from fedstream.coordinator.gateway.auth import new_invite
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import ConfigError, FedstreamError, NoRun
 from fedstream.terminal import clock, console, line
@@ -32,7 +32,7 @@ EntrantState = Literal["enrolled", "invited", "invite expired", "revoked"]
 
 @dataclass(frozen=True)
 class Invitation:
-    """Invites for devices, and until when they hold in seconds since 1970."""
+    """Invites for devices, and their expiry in seconds since 1970."""
 
     invites: dict[int, str]
     till: float
@@ -40,7 +40,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A device as a gateway knows it. Times are in seconds since 1970."""
+    """A device in a gateway's registers. Times are in seconds since 1970."""
 
     device: int
     state: EntrantState
@@ -77,7 +77,7 @@ async def invite(
                 f"device {detail} is revoked; first: fedstream devices admit {detail}"
             )
         case "finished":
-            raise FedstreamError("the run is finished: nobody can take part any more")
+            raise FedstreamError("the run is finished, so no device can take part")
         case _:
             raise _unknown(verdict, detail, client, keys)
 
@@ -85,7 +85,7 @@ async def invite(
 async def set_access(
     client: Client, keys: Keys, site: str, devices: Sequence[int], *, admit: bool
 ) -> list[int]:
-    """Turn devices away, or admit them again: which of them were not so already.
+    """Revoke devices, or admit them again; return the changed ones.
 
     Raises NoRun, FedstreamError.
     """
@@ -103,7 +103,7 @@ def _unknown(verdict: str, detail: str, client: Client, keys: Keys) -> Fedstream
 
 
 async def read(client: Client, keys: Keys, site: str) -> list[Entrant]:
-    """All devices that a site's gateway knows, by number. Raises NoRun."""
+    """Read all devices in the registers of a site's gateway, by number. Raises NoRun."""
     ledger = OperatorLedger(client, keys, "devices")
     await ledger.run()
     enrolled, invites, revoked = await ledger.access(site)
@@ -141,7 +141,7 @@ def tell_invites(made: Invitation) -> None:
 
 
 def tell_access(devices: Sequence[int], changed: Sequence[int], *, admit: bool) -> None:
-    """Print which devices are turned away or admitted now, and which were before."""
+    """Print the changed and the unchanged devices."""
     before = sorted({*devices} - {*changed})
     if changed:
         line(f"{'admitted' if admit else 'revoked'}: {_named(changed)}")

@@ -1,9 +1,9 @@
 """`fedstream replay --redis`: feeds recorded updates through live services at the recorded pace.
 
-The feeder acts as scheduler and trainers: it opens a task for each recorded update and answers it
-with the recorded bytes once the live run has the version it was trained from. So each update is as
-stale as it was. Coordinator and updater decide for themselves what becomes of it. Tasks are opened
-ahead, so that only answering takes time.
+The feeder acts as scheduler and trainers: it opens a task for each recorded update, and answers it
+with the recorded bytes once the live run has the update's base version. So each update has its
+recorded staleness. Coordinator and updater decide on it themselves. Tasks are opened ahead, so that
+only answering takes time.
 """
 
 from __future__ import annotations
@@ -80,19 +80,19 @@ class _Todo:
         self.trigger: Trigger | None = None  # for it, once there is one
 
     def done(self) -> None:
-        """Go on to the record after it."""
+        """Continue with the next record."""
         self.next, self.trigger = next(self._records, None), None
 
 
 class _Pace:
-    """When records are due, as fast as they were recorded or ``speed`` times as fast."""
+    """The due times of records, at the recorded pace times ``speed``."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
         self._began: tuple[float, float] | None = None  # start: our clock, recorded clock
 
     def due_s(self, received: float) -> float:
-        """Seconds until what was received at that time, by the recorded clock, is due."""
+        """Seconds until an update received at ``received`` (recorded clock) is due."""
         now = time.monotonic()
         self._began = self._began or (now, received)
         return self._began[0] + (received - self._began[1]) / self.speed - now
@@ -116,11 +116,11 @@ class Feeder:
         self._tasks = Group(self._client, keys.tasks, TRAINERS, _NAME)
         self._todo = _Todo(self._chain)
         self._open: dict[str, _Open] = {}  # by task, in journal order
-        self._wait_s = 0.0  # until there is more to do, barring news
+        self._wait_s = 0.0  # until the next action, unless an event comes first
         self._closing = False  # asked to close a round, and the live run hasn't yet
         self._offset = 0  # from recorded versions to the live run's
         self._told = False  # warned that there is no run
-        self._unsure = True  # we may hold tasks that we don't know of
+        self._unsure = True  # whether unknown pending tasks may be ours
         self._before: View | None = None
         self._after: View | None = None
         self.recorded: Counter[str] = Counter()  # recorded outcomes of the updates fed
@@ -192,7 +192,7 @@ class Feeder:
         return False
 
     async def _look(self) -> View:
-        """Look at the run, at once if there may be something to do, else when there is news."""
+        """Read the run, at once if an action may be due, else after the next event."""
         if self._after is None or self._unsure or self._waits_for_task or self._wait_s <= 0:
             return await self._ledger.look()
         block_ms = max(1, round(1000 * min(self._wait_s, _LOOK_S)))
@@ -214,9 +214,9 @@ class Feeder:
                 del self._open[name]
 
     async def _open_next(self, view: View) -> float:
-        """Open tasks that are due; close a round when everything before its end has arrived.
+        """Open due tasks; close a round once everything before its end has arrived.
 
-        Returns the seconds until there is more to do, unless news comes first.
+        Returns the seconds until the next action, unless an event comes first.
         """
         if self._closing and (view.triggers or view.backlog):
             return _CLOSED_S
@@ -332,7 +332,7 @@ class Feeder:
 
 
 def _loaded(segment: Segment, record: Record) -> Payload:
-    """The update's bytes as they were received."""
+    """The update's received bytes."""
     model = Model(segment.layout)
     recorded(record, model if record.payload_bytes else None)
     return received(segment, record, model)

@@ -1,4 +1,4 @@
-"""Services that are serving a run now, and deletion of a run without any."""
+"""Live services of a run, and deletion of a run without live services."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEADERS = ("scheduler", "updater")
 
 
 async def serving(client: Client, keys: Keys) -> list[str]:
-    """Names of live services, as far as Redis shows; evaluators leave no trace."""
+    """Names of live services, from Redis's data; evaluators are invisible there."""
     ledger = OperatorLedger(client, keys, "presence")
     leaders = [role for role in _LEADERS if await client.call("EXISTS", keys.leader(role))]
     # A trainer that signed off stays on the register until a coordinator sweeps it.
@@ -52,14 +52,14 @@ async def purge(client: Client, keys: Keys, *, force: bool) -> int:
 
 
 async def elsewhere(client: Client) -> dict[int, int]:
-    """How many keys each of Redis's other databases has. The run is in one; a cluster has one."""
+    """The number of keys in each of Redis's other databases."""
     found = (await client.call("INFO", "keyspace")).decode()
     keys = {int(db): int(n) for db, n in re.findall(r"^db(\d+):keys=(\d+)", found, re.MULTILINE)}
     return {db: n for db, n in keys.items() if db != client.database}
 
 
 def in_words(database: int, keys: int) -> str:
-    """What another database holds."""
+    """A line about another database's keys."""
     return f"database {database} of this Redis has {counted(keys, 'key')}"
 
 

@@ -1,4 +1,4 @@
-"""What a gateway and its devices tell each other over HTTPS, version 1 of the protocol.
+"""The protocol between a gateway and its devices over HTTPS, version 1.
 
 Bodies are JSON (:mod:`fedstream.protocol.messages`), some headers have a syntax of their own
 (:mod:`fedstream.protocol.headers`), and a device that enrols or asks for a token signs its request

@@ -1,4 +1,4 @@
-"""What Flower's clients call the numbers that they report. Pure."""
+"""The names of numbers that Flower's clients report. Pure."""
 
 from __future__ import annotations
 

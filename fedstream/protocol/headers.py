@@ -1,8 +1,8 @@
 """Headers with a syntax of their own: structured fields (RFC 9651), retries and tokens.
 
 Uploads follow draft-ietf-httpbis-resumable-upload: Upload-Length, Upload-Offset and Upload-Limit
-are integers, Upload-Complete a boolean. The draft will become an RFC: until then, who wants its
-interim responses says which version he speaks (Upload-Draft-Interop-Version).
+are integers, Upload-Complete a boolean. Until the draft becomes an RFC, a client that wants its
+interim responses states the draft's version (Upload-Draft-Interop-Version).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT: Final = "Fedstream-Format"
 
 MOST: Final = "max-size"  # of Upload-Limit: bytes of an upload
 LEAST_PART: Final = "min-append-size"  # bytes in a request that does not complete the upload
-AGE: Final = "max-age"  # seconds for which an upload stays as it is
+AGE: Final = "max-age"  # seconds for which an upload is kept
 
 INTEROP_VERSION: Final = "8"  # of the draft from -09 on
 
@@ -40,7 +40,7 @@ _TOKEN_CHARS = 1000
 
 
 class BadHeader(FedstreamError):
-    """A header's value that is not of its syntax."""
+    """A header's value with invalid syntax."""
 
 
 def integer(name: str, value: str) -> int:
@@ -63,7 +63,7 @@ def as_boolean(value: bool) -> str:
 
 
 def limits(value: str) -> dict[str, int]:
-    """The limits of an upload in Upload-Limit, by name: also such as we know nothing of.
+    """The limits in Upload-Limit by name, unknown ones included.
 
     Raises BadHeader.
     """
@@ -77,7 +77,7 @@ def limits(value: str) -> dict[str, int]:
 
 
 def as_limits(limits: Mapping[str, int]) -> str:
-    """Upload-Limit."""
+    """The value of Upload-Limit."""
     return ", ".join(f"{name}={value}" for name, value in limits.items())
 
 
@@ -90,5 +90,5 @@ def bearer(value: str) -> str:
 
 
 def as_bearer(token: str) -> str:
-    """Authorization with a token."""
+    """The value of Authorization for a token."""
     return f"Bearer {token}"

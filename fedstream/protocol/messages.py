@@ -1,9 +1,9 @@
-"""What gateway and devices say: JSON bodies, and the report of an update in its header.
+"""The messages of the protocol: JSON bodies, and the report of an update in a header.
 
-Frozen and strict: a number is no text, and nothing is infinite. Unknown fields are ignored and new
-ones need a default, so that devices and gateways of different releases understand each other. A
-field that has a default may also be dropped. Any other change needs another version of the
-protocol, with routes of its own.
+Messages are frozen and strict: numbers are finite and never text. Unknown fields are ignored and
+new fields need a default, so that devices and gateways of different releases understand each other.
+A field with a default may also be dropped. Any other change needs a new version of the protocol,
+with new routes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAIT_S: Final = 50.0  # longest that a check-in may wait for a task
 KEY_CHARS: Final = 400  # of a public key in PEM; one of P-256 takes 178
 AUTHORITY: Final = r"[a-z0-9._:\[\]-]{1,260}"  # a host, perhaps with a port
 ATTEMPT_DIGITS: Final = 12  # hexadecimal
-# Ids stand in URLs; fedstream's own of tasks are UUIDs.
+# Ids are parts of URLs; fedstream's task ids are UUIDs.
 TASK_ID: Final = r"[A-Za-z0-9_-]{1,64}"
 ATTEMPT_ID: Final = rf"[0-9a-f]{{{ATTEMPT_DIGITS}}}"
 
@@ -34,7 +34,7 @@ Nonce = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=rf"^{DIGEST_PATTERN}$")]  # of a model or update
 FormatName = Annotated[str, Field(pattern=r"^[a-z0-9.:+]{1,40}$")]  # a wire format's
-Whole = Annotated[int, Field(ge=0, lt=1 << 53)]  # that any JSON reader keeps exact
+Whole = Annotated[int, Field(ge=0, lt=1 << 53)]  # exact in any JSON reader
 AtLeastOne = Annotated[int, Field(ge=1, lt=1 << 53)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -82,7 +82,7 @@ class Problem(Body):
 
 
 class Attestation(Body):
-    """What somebody else says of a device, such as who made it: for whom the operator chose."""
+    """A third party's statement about a device, for the operator's verifier."""
 
     format: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,39}$")]
     data: Annotated[str, Field(max_length=4 * -(-ATTESTATION // 3))]  # base64
@@ -99,7 +99,7 @@ class Attestation(Body):
 
 
 class Enrolment(Body):
-    """``POST /v1/devices``: an invite and the key of the device that has it."""
+    """``POST /v1/devices``: an invite, and the device's public key."""
 
     invite: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
     public_key: Annotated[str, Field(min_length=1, max_length=KEY_CHARS)]  # PEM
@@ -107,14 +107,14 @@ class Enrolment(Body):
 
 
 class Enrolled(Body):
-    """The number that the device has from now on."""
+    """The device's number."""
 
     device: Whole
     run: Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Access(Body):
-    """``POST /v1/token``: what the device shows with every other request."""
+    """``POST /v1/token``: a token for all other requests."""
 
     token: Annotated[str, Field(max_length=1000)]
     expires_in: AtLeastOne  # seconds
@@ -129,16 +129,16 @@ class CheckIn(Body):
     nonce: Nonce  # the same nonce gets the same answer
     eligible: bool = True
     wait_s: Annotated[float, Field(ge=0, le=WAIT_S, allow_inf_nan=False)] = WAIT_S
-    # Formats of models that it can read, the best first.
+    # Formats of models that the device can read, the best first.
     formats: Annotated[tuple[FormatName, ...], Field(max_length=16)] = ("f32",)
-    has: Digest | None = None  # the model that it has
-    # Of the device's own task, to be those of the run; None: not said, or any.
-    layout: Sha256 | None = None  # the signature of its model's
-    devices: AtLeastOne | None = None  # over how many its data is split
+    has: Digest | None = None  # digest of the device's model
+    # Properties of the device's task, which must equal the run's; None: unstated, or any.
+    layout: Sha256 | None = None  # signature of its model's layout
+    devices: AtLeastOne | None = None  # number of devices that its data is split over
 
 
 class OfferedTask(Body):
-    """What to train: how long, and with which seed."""
+    """The length and the seed of the training."""
 
     id: TaskId
     device: Whole
@@ -146,35 +146,35 @@ class OfferedTask(Body):
     steps: AtLeastOne | None = None
     epochs: AtLeastOne | None = None
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    # Seconds from the offer on, after which no answer counts. A device counts them by itself: its
-    # clock may be wrong.
+    # Seconds from the offer to the deadline. A duration and no time, as a device's clock may be
+    # wrong.
     left_s: NotNegative | None = None
 
 
 class OfferedModel(Body):
-    """What to train from."""
+    """The model to train from."""
 
     version: Whole
     digest: Digest  # of its bytes
     size: Whole  # bytes
     format: FormatName
     url: UrlPath
-    # What changed since the model that the device has: usually fewer bytes.
+    # URL of the changes since the device's model, usually fewer bytes.
     changes: UrlPath | None = None
 
 
 class ExpectedUpdate(Body):
-    """What to send back."""
+    """The requirements for the update."""
 
     url: UrlPath
     sends: Sends
     format: FormatName
-    layout: Sha256  # the signature of the run's
+    layout: Sha256  # signature of the run's layout
     most: AtLeastOne  # bytes
 
 
 class Offer(Body):
-    """A task for a device, of which it makes this attempt."""
+    """A task for a device, and the id of the device's attempt."""
 
     task: OfferedTask
     attempt: AttemptId
@@ -184,13 +184,13 @@ class Offer(Body):
 
 
 class Beat(Body):
-    """``POST /v1/tasks/{task}/heartbeat``: the device is still at work."""
+    """``POST /v1/tasks/{task}/heartbeat``: the device is still working."""
 
     attempt: AttemptId
 
 
 class Advice(Body):
-    """Whether to go on with a task, and why not."""
+    """Whether to continue a task, and if not, why."""
 
     go_on: bool
     why: Literal["given up", "too stale", "run over"] | None = None
@@ -198,7 +198,7 @@ class Advice(Body):
     @model_validator(mode="after")
     def _agree(self) -> Advice:
         if self.go_on == (self.why is not None):
-            raise ValueError("why says why not to go on")
+            raise ValueError("why must give the reason to stop")
         return self
 
 
@@ -215,29 +215,29 @@ class Surrender(Body):
 
 
 class UpdateReport(Body):
-    """The header ``Update-Report``: what an update is, and how it was trained."""
+    """The header ``Update-Report``: an update's properties and training."""
 
-    digest: Digest  # of the bytes that are sent
+    digest: Digest  # of the sent bytes
     samples: Whole  # in the device's data
     steps: Whole  # as performed
     lr: Finite
     loss: Finite | None = None  # mean over the steps
-    seconds: NotNegative = 0.0  # that the device took
-    tau: Whole  # the version that it trained from
-    base: Digest  # of that
-    layout: Sha256  # the signature of the model's
+    seconds: NotNegative = 0.0  # the device's time
+    tau: Whole  # version of the trained model
+    base: Digest  # digest of x_tau
+    layout: Sha256  # signature of the layout
     format: FormatName = "f32"
 
 
 class Receipt(Body):
-    """What became of an update."""
+    """The state of an update: admitted, refused, given up, or not decided yet."""
 
     state: Literal["admitted", "received", "refused", "given up"]
     reason: Annotated[str, Field(max_length=200)] | None = None
 
 
 class WrongOffset(Body):
-    """A part that does not begin where the upload has got to (RFC 9457's form)."""
+    """A part that does not begin at the upload's offset, as a problem of RFC 9457."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", strict=True, validate_by_name=True, serialize_by_alias=True

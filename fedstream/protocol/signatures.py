@@ -8,14 +8,14 @@ body:
         created=1763884800;nonce="...";keyid="17";alg="ed25519"     (one line)
     Signature: fedstream=:...:
 
-Everything is fixed but the values: the label, the components, the parameters and their order. What
-differs in one character is refused, so nothing has to be parsed that could be read in two ways. The
-path is the request's, without a query: a signed request has none. ``authority`` is the gateway's
-host in lower case, with its port unless that is the scheme's own (RFC 9421, 2.2.3), as the signer
-knows it: so a gateway can't hand a signature on to another one that knows the same key.
+Label, components, parameters and their order are fixed, and any other form is refused, so nothing
+ambiguous is parsed. The path is the request's; a signed request has no query. ``authority`` is the
+gateway's host as the signer knows it, in lower case, with its port unless it is the scheme's
+default (RFC 9421, 2.2.3): so a gateway can't forward a signature to another gateway that knows the
+same key.
 
-Whoever verifies must also compare ``created`` with the clock and take a nonce once, and must get
-the key by ``keyid``; :func:`read` therefore comes before :meth:`Signature.verify`.
+A verifier must also compare ``created`` with its clock, accept each nonce only once, and look the
+key up by ``keyid``; :func:`read` therefore comes before :meth:`Signature.verify`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ Algorithm: TypeAlias = Literal["ecdsa-p256-sha256", "ed25519"]
 
 P256: Final = "ecdsa-p256-sha256"
 ED25519: Final = "ed25519"
-NEW: Final = "new"  # the keyid of a device that has no number yet
-WINDOW_S: Final = 60  # between ``created`` and the verifier's clock, to either side
+NEW: Final = "new"  # the keyid of a device without a number
+WINDOW_S: Final = 60  # largest difference between ``created`` and the verifier's clock
 
 _COORDINATE = 32  # bytes of r and of s, big-endian
 _COMPONENTS = '("@method" "@authority" "@path" "content-digest")'
@@ -78,16 +78,16 @@ _PATH = re.compile(r"/[A-Za-z0-9._~/-]{0,400}")
 
 
 class BadSignature(FedstreamError):
-    """A request that is not signed, not in our form, or not by this key."""
+    """A request without a signature, in another form, or signed by another key."""
 
 
 class BadKey(FedstreamError):
-    """A public key that is none of P-256 or Ed25519."""
+    """A public key that is neither of P-256 nor of Ed25519."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a request's headers say of its signature; nothing of it is true before `verify`."""
+    """A request's signature, not trusted before :meth:`verify`."""
 
     created: int  # seconds since 1970, by the signer's clock
     nonce: str
@@ -98,13 +98,13 @@ class Signature:
 
     @property
     def device(self) -> int | None:
-        """The number of the device that claims to have signed; None for a new one."""
+        """The claimed number of the signing device; None for a new one."""
         return None if self.keyid == NEW else int(self.keyid)
 
     def verify(
         self, key: PublicKey, *, method: str, authority: str, path: str, body: bytes
     ) -> None:
-        """Check that this key signed this request. Raises BadSignature."""
+        """Check that ``key`` signed this request. Raises BadSignature."""
         if self.digest != content_digest(body):
             raise BadSignature("Content-Digest is not the digest of the body")
         if self.alg != algorithm_of(key):
@@ -131,8 +131,9 @@ class Signature:
 def read(headers: Mapping[str, str]) -> Signature:
     """The signature in a request's headers. Raises BadSignature.
 
-    ``headers``: by names in lower case, or a mapping that ignores case. Each must be there once;
-    who has them as a list checks that (a value of several, joined by commas, is refused here).
+    ``headers``: by names in lower case, or a mapping that ignores case. Each header must occur
+    once; values joined by commas are refused here, but a list of headers must be checked by the
+    caller.
     """
     values = [headers.get(name) for name in ("content-digest", "signature-input", "signature")]
     digest, given, signature = values
@@ -165,8 +166,8 @@ def sign(
 ) -> dict[str, str]:
     """The headers that sign a request: Content-Digest, Signature-Input and Signature.
 
-    ``keyid``: the device's number, or NEW. ``created``: seconds since 1970. ``nonce``: a fresh one
-    if None. Raises ValueError for what can't be signed.
+    ``keyid``: the device's number, or NEW. ``created``: seconds since 1970. ``nonce``: None for a
+    fresh one. Raises ValueError for invalid values.
     """
     about = parameters(created, nonce or new_nonce(), keyid, algorithm_of(key.public_key()))
     if not _INPUT.fullmatch(f"fedstream={about}"):
@@ -186,7 +187,7 @@ def sign(
 
 
 def signature_base(parameters: str, method: str, authority: str, path: str, digest: str) -> bytes:
-    """What is signed (RFC 9421, 2.5). Raises ValueError for what is not of our form.
+    """The signed bytes (RFC 9421, 2.5). Raises ValueError for values that don't fit our form.
 
     ``parameters``: as :func:`parameters` writes them.
     """
@@ -222,14 +223,14 @@ def new_nonce() -> str:
 
 
 def algorithm_of(key: PublicKey) -> Algorithm:
-    """The one algorithm that a key signs with."""
+    """The algorithm of a key."""
     return ED25519 if isinstance(key, Ed25519PublicKey) else P256
 
 
 def public_key(pem: str) -> PublicKey:
     """The public key in a PEM of a SubjectPublicKeyInfo. Raises BadKey.
 
-    Only the form that :func:`pem_of` writes is accepted, so that a key has one text.
+    Accepts only the form that :func:`pem_of` writes, so that each key has one text.
     """
     if len(pem) > KEY_CHARS:
         raise BadKey(f"a public key of {len(pem)} characters: {KEY_CHARS} are enough")
@@ -251,7 +252,7 @@ def pem_of(key: PublicKey) -> str:
 
 
 def _decoded(text: str) -> bytes | None:
-    """64 bytes from base64; None if other characters would stand for the same bytes."""
+    """Decode 64 bytes from canonical base64; None for any other text."""
     raw = base64.b64decode(text)
     return raw if base64.b64encode(raw).decode() == text else None
 

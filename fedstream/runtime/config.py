@@ -64,7 +64,7 @@ M = TypeVar("M", bound=BaseModel)
 Positive = Annotated[float, Field(gt=0)]
 
 _PREFIX = "FEDSTREAM_"
-_TAGS = ("kind", "name")  # the fields that choose between alternative tables
+_TAGS = ("kind", "name")  # fields that select between alternative tables
 _ITEMS = ""  # in a table that adds items to a list: the key of that list
 _SHOWN = 80  # characters of an invalid value that a message shows
 
@@ -142,10 +142,10 @@ def load(
 
 
 def check(schema: type[M], table: Mapping[str, object], at: str) -> M:
-    """Validate the table at the key ``at``, which ``load`` took as it was.
+    """Validate the table at the key ``at``, which ``load`` accepted unchecked.
 
-    For tables whose schema is known only later, from a user's program. Raises ConfigError, as
-    ``load`` does, but the values' sources are no longer known.
+    For tables whose schema comes from a user's program. Raises ConfigError like ``load``, without
+    the values' sources.
     """
     tree: _Tree = {key: _node(value, "") for key, value in table.items()}
     return _validate(schema, tree, at.split("."))
@@ -227,7 +227,7 @@ def _node(value: object, source: str, text: str | None = None) -> _Tree | _Leaf:
 
 
 def _only(tree: _Tree, keys: Collection[str], schema: type[BaseModel]) -> _Tree:
-    """The tree without other keys than these, but with tables that the schema lacks: errors."""
+    """The tree with these keys only, plus tables unknown to the schema, which are errors."""
     left: _Tree = {name: node for name, node in tree.items() if name not in schema.model_fields}
     for key in keys:
         parts = key.split(".")
@@ -246,10 +246,10 @@ def _put(tree: _Tree, keys: Sequence[str], node: _Tree | _Leaf) -> None:
 
 
 def _merge(below: _Tree, above: _Tree, types: list[object], *, recorded: bool) -> _Tree:
-    if _is_choice(types) and any(_differs(below.get(tag), above.get(tag)) for tag in _TAGS):
+    if _has_alternatives(types) and any(_differs(below.get(tag), above.get(tag)) for tag in _TAGS):
         return above
     merged = dict(below)
-    types = _chosen(types, below, above, recorded=recorded)
+    types = _resolved(types, below, above, recorded=recorded)
     for key, node in above.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(node, dict):
@@ -282,10 +282,11 @@ def _check_trusted(
             if isinstance(value, str) and runs_program(value) and not allowed().recorded:
                 where = _dotted([*key, one.tag])
                 raise NotTrusted(
-                    f"{source} names the {one.door.what} {value!r}, and loading it runs its code: "
-                    f"choose {where} yourself, or give --trust-recorded-code if you trust this one"
+                    f"{source} names the {one.registry.what} {value!r}, and loading it runs its "
+                    f"code: choose {where} yourself, or give --trust-recorded-code if you trust "
+                    "this one"
                 )
-    known = _chosen(types, node)
+    known = _resolved(types, node)
     for name, below in node.items():
         inner = types if name == _ITEMS else _inside(known, name)
         _check_trusted(below, inner, source, (*key, name))
@@ -295,7 +296,7 @@ def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
     return isinstance(old, _Leaf) and isinstance(new, _Leaf) and old.value != new.value
 
 
-_SHOWN = 20  # wrong keys in an error: each looks up what would be right
+_SHOWN = 20  # wrong keys in an error, as each needs a look-up
 
 # Validation, by way of JSON: from JSON, pydantic's strict mode accepts a list for a tuple and a
 # string for a path; from Python values it does not.
@@ -332,7 +333,7 @@ def _plain(node: _Tree | _Leaf) -> object:
 
 
 class _Wrong:
-    """A pydantic error, in terms of the keys that the user wrote."""
+    """A pydantic error, expressed in the user's keys."""
 
     def __init__(
         self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails, at: Sequence[str]
@@ -342,12 +343,12 @@ class _Wrong:
         self.at = at
         self.key: list[str | int] = []
         self.types: list[object] = [schema]  # the key's possible types
-        self.holder: list[object] = []  # those of the table around it
+        self.holder: list[object] = []  # possible types of the enclosing table
         for part in details["loc"]:
             if isinstance(part, str) and len(self.types) > 1:  # not a key: names an alternative
                 self.types = [one for one in self.types if part in _labels(one)] or self.types
             else:
-                self.holder = _chosen(self.types, _find(tree, self.key))
+                self.holder = _resolved(self.types, _find(tree, self.key))
                 self.types = _inside(self.holder, part)
                 self.key.append(part)
         if "discriminator" in details.get("ctx", {}):
@@ -355,7 +356,7 @@ class _Wrong:
         self.node = _find(tree, self.key)
 
     def is_mended(self) -> bool:
-        """Change the value to what was meant; return whether it could be changed."""
+        """Convert the value to the intended one if possible; return whether it was converted."""
         return self.becomes_list() or self.becomes_text() or self.becomes_default()
 
     def becomes_list(self) -> bool:
@@ -391,8 +392,8 @@ class _Wrong:
     def becomes_default(self) -> bool:
         """Fill in a table's missing kind from the key's default; return whether it did so.
 
-        Not if the table has a key that only another kind has: ``strategy.alpha=0.3`` alone
-        configures the default strategy.
+        Not if the table has a key of another kind: ``strategy.alpha=0.3`` alone configures the
+        default strategy.
         """
         if self.details["type"] != "union_tag_not_found":
             return False
@@ -404,7 +405,7 @@ class _Wrong:
                 if not _is_model(type(default)):
                     continue
                 foreign = table.keys() - type(default).model_fields.keys()
-                kinds = [kind for kind in _chosen(self.types) if _is_model(kind)]
+                kinds = [kind for kind in _resolved(self.types) if _is_model(kind)]
                 if not any(foreign & kind.model_fields.keys() for kind in kinds):
                     table[str(tag)] = _Leaf(getattr(default, str(tag)), "default")
                     return True
@@ -476,7 +477,7 @@ def _sources(node: _Tree | _Leaf) -> Iterator[str]:
             yield from _sources(inner)
 
 
-# The schema: the types that a key may have. More than one means that there are alternatives.
+# The schema: the possible types of a key. More than one type means alternatives.
 
 
 def _alternatives(annotation: object) -> list[object]:
@@ -495,15 +496,15 @@ def _types_of(field: FieldInfo) -> list[object]:
     return list(open_tables) or _alternatives(field.annotation)
 
 
-def _is_choice(types: Sequence[object]) -> bool:
+def _has_alternatives(types: Sequence[object]) -> bool:
     """Whether a table of these types has alternatives."""
     return len(types) > 1 or any(isinstance(one, OneOf) for one in types)
 
 
-def _chosen(
+def _resolved(
     types: Iterable[object], *tables: _Tree | _Leaf | None, recorded: bool = False
 ) -> list[object]:
-    """The types, with each choice by name replaced by the classes that the tables name."""
+    """The types, with each registry replaced by the classes that the tables name."""
     found: list[object] = []
     for one in types:
         if isinstance(one, OneOf):
@@ -532,7 +533,7 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
 def _labels(one: object) -> list[str]:
     """Labels that pydantic may use in an error's ``loc`` for a member of a union."""
     if isinstance(one, OneOf):
-        return [str(one), *one.door.names()]
+        return [str(one), *one.registry.names()]
     labels = [getattr(one, "__name__", str(one))]
     if _is_model(one):
         tags = [one.model_fields[tag].annotation for tag in _TAGS if tag in one.model_fields]
@@ -544,11 +545,11 @@ def _is_model(one: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(one, type) and issubclass(one, BaseModel)
 
 
-class Chosen(Section):
+class NamedSettings(Section):
     """Settings with a name: the key ``kind``, or another one (``naming_key``).
 
-    A built-in class narrows the key to its name, as a literal. A class of somebody's own, also one
-    derived from a built-in class, is named by where it is defined.
+    A built-in class narrows the key to its name, as a literal. A user's class, also one derived
+    from a built-in class, is named by the place of its definition.
     """
 
     naming_key: ClassVar[str] = "kind"
@@ -564,7 +565,7 @@ class Chosen(Section):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, table: object) -> object:
-        """Name what a program makes, without the configuration, by where its class is defined."""
+        """Name an object that a program made after the place where its class is defined."""
         tag = cls.naming_key
         if isinstance(table, dict) and tag not in table and cls.model_fields[tag].default == "":
             return {tag: name_of(cls), **table}
@@ -572,8 +573,8 @@ class Chosen(Section):
 
 
 def name_of(value: Any) -> str:
-    """The name by which every process finds what a program defines: package.module:Name, or
-    path/to/file.py:Name for a module that is in no package."""
+    """The name by which other processes find a program's object: package.module:Name, or
+    path/to/file.py:Name for a module in no package."""
     module, name = value.__module__, value.__qualname__
     file = getattr(sys.modules.get(module), "__file__", None)
     source = file if file is not None and "." not in module else module
@@ -584,7 +585,7 @@ _Parameter = inspect.Parameter
 
 
 class _Arguments(Section):
-    """Base of all arguments. A function's parameters may be named and typed in any way."""
+    """Base of all arguments; a function's parameters may have any names and types."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -619,8 +620,8 @@ def arguments(
 def table_of(function: Callable[..., Any], base: type[M], given: Iterable[str]) -> type[M]:
     """A settings class made from a function, whose parameters become its keys.
 
-    ``given``: the parameters that are no keys because the caller passes them. Raises ConfigError
-    for a function that can't be used so.
+    ``given``: parameters that the caller passes and that are no keys. Raises ConfigError for an
+    unsuitable function.
     """
     name = _name(function)
     parameters, passed = _parameters(function), tuple(given)

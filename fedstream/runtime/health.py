@@ -25,13 +25,11 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from prometheus_client import CollectorRegistry
-
 
 class EventCounts(Collector):
-    """Counts by labels, shown at each scrape. To be used by one thread.
+    """A counter with labels, collected at each scrape. Use it from one thread.
 
-    prometheus_client makes five calls and takes a lock for each that is added.
+    prometheus_client would make five calls and take a lock for each increment.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Health:
         self._loops[name].last = self._clock()
 
     def release(self, name: str) -> None:
-        """Forget ``name``, which ended as intended: it need neither beat nor be ready any more."""
+        """Forget ``name``, which ended as intended, in liveness and readiness."""
         del self._loops[name]
         self._checks.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""Serving HTTP, bounded in connections, time and memory whatever the clients do.
+"""Serving HTTP with bounded connections, time and memory.
 
 A service has two ports. Its own routes (only the coordinator has any) are on ``http.port``. Probes
 and metrics are on ``http.health_port``, with a separate connection limit, so that filling the first
@@ -6,9 +6,9 @@ port can't get a service restarted. The first may speak TLS, the second never do
 
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
 and headers, and applies back-pressure to clients that send too fast. It neither limits the number
-of connections nor drops slow readers: :class:`ServedConnection` does. Connections count from when
-they are accepted. One too many is told so, unless that would take an agreement on TLS: then it is
-closed.
+of connections nor drops slow readers: :class:`ServedConnection` does both. Connections count from
+their acceptance. A connection above the limit gets a 503, or with TLS, where that would take a
+handshake, is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from fedstream.broker.settings import in_lines
 from fedstream.core.errors import FedstreamError
 from fedstream.runtime.config import Section
-from fedstream.runtime.limits import Crowd, TooMany
+from fedstream.runtime.limits import ConnectionLimit, TooMany
 from fedstream.runtime.tls import CurrentTls, TlsBuffers, TlsConnection, TlsFailure
 
 if TYPE_CHECKING:
@@ -45,16 +45,16 @@ def problem(
 ) -> web.Response:
     """An error response for people and programs.
 
-    ``reason``: the same for programs, in a word. ``retry_after_s``: when to try again.
+    ``reason``: one word for programs. ``retry_after_s``: the header Retry-After.
     """
     headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     body = {"error": text} if reason is None else {"error": text, "reason": reason}
     return web.json_response(body, status=status, headers=headers)
 
 
-SLICE = 1 << 18  # bytes of a long body to write at once, and so held up by a slow reader
+SLICE = 1 << 18  # bytes written at once, which a slow reader holds in memory
 _LINGER_S = 2.0  # for the unread rest of a request's body
-_READ_S = 0.002  # after a timer, to read what came in time: with 0, uvloop would read nothing
+_READ_S = 0.002  # to read input that arrived in time; with 0, uvloop would read nothing
 _HEADERS = 64  # of a request, each of at most 8 KiB
 _TOO_MANY: dict[TooMany, str] = {
     "busy": "too many connections: try again later",
@@ -63,22 +63,28 @@ _TOO_MANY: dict[TooMany, str] = {
 }
 
 
-class Entrance:
-    """Where connections of a port are counted, and refused if there are too many."""
+class ConnectionCounter:
+    """Counts the connections of a port, and refuses connections above the limit."""
 
-    def __init__(self, crowd: Crowd, log: FilteringBoundLogger, refused: Counter | None) -> None:
-        self._crowd = crowd
+    def __init__(
+        self, connection_limit: ConnectionLimit, log: FilteringBoundLogger, refused: Counter | None
+    ) -> None:
+        self._connection_limit = connection_limit
         self._log = log
         self._refused = refused
 
     def enter(self, who: object, wire: asyncio.BaseTransport) -> TooMany | None:
-        """Count a connection that was accepted; if it is one too many, only that it was refused."""
+        """Count an accepted connection, or its refusal if there are too many."""
         peer = wire.get_extra_info("peername")
         now = asyncio.get_running_loop().time()
-        reason = self._crowd.enter(who, str(peer[0]) if peer else "", now)
+        reason = self._connection_limit.enter(who, str(peer[0]) if peer else "", now)
         if reason is not None:
-            crowd = self._crowd
-            limits = {"busy": crowd.most, "address": crowd.of_address, "arrivals": crowd.arrivals}
+            connection_limit = self._connection_limit
+            limits = {
+                "busy": connection_limit.most,
+                "address": connection_limit.of_address,
+                "arrivals": connection_limit.arrivals,
+            }
             most = limits[reason]
             self._log.warning("connection refused: too many", reason=reason, most=most)
             if self._refused is not None:
@@ -86,45 +92,45 @@ class Entrance:
         return reason
 
     def leave(self, who: object) -> None:
-        """Count a connection no more, if it was."""
-        self._crowd.leave(who)
+        """Stop counting a connection."""
+        self._connection_limit.leave(who)
 
     def failed(self, reason: TlsFailure, said: str, peer: object) -> None:
-        """Count a connection that ended because of TLS."""
-        # Anybody can cause any number of these: no warnings.
+        """Count a failed TLS connection."""
+        # No warnings, as clients can cause any number of these.
         self._log.debug("TLS failed", reason=reason, said=said, remote=peer)
         if self._refused is not None:
             self._refused.labels(reason).inc()
 
 
 class SecuredConnection(TlsConnection):
-    """A connection that is to agree on TLS; one too many is closed without a word."""
+    """A TLS connection before and after its handshake; above the limit, it is closed."""
 
-    __slots__ = ("_entrance",)
+    __slots__ = ("_connection_counter",)
 
     def __init__(
         self,
         make: Callable[[], asyncio.Protocol],
         context: ssl.SSLContext,
         buffers: TlsBuffers,
-        entrance: Entrance,
+        connection_counter: ConnectionCounter,
         *,
         within_s: float,
     ) -> None:
         super().__init__(make, context, buffers, within_s=within_s)
-        self._entrance = entrance
+        self._connection_counter = connection_counter
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._entrance.enter(self, transport) is None:
+        if self._connection_counter.enter(self, transport) is None:
             super().connection_made(transport)
         else:
             cast("asyncio.Transport", transport).abort()
 
     def failed(self, reason: TlsFailure, said: str) -> None:
-        self._entrance.failed(reason, said, self.get_extra_info("peername"))
+        self._connection_counter.failed(reason, said, self.get_extra_info("peername"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._entrance.leave(self)
+        self._connection_counter.leave(self)
         super().connection_lost(exc)
 
 
@@ -143,7 +149,7 @@ class _Refused(asyncio.Protocol):
 class ServedConnection(web.RequestHandler):
     """A connection that is aborted when its reader takes nothing for ``write_s`` seconds."""
 
-    __slots__ = ("_cut", "_entrance", "_http", "_log", "_refused", "_wire")
+    __slots__ = ("_connection_counter", "_cut", "_http", "_log", "_refused", "_wire")
 
     def __init__(
         self,
@@ -151,11 +157,11 @@ class ServedConnection(web.RequestHandler):
         *,
         loop: asyncio.AbstractEventLoop,
         http: HttpSettings,
-        entrance: Entrance | None,
+        connection_counter: ConnectionCounter | None,
         log: FilteringBoundLogger,
         refused: Counter | None,
     ) -> None:
-        """``entrance``: None if the connection has come through it, with TLS."""
+        """``connection_counter``: None if TLS has counted the connection already."""
         super().__init__(
             server,
             loop=loop,
@@ -166,7 +172,7 @@ class ServedConnection(web.RequestHandler):
             access_log=cast("Any", None),  # probes and scrapes would be most of the lines
         )
         self._http = http
-        self._entrance = entrance
+        self._connection_counter = connection_counter
         self._log = log
         self._refused = refused
         self._wire: asyncio.Transport | None = None
@@ -174,8 +180,8 @@ class ServedConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wire = cast("asyncio.Transport", transport)
-        if self._entrance is not None:
-            reason = self._entrance.enter(self, wire)
+        if self._connection_counter is not None:
+            reason = self._connection_counter.enter(self, wire)
             if reason is not None:
                 wire.set_protocol(_Refused())
                 wire.write(_refusal(reason))
@@ -188,8 +194,8 @@ class ServedConnection(web.RequestHandler):
         super().connection_made(transport)
 
     def _process_keepalive(self) -> None:
-        """Close the connection if it is idle, as aiohttp does, but read first what came in time: a
-        busy loop runs timers late, and before it reads.
+        """Close an idle connection like aiohttp, but first read input that arrived in time: a busy
+        loop runs timers late, and before it reads.
         """
         asyncio.get_running_loop().call_later(_READ_S, super()._process_keepalive)
 
@@ -205,8 +211,8 @@ class ServedConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._keep()
         self._wire = None
-        if self._entrance is not None:
-            self._entrance.leave(self)
+        if self._connection_counter is not None:
+            self._connection_counter.leave(self)
         super().connection_lost(exc)
 
     def _keep(self) -> None:
@@ -224,9 +230,9 @@ class ServedConnection(web.RequestHandler):
         """Answer an unreadable request or a handler's failure, and close the connection."""
         begun = request.writer.output_size > 0
         if isinstance(exc, ConnectionError) and (begun or request.transport is None):
-            raise exc  # the client went away, or was cut off
+            raise exc  # the client disconnected or was cut off
         if isinstance(exc, UnicodeEncodeError) and not request.headers.get("Expect", "").isascii():
-            # aiohttp's own answer fails, where there is no route that could have another.
+            # Replaces aiohttp's own answer, which fails here.
             status, message = 417, "only Expect: 100-continue is met"
         if status < 500:
             said = " ".join((message or str(exc)).split())
@@ -245,12 +251,12 @@ class ServedConnection(web.RequestHandler):
         return response
 
 
-NOWHERE = "nowhere"  # name of the page, if there is one, for browsers that ask for no known route
-_CLOSE_S = 2.0  # for requests still being answered when the service has ended
+NOWHERE = "nowhere"  # name of the page for browsers at unknown routes
+_CLOSE_S = 2.0  # for unfinished requests at the end of the service
 _HEALTH_CONNECTIONS = 64
-# Connections that wait to be accepted: after a restart, thousands of devices come back at once.
+# Connections waiting for acceptance: after a restart, thousands of devices reconnect at once.
 _BACKLOG = 4096
-# Why, before any route is asked or without one; `internal` is a fault of ours.
+# Reasons of refusals outside of routes; `internal` is a bug.
 REFUSED = (
     "malformed",
     "no such route",
@@ -270,7 +276,7 @@ _PORT = re.compile(r":\d*\Z")
 
 
 def _host_name(host: str) -> str:
-    """A name in lower case, as it is compared. Raises ValueError unless a request can have it."""
+    """A host name in lower case. Raises ValueError for an invalid one."""
     if re.fullmatch(r"[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]", host) is None:
         raise ValueError("expected a name without scheme, port and path, as in 'runs.example.org'")
     return host.lower()
@@ -301,24 +307,25 @@ TokensSecret: TypeAlias = Annotated[
 
 
 class HttpSettings(Section):
-    """Where a service listens, and its limits on clients."""
+    """The table ``[http]``: addresses, tokens, and limits on clients."""
 
     host: str = "127.0.0.1"
-    # Names under which clients reach it besides ``host``. None: any name. A configuration can't say
-    # None; a service does if every request needs a secret, which a foreign web page doesn't have.
+    # Names under which clients reach the service besides ``host``. None, any name, is no value for
+    # a configuration, but set by services whose every request needs a secret, which a foreign web
+    # page doesn't have.
     hosts: tuple[HostName, ...] | None = ()
     port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any free port
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
     token: TokensSecret = None
-    token_file: str | None = None  # read again when it has changed; ``token`` goes before it
-    # PEM files of a proxy in front, which ends TLS: metrics say when they end.
+    token_file: str | None = None  # reread after a change; ``token`` takes precedence
+    # PEM files of a TLS proxy in front, whose expiry metrics show.
     certificates: tuple[str, ...] = ()
     connections: Annotated[int, Field(ge=1)] = 256  # concurrent, on ``port``
     address_connections: Annotated[int, Field(ge=1)] | None = None  # of these, from one address
-    # New ones per second from one address, beyond as many at once as it may have.
+    # New connections per second from one address, after a burst.
     address_arrivals: Annotated[float, Field(gt=0)] | None = None
-    idle_s: Annotated[float, Field(gt=0)] = 15.0  # then a connection without a request is closed
-    write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
+    idle_s: Annotated[float, Field(gt=0)] = 15.0  # until a connection without a request is closed
+    write_s: Annotated[float, Field(gt=0)] = 15.0  # until a stalled reader is disconnected
 
     @property
     def has_token(self) -> bool:
@@ -327,15 +334,15 @@ class HttpSettings(Section):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether only this machine can connect."""
         return self.host == "localhost" or _is_loopback(self.host)
 
     def is_named(self, host: str) -> bool:
         """Whether a ``Host`` header, perhaps with a port, names this server.
 
-        Otherwise a web page could read from it under a name of its own that leads to our address
-        (DNS rebinding). Such a name is in public DNS, so where other machines reach the server, so
-        do addresses, names without a dot and those that only a cluster knows.
+        Against DNS rebinding, in which a web page's own name resolves to our address. Such a name
+        is in public DNS, so if other machines can connect, addresses, names without a dot and
+        names inside a cluster are accepted too.
         """
         if self.hosts is None:
             return True
@@ -359,7 +366,7 @@ def _is_address(host: str) -> bool:
 
 
 def _for_us(http: HttpSettings, refused: Counter | None) -> Middleware:
-    """Make what refuses requests for another server's name, whatever they ask for."""
+    """Make a middleware that refuses requests for another server's name."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -377,9 +384,9 @@ def _for_us(http: HttpSettings, refused: Counter | None) -> Middleware:
 
 
 def _as_json(refused: Counter | None) -> Middleware:
-    """Make what turns aiohttp's plain-text errors, such as an unknown route, into JSON.
+    """Make a middleware that turns aiohttp's plain-text errors into JSON.
 
-    A browser gets the page :data:`NOWHERE` for an unknown route, if there is one.
+    For an unknown route, a browser gets the page :data:`NOWHERE`, if there is one.
     """
 
     @web.middleware
@@ -414,9 +421,9 @@ def _as_json(refused: Counter | None) -> Middleware:
 
 
 def _refusing_old_versions(refused: Counter | None) -> Middleware:
-    """Make what refuses HTTP/1.0, in which a proxy may disagree on where a request ends.
+    """Make a middleware that refuses HTTP/1.0, whose request bodies end ambiguously.
 
-    aiohttp reads chunks there, too, and others don't.
+    aiohttp accepts chunked bodies in HTTP/1.0, but a proxy may not.
     """
 
     @web.middleware
@@ -434,7 +441,7 @@ def _refusing_old_versions(refused: Counter | None) -> Middleware:
 
 
 def _expecting(refused: Counter | None) -> Callable[[web.Request], Awaitable[None]]:
-    """Make what answers ``Expect``: aiohttp's own fails on a value that is not UTF-8."""
+    """Make a handler of ``Expect``, as aiohttp's fails on a value that is not UTF-8."""
 
     async def answer(request: web.Request) -> None:
         if request.version != HttpVersion11:
@@ -460,11 +467,10 @@ def application(
     is_stopping: Callable[[], bool],
     refused: Counter | None = None,
 ) -> web.Application:
-    """Build an application whose errors are JSON. ``refused``: counts what no route takes.
+    """Build an application with JSON errors. ``refused``: counts requests without a route.
 
-    While ``is_stopping()``, every response says ``Connection: close``: otherwise kept connections
-    would be cut at the end, perhaps with a request in flight. A client that reconnects reaches
-    another replica.
+    While ``is_stopping()``, every response has ``Connection: close``, so that clients reconnect to
+    another replica and no request is cut at the end.
     """
 
     async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
@@ -487,22 +493,22 @@ async def listening(
     app: web.Application,
     http: HttpSettings,
     port: int,
-    crowd: Crowd,
+    connection_limit: ConnectionLimit,
     log: FilteringBoundLogger,
     tls: CurrentTls | None = None,
     refused: Counter | None = None,
 ) -> AsyncIterator[int]:
     """Serve the application inside the block, which gets the port. Raises FedstreamError.
 
-    Requests for another server's name are refused. ``crowd``: the concurrent connections, and how
-    many there may be. ``refused``: counts, by reason, what no route was asked about.
+    Requests for another server's name are refused. ``connection_limit``: counts and bounds the
+    concurrent connections. ``refused``: counts refusals by reason, before any route is reached.
     """
     loop = asyncio.get_running_loop()
     app.middlewares[:0] = [_refusing_old_versions(refused), _for_us(http, refused)]
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
 
-    entrance, buffers = Entrance(crowd, log, refused), TlsBuffers()
+    connection_counter, buffers = ConnectionCounter(connection_limit, log, refused), TlsBuffers()
 
     def connection() -> ServedConnection:
         assert runner.server is not None  # noqa: S101  (it was set up)
@@ -510,7 +516,7 @@ async def listening(
             runner.server,
             loop=loop,
             http=http,
-            entrance=entrance if tls is None else None,
+            connection_counter=connection_counter if tls is None else None,
             log=log,
             refused=refused,
         )
@@ -518,8 +524,10 @@ async def listening(
     def connected() -> ServedConnection | SecuredConnection:
         if tls is None:
             return connection()
-        # A client that is slow to agree on TLS has as long as for a request.
-        return SecuredConnection(connection, tls.context, buffers, entrance, within_s=http.idle_s)
+        # A TLS handshake may take as long as a request.
+        return SecuredConnection(
+            connection, tls.context, buffers, connection_counter, within_s=http.idle_s
+        )
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
@@ -549,17 +557,19 @@ async def serving(
     ``refused``: as :func:`listening` takes it. Raises FedstreamError.
     """
     async with AsyncExitStack() as stack:
-        # Opened first and closed last: probes see the start and the drain.
+        # Opened first and closed last, so that probes see the start and the drain.
         app = application(health, is_stopping, refused)
         named = http.model_copy(update={"hosts": http.hosts or ()})  # these need no secret
         at = listening(
-            app, named, http.health_port, Crowd(_HEALTH_CONNECTIONS), log, refused=refused
+            app, named, http.health_port, ConnectionLimit(_HEALTH_CONNECTIONS), log, refused=refused
         )
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:
             app = application(routes, is_stopping, refused)
-            crowd = Crowd(http.connections, http.address_connections, http.address_arrivals)
-            at = listening(app, http, http.port, crowd, log, tls, refused)
+            connection_limit = ConnectionLimit(
+                http.connections, http.address_connections, http.address_arrivals
+            )
+            at = listening(app, http, http.port, connection_limit, log, tls, refused)
             ports["port"] = await stack.enter_async_context(at)
         log.info("serving", host=http.host, **ports)
         yield

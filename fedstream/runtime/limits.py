@@ -1,4 +1,4 @@
-"""Limits on what comes from outside: events, log lines, connections. Pure: callers say the time."""
+"""Limits on events, log lines and connections. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Of one event: less than that is rounding, and keeps nobody out who came when he was told to.
+# Part of an event that is tolerated as rounding, for a retry exactly at the given time.
 _ROUNDING = 1e-6
 
 
-class Buckets:
-    """So many events a second for each, and more at once; ``now`` is in seconds, of any clock.
+class TokenBuckets:
+    """A token bucket per key: a rate and a burst of events; ``now`` is in seconds, of any clock.
 
-    A bucket holds its level and when it had that, not when it will be empty: sums of times would
-    round, and events of one moment could be counted as a little more than they are.
+    A bucket stores its level and the time of the level, not the time at which it will be empty:
+    sums of times would round, and concurrent events could count as slightly more.
     """
 
     def __init__(self, per_s: float, *, at_once: float, remembered: int) -> None:
-        """``at_once``: events that fit into an empty bucket, at least 1. ``remembered``: buckets;
-        of more, whoever was charged longest ago begins anew.
+        """``at_once``: events that fit into an empty bucket, at least 1. ``remembered``: most
+        buckets; the least recently charged is dropped.
         """
         self._per_s = per_s
         self._at_once = at_once
@@ -34,7 +34,7 @@ class Buckets:
         self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, who: Hashable, now: float) -> float:
-        """Seconds until one more event fits; 0 if it does now."""
+        """Seconds until one more event fits; 0 for now."""
         excess = self._level(who, now) + 1.0 - self._at_once
         return excess / self._per_s if excess > _ROUNDING else 0.0
 
@@ -46,7 +46,7 @@ class Buckets:
             self._levels.popitem(last=False)
 
     def _level(self, who: Hashable, now: float) -> float:
-        """Events in a bucket now."""
+        """The present level of a bucket, in events."""
         level, then = self._levels.get(who, (0.0, now))
         return max(0.0, level - max(0.0, now - then) * self._per_s)
 
@@ -61,7 +61,7 @@ class _Kind:
     left_out: int = 0
 
 
-class Flood:
+class LogLimiter:
     """A token bucket per kind of line: ``burst`` lines at once, then ``per_s`` a second.
 
     ``clock`` is monotonic, in seconds.
@@ -79,7 +79,7 @@ class Flood:
         self._kinds: OrderedDict[object, _Kind] = OrderedDict()
 
     def passes(self, kind: object) -> int | None:
-        """None to drop this line, else how many of its kind were dropped since the last one."""
+        """None to drop this line, else the number of dropped lines of its kind since the last."""
         now = self._clock()
         known = self._kinds.setdefault(kind, _Kind(self._burst, now))
         self._kinds.move_to_end(kind)
@@ -95,17 +95,17 @@ class Flood:
         return left_out
 
 
-# In all; from one address; too often from one address.
+# Too many connections; too many from one address; too frequent from one address.
 TooMany: TypeAlias = Literal["busy", "address", "arrivals"]
-_REMEMBERED = 100_000  # addresses from which connections came lately
+_REMEMBERED = 100_000  # most recent addresses
 
 
 @lru_cache(maxsize=1 << 14)  # asked for each request
 def network_of(address: str) -> str:
-    """Whom an address is charged to: itself, or the /64 of IPv6, of which one host has any."""
+    """The network to charge for an address: itself, or an IPv6 address's /64 prefix."""
     try:
         found = ip_address(address)
-    except ValueError:  # what a proxy forwards may be anything
+    except ValueError:  # a proxy may forward any text
         return address
     if isinstance(found, IPv4Address):
         return str(found)
@@ -114,16 +114,16 @@ def network_of(address: str) -> str:
     return found.packed[:8].hex()
 
 
-class Crowd:
-    """The connections of a port, from when they are accepted until they are lost."""
+class ConnectionLimit:
+    """Counts and limits the open connections of a port."""
 
     def __init__(
         self, most: int, of_address: int | None = None, arrivals: float | None = None
     ) -> None:
-        """``most``: connections; ``of_address``: of each address, None: any number.
+        """``most``: connections in all; ``of_address``: per address, None: unlimited.
 
-        ``arrivals``: new ones per second from an address, beyond as many at once as it may have;
-        None: any number.
+        ``arrivals``: new ones per second from an address, after a burst of the address's limit;
+        None: unlimited.
         """
         self.most = most
         self.of_address = of_address
@@ -131,7 +131,7 @@ class Crowd:
         self._lately = (
             None
             if arrivals is None
-            else Buckets(
+            else TokenBuckets(
                 arrivals,
                 at_once=most if of_address is None else min(most, of_address),
                 remembered=_REMEMBERED,
@@ -141,11 +141,11 @@ class Crowd:
         self._from: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Connections in all."""
+        """The number of open connections."""
         return len(self._inside)
 
     def enter(self, who: object, address: str, now: float) -> TooMany | None:
-        """Count a connection that was accepted, unless there are too many: then say of what.
+        """Count an accepted connection; if there are too many, return the exceeded limit.
 
         ``now``: monotonic seconds.
         """
@@ -163,7 +163,7 @@ class Crowd:
         return None
 
     def leave(self, who: object) -> None:
-        """Count a connection no more, if it was."""
+        """Stop counting a connection."""
         network = self._inside.pop(who, None)
         if network is not None:
             self._from[network] -= 1

@@ -3,8 +3,8 @@
 One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
 ``structlog.contextvars`` (task, device, version) appear on every line of the asyncio task.
 
-Warnings and errors are rate-limited by kind (:mod:`fedstream.runtime.limits`), so that whatever
-causes them can't fill the disk. The next of our own lines that passes says how many were left out.
+Warnings and errors are rate-limited by kind (:mod:`fedstream.runtime.limits`), so that they can't
+fill the disk. The next logged line of a kind has the number of dropped ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import structlog
 from pydantic import model_validator
 
 from fedstream.runtime.config import Section
-from fedstream.runtime.limits import Flood
-from fedstream.runtime.text import visible
+from fedstream.runtime.limits import LogLimiter
+from fedstream.runtime.text import escaped
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
@@ -30,7 +30,7 @@ _LOUD = ("warning", "error", "critical", "exception")
 
 
 class LogSettings(Section):
-    """What is logged, and in what form."""
+    """The table ``[log]``: level and form of log lines."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
@@ -54,7 +54,7 @@ class LogSettings(Section):
 class _Lines:
     """A stream that drops lines it can't write, instead of raising.
 
-    Services wait while the disk is full, and log that: the log lines must not end them.
+    Services log that they wait for a full disk; these lines must not end the services.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -69,13 +69,13 @@ class _Lines:
             self._stream.flush()
 
 
-def _sparing(flood: Flood) -> Processor:
+def _sparing(limiter: LogLimiter) -> Processor:
     """A processor that drops lines over the limit. Raises structlog.DropEvent."""
 
     def spare(_logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if method not in _LOUD:
             return event
-        left_out = flood.passes(event["event"])
+        left_out = limiter.passes(event["event"])
         if left_out is None:
             raise structlog.DropEvent
         return {**event, "left_out": left_out} if left_out else event
@@ -86,20 +86,20 @@ def _sparing(flood: Flood) -> Processor:
 class _Spare(logging.Filter):
     """The same limit for the standard library's lines, by logger, since their texts may vary."""
 
-    def __init__(self, flood: Flood) -> None:
+    def __init__(self, limiter: LogLimiter) -> None:
         super().__init__()
-        self._flood = flood
+        self._limiter = limiter
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        return self._flood.passes((record.name,)) is not None
+        return self._limiter.passes((record.name,)) is not None
 
 
 def _escape(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Escape untrusted text for the terminal; JSON does its own escaping."""
     return {
-        key: visible(value, lines=key == "exception") if isinstance(value, str) else value
+        key: escaped(value, lines=key == "exception") if isinstance(value, str) else value
         for key, value in event.items()
     }
 
@@ -112,7 +112,7 @@ def stamp(seconds: float) -> str:
 def configure(settings: LogSettings, **bound: object) -> None:
     """Set up logging for this process; ``bound`` (run, service) appears on every line."""
     terminal = sys.stderr.isatty()
-    flood = Flood()
+    limiter = LogLimiter()
     level = logging.getLevelNamesMapping()[settings.level.upper()]
 
     # A processor rather than context variables: those do not reach threads.
@@ -123,7 +123,7 @@ def configure(settings: LogSettings, **bound: object) -> None:
         structlog.contextvars.merge_contextvars,
         bind,
         structlog.processors.add_log_level,
-        # Maybe: a task's outcome is logged after a wait, but stamped with when it happened.
+        # A task's outcome is logged after a wait, but with the time of the outcome.
         structlog.processors.MaybeTimeStamper(fmt="iso", utc=True),
     ]
     ending: list[Processor]
@@ -140,13 +140,13 @@ def configure(settings: LogSettings, **bound: object) -> None:
     # Our own lines bypass the standard library: below the level a call is a no-op, above it one
     # write.
     structlog.configure(
-        processors=[_sparing(flood), *shared, *ending],
+        processors=[_sparing(limiter), *shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Lines(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_Spare(flood))
+    handler.addFilter(_Spare(limiter))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],

@@ -1,13 +1,13 @@
-"""The door for plug-ins: a class, a function or an object of somebody else's, found by its name.
+"""Plug-ins: classes, functions and objects of other people's programs, found by name.
 
     fedbuff                  a built-in one
     path/to/file.py:Name     one that a file defines
     package.module:Name      one that an importable module defines
     my-rule                  one that an installed package announces, by entry point
 
-Built-in ones are looked up in the same table as all others and can't be replaced. Every part that
-can be extended has a :class:`Door` of its own; its group is that of the entry points. A table of
-the configuration chooses among them by its tag, and the class that is found validates it:
+Built-in plug-ins are looked up in the same registry as all others and can't be replaced. Every kind
+of plug-in has a :class:`Registry`, whose group is that of the entry points. A table of the
+configuration chooses a class by its tag, and that class validates the table:
 
     strategy: Annotated[Strategy, OneOf(RULES, tag="name")]
 
@@ -58,15 +58,15 @@ OWN = "path/to/file.py:Name or package.module:Name"
 
 
 class NotTrusted(ConfigError):
-    """Only a recording names this program, and nobody said that it may run."""
+    """A program that only a recording names, and that the user has not allowed to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What recordings may do in this context; nothing by default."""
+    """Permissions of recordings in this context; none by default."""
 
     recorded: bool = False  # run programs that only a recording names
-    changed: bool = False  # go on although a rule's source isn't the recorded one
+    changed: bool = False  # continue although a rule's source has changed
 
 
 _imported: list[str] = []  # programs that are not ours
@@ -77,13 +77,13 @@ _ALLOWED: ContextVar[Allowed] = ContextVar("allowed", default=Allowed())  # noqa
 
 
 def allowed() -> Allowed:
-    """What recordings may do here."""
+    """The permissions of recordings in this context."""
     return _ALLOWED.get()
 
 
 @contextmanager
 def allowing(*, recorded: bool = False, changed: bool = False) -> Iterator[None]:
-    """Within this context, allow this in addition to what is allowed already."""
+    """Extend the permissions inside the block."""
     now = _ALLOWED.get()
     token = _ALLOWED.set(Allowed(now.recorded or recorded, now.changed or changed))
     try:
@@ -94,21 +94,21 @@ def allowing(*, recorded: bool = False, changed: bool = False) -> Iterator[None]
 
 @dataclass(frozen=True, slots=True)
 class Plugin(Generic[T]):
-    """What a name stands for."""
+    """The object that a name stands for, and its origin."""
 
     name: str  # with a file's absolute path, so that it means the same in any folder
     value: T
     origin: Origin
-    source: Path | None = None  # the file that defines it; None: built in, or there is none
+    source: Path | None = None  # the defining file; None: built in or unknown
     digest: str | None = None  # SHA-256 of that file, in hexadecimal
 
 
-class Door(Generic[T]):
+class Registry(Generic[T]):
     """Finds the plug-ins of one kind.
 
-    ``group``: of the entry points. ``what``: one of them in words, for errors. ``built_in``: those
-    of fedstream by name. ``accept`` returns what is to be used for an object that a program defines
-    (usually itself), or None if it is not one of these; ``expected`` says what would be.
+    ``group``: of entry points. ``what``: the kind in words, for errors. ``built_in``: fedstream's
+    own plug-ins by name. ``accept``: returns the plug-in for a program's object (usually itself),
+    or None if the object is unsuitable. ``expected``: describes suitable objects, for errors.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Door(Generic[T]):
         self._found: dict[str, Plugin[T]] = {}
 
     def find(self, name: str, *, recorded: bool = False) -> Plugin[T]:
-        """The plug-in of this name. ``recorded``: only a recording says so, not the user.
+        """The plug-in of this name. ``recorded``: named by a recording only, not by the user.
 
         A name is resolved once, so later changes of a file go unnoticed by this process. Raises
         ConfigError, in one line; NotTrusted if a recorded program may not be run.
@@ -141,21 +141,21 @@ class Door(Generic[T]):
         return self._found[full]
 
     def known(self, name: object, *, recorded: bool = False) -> T | None:
-        """What a name stands for, or None if that can't be found out."""
+        """The object that a name stands for, or None if the look-up fails."""
         try:
             return self.find(name, recorded=recorded).value if isinstance(name, str) else None
         except FedstreamError:
             return None
 
     def renew(self, name: str, value: object) -> None:
-        """Look up the name anew if it no longer stands for ``value``, which was reloaded since."""
+        """Forget the name's cached object unless it is ``value``, after a reload."""
         known = getattr(self._found.get(name), "value", None)
         if value not in (known, getattr(known, "function", None)):
             self._found.pop(name, None)
 
     @contextmanager
     def lending(self, name: str, value: T) -> Iterator[None]:
-        """Within this context, ``name`` stands for ``value``, which a program made in place."""
+        """Inside the block, let ``name`` stand for ``value``, which a program defined."""
         full = absolute(name)
         before = self._found.get(full)
         self._found[full] = Plugin(full, value, "module")
@@ -167,7 +167,7 @@ class Door(Generic[T]):
                 self._found[full] = before
 
     def accepted(self, value: object) -> T:
-        """What is used for an object that a program defines. Raises ConfigError."""
+        """The plug-in for an object that a program defines. Raises ConfigError."""
         found = self._accept(value)
         if found is None:
             raise ConfigError(f"{_described(value)}: expected {self._expected}")
@@ -224,7 +224,7 @@ class Door(Generic[T]):
 
 
 def runs_program(name: str) -> bool:
-    """Whether looking up this name imports a program that the name itself points to."""
+    """Whether a look-up of this name imports a program at the path or module in the name."""
     return bool(name.rpartition(":")[0])
 
 
@@ -242,9 +242,9 @@ def absolute(name: str) -> str:
 
 
 def import_attribute(name: str, *, what: str) -> tuple[Any, ModuleType]:
-    """What a file or module defines, and the module. ``what`` it is meant to be, for errors.
+    """An object that a file or module defines, and the module. ``what``: its kind, for errors.
 
-    Raises ConfigError, saying what and where, if there is no such thing or its program fails.
+    Raises ConfigError if there is no such object or its program fails.
     """
     source, _, attribute = name.rpartition(":")
     module = _import(source, what)
@@ -284,7 +284,7 @@ def _import(source: str, what: str) -> ModuleType:
 
 
 def words(error: BaseException) -> str:
-    """An exception in one line, with the place that raised it; of a group, its first one."""
+    """An exception (of a group, the first) in one line, with the raising place."""
     error = innermost(error)
     if isinstance(error, SyntaxError) and error.filename is not None:  # raised by the compiler
         return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
@@ -298,7 +298,7 @@ def words(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The type of an exception and the place that raised it: the same for others from there."""
+    """The type of an exception and its raising place, which identify repetitions."""
     error = innermost(error)
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -325,14 +325,14 @@ def users_traceback(error: BaseException) -> str:
 
 
 def about(error: BaseException, said: E) -> E:
-    """``said`` with the user's own traceback of ``error``, which it is about, as its ``trace``."""
+    """Attach the user's traceback of ``error`` to ``said`` as its ``trace``."""
     if trace := error.trace if isinstance(error, FedstreamError) else users_traceback(error):
         said.add_note(trace)
     return said
 
 
 def _chain(found: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """The exception, and those that led to it."""
+    """The exception, and its causes and contexts."""
     one: traceback.TracebackException | None = found
     while one is not None:
         yield one
@@ -362,14 +362,14 @@ def _is_found(name: str, file: Path) -> bool:
 
 
 def _source_of(value: object, module: ModuleType) -> Path | None:
-    """The file that defines an object, else that of the module which names it."""
+    """The file that defines an object, or else the file of its module."""
     owner = sys.modules.get(getattr(value, "__module__", None) or "", module)
     file = getattr(owner, "__file__", None) or getattr(module, "__file__", None)
     return Path(file) if file is not None and Path(file).is_file() else None
 
 
 def _check_usable(cls: type[Any], whose: str) -> None:
-    """Raise ConfigError for a class of which no object can be made."""
+    """Raise ConfigError for a class that can't be instantiated."""
     if isabstract(cls):
         missing = ", ".join(f"{name}()" for name in sorted(cls.__abstractmethods__))
         raise ConfigError(f"{whose}: the class does not define {missing}")
@@ -386,24 +386,24 @@ def _described(value: object) -> str:
     return f"is {kind} {(value if isinstance(value, type) else type(value)).__name__}"
 
 
-# In a validation's context: the values come from a recording, so programs need its user's consent.
+# In a validation's context: values come from a recording, so programs need the user's consent.
 RECORDED = {"recorded": True}
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a settings class: its value is one of the door's classes, by the key ``tag``.
+    """Annotation of a settings class: its value is a class of the registry, by the key ``tag``.
 
     The base class must declare ``tag`` as a string; built-in classes narrow it to a literal.
     """
 
-    door: Door[Any]
+    registry: Registry[Any]
     tag: str = "kind"
 
     def __get_pydantic_core_schema__(
         self, base: type[BaseModel], _handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        def chosen(value: object, info: ValidationInfo) -> BaseModel:
+        def validated(value: object, info: ValidationInfo) -> BaseModel:
             if isinstance(value, base):
                 return value
             if not isinstance(value, dict):
@@ -415,13 +415,13 @@ class OneOf:
                 return model.model_validate_json(to_json(table), context=info.context)
             return model.model_validate(table, context=info.context)
 
-        return core_schema.with_info_plain_validator_function(chosen)
+        return core_schema.with_info_plain_validator_function(validated)
 
     def __get_pydantic_json_schema__(
         self, _schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """The built-in ones: what else there may be can't be known."""
-        models = self.door.built_in.values()
+        """The schema of the built-in classes; others are unknown here."""
+        models = self.registry.built_in.values()
         return {"anyOf": [handler(model.__pydantic_core_schema__) for model in models]}
 
     def _found(self, table: dict[str, Any], recorded: bool) -> tuple[type[BaseModel], str]:
@@ -434,7 +434,7 @@ class OneOf:
         if not isinstance(tag, str):
             raise PydanticCustomError("plugin", "must be a name, as text", about)
         try:
-            found = self.door.find(tag, recorded=recorded)
+            found = self.registry.find(tag, recorded=recorded)
         except NotTrusted:
             raise
         except ConfigError as error:
@@ -447,7 +447,7 @@ class OneOf:
         return found.value, found.name
 
     def models(self, *tags: object, recorded: bool = False) -> list[type[BaseModel]]:
-        """The classes of these tags; where none is known, the built-in ones."""
-        known = [self.door.known(tag, recorded=recorded) for tag in tags]
+        """The classes of these tags, or the built-in classes if none is known."""
+        known = [self.registry.known(tag, recorded=recorded) for tag in tags]
         named = [model for model in known if model is not None]
-        return named or list(self.door.built_in.values())
+        return named or list(self.registry.built_in.values())

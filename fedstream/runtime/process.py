@@ -1,4 +1,4 @@
-"""A process of ours: signals, garbage, open files. Imports nothing slow.
+"""A process of ours: signals, garbage, open files, the end of its parent. Imports nothing slow.
 
 SIGINT and SIGTERM, from a command's start to its end: at first, while modules are imported and no
 work has begun, either signal ends the process at once (:func:`leave_at_once`). After that, a
@@ -15,6 +15,8 @@ import os
 import resource
 import signal
 import stat
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
     Handler = Callable[[int, FrameType | None], None]
@@ -43,11 +44,11 @@ def is_own() -> bool:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without collecting garbage, neither now nor ever among what exists afterwards.
+    """Import without garbage collection, and exempt all objects that exist afterwards.
 
-    Modules are a quarter of a million objects and no garbage. To look through them again and again
-    takes a fifth of the time that importing them does, and copies pages that forks share. In a
-    process that is not our own, there may be garbage.
+    Modules are a quarter of a million objects and no garbage. Searching them repeatedly takes a
+    fifth of the import time, and copies pages that forks share. Does nothing in another program's
+    process, which may contain garbage.
     """
     if not _own:
         yield
@@ -69,7 +70,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     try:
         file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        # That of a socket, or of a pipe that nobody reads.
+        # The error of a socket, or of a pipe without a reader.
         raise strange if error.errno == errno.ENXIO else error from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -84,9 +85,9 @@ def read_regular(path: Path) -> bytes:
 
 
 def allow_files(wanted: int) -> int | None:
-    """Raise the limit of open files to ``wanted``, as far as it may be, and never lower it.
+    """Raise the limit of open files to ``wanted`` or the hard limit; never lower it.
 
-    Returns the limit; None: there is none.
+    Returns the limit; None: unlimited.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -99,21 +100,21 @@ def allow_files(wanted: int) -> int | None:
 
 
 _ALL_S = 600.0  # between two searches of everything
-_LOOK_S = 10.0  # between two looks at how much there is: that takes 0.05 µs for each object
-_GROWN = 1.25  # of the objects that the last full search left: then everything is searched again,
-_MORE = 50_000  # if there are so many beyond
-# New objects before a search among them: by then, most are gone that belong to one request.
+_LOOK_S = 10.0  # between two counts of objects, which take 0.05 µs per object
+_GROWN = 1.25  # growth since the last full search that causes the next one,
+_MORE = 50_000  # if it is at least this many objects
+# New objects before a search among them, so many that most objects of one request are gone.
 _YOUNG = 10_000
 
 
 @contextmanager
 def short_pauses(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Inside the block, search for garbage only among what is new since the last full search.
+    """Inside the block, search for garbage mostly among objects newer than the last full search.
 
-    A full search takes 0.6 µs for each object, 75 of them for a device that waits: with ten
-    thousand devices, nobody is answered for half a second. What it leaves is no garbage now, and
-    is looked through again every ten minutes, or once there is a quarter more: connections that
-    come and go leave garbage in circles, and attackers can leave a megabyte a second.
+    A full search takes 0.6 µs per object. A waiting device has 75 objects, so with ten thousand
+    devices a full search stops all answers for half a second. It is repeated every ten minutes, or
+    once objects have grown by a quarter, because closed connections leave cyclic garbage, and
+    attackers can leave a megabyte a second.
     """
     searched = looked = clock()
     held, is_full = 0, True
@@ -152,7 +153,7 @@ def short_pauses(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
         gc.unfreeze()
 
 
-INTERRUPTED = 130  # exit code of a command ended by its first signal, whichever it was
+INTERRUPTED = 130  # exit code of a command ended by its first signal
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -184,8 +185,8 @@ def leave_at_once(code: int) -> None:
 def interrupt() -> None:
     """From now on, the first signal raises KeyboardInterrupt, and a second ends the process.
 
-    Python swallows an exception that is raised in a callback, such as those of its import locks. A
-    :class:`Stop` that is entered later knows of the signal all the same.
+    Python swallows an exception raised in a callback, for example of its import locks. A
+    :class:`Stop` entered later still learns of the signal.
     """
 
     def first(number: int, _frame: FrameType | None) -> None:
@@ -204,7 +205,7 @@ class Stop:
     are plain handlers rather than the event loop's, so that they work even if the loop is stuck.
     """
 
-    swallowed: ClassVar[str | None] = None  # a signal whose KeyboardInterrupt may not have arrived
+    swallowed: ClassVar[str | None] = None  # a signal whose exception may be lost
 
     def __init__(self) -> None:
         self.name: str | None = None  # of the first signal
@@ -235,3 +236,36 @@ class Stop:
     def __exit__(self, *_error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+PARENT_VARIABLE = "FEDSTREAM_PARENT"  # environment variable: id of the process to end with
+_PARENT_S = 1.0  # between two looks for the parent
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """If ``fedstream run`` started this process, send SIGTERM to it once the parent is gone.
+
+    A thread polls: this works on every system, and also notices a parent that has already ended.
+    """
+    if parent := os.environ.get(PARENT_VARIABLE):
+        threading.Thread(target=_watch, args=(int(parent),), name="parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def death_with_parent() -> Callable[[], None] | None:
+    """A function that a child calls first so that it dies with us, even on SIGKILL.
+
+    None on systems other than Linux.
+    """
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl  # looked up now: between fork and exec it would be unsafe
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

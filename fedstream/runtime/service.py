@@ -1,6 +1,4 @@
-"""The life of a service process: start, loops that survive a broken Redis, leadership, signals,
-stop.
-"""
+"""A service process: its start, loops that survive outages of Redis, leadership, and stop."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from fedstream.runtime.tls import CurrentTls
 from fedstream.runtime.tracing import Spans, TracingSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Iterator, Mapping, Sequence
 
     from aiohttp import web
     from prometheus_client.metrics_core import Metric
@@ -51,9 +49,9 @@ T = TypeVar("T")
 
 
 class Worker:
-    """One thread, for as long as a ``with`` block lasts, or until :meth:`close`.
+    """A thread for the duration of a ``with`` block, or until :meth:`close`.
 
-    An executor of one thread passes each result on through a second future with a lock of its own.
+    Cheaper than an executor of one thread, which passes results through a second, locked future.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,7 +59,7 @@ class Worker:
         threading.Thread(target=self._work, name=name).start()
 
     def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """Have the thread make a call after those before it; returns its result to come.
+        """Queue a call for the thread; return a future of the result.
 
         Cancelling the future doesn't stop the call.
         """
@@ -70,7 +68,7 @@ class Worker:
         return asked.result
 
     def close(self) -> None:
-        """Let the thread end after the calls that were asked for; doesn't wait for it."""
+        """End the thread after the queued calls, without waiting."""
         self._calls.put(None)
 
     def __enter__(self) -> Self:
@@ -82,11 +80,11 @@ class Worker:
     def _work(self) -> None:
         while (asked := self._calls.get()) is not None:
             asked.make()
-            del asked  # or what it was given would stay alive until the next one
+            del asked  # frees the call's arguments before the next call
 
 
 class _Call(Generic[T]):
-    """A call that a thread makes, and what it comes to."""
+    """A call in a thread, and its result."""
 
     __slots__ = ("_call", "_loop", "result")
 
@@ -96,12 +94,12 @@ class _Call(Generic[T]):
         self.result: asyncio.Future[T] = loop.create_future()
 
     def make(self) -> None:
-        """Make the call, and have the loop hear of it."""
+        """Make the call, and schedule its result on the loop."""
         try:
             tell = partial(self._returned, self._call())
         except BaseException as error:  # raised where the result is awaited
             tell = partial(self._raised, error)
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop was closed, so nothing awaits the result
             self._loop.call_soon_threadsafe(tell)
 
     def _returned(self, value: T) -> None:
@@ -120,7 +118,7 @@ _CANCELLED_S = 2.0  # for a cancelled service to end
 
 @dataclass
 class Context:
-    """What the runtime provides to a service; one per process."""
+    """The runtime's objects for a service; one per process."""
 
     stop: asyncio.Event  # set: take no new work
     health: Health
@@ -128,10 +126,10 @@ class Context:
     log: FilteringBoundLogger
     traces: bool = False  # whether to log each step of each task
     spans: Spans | None = None  # to which each step is reported
-    tls: CurrentTls | None = None  # that the service's own routes are served with
+    tls: CurrentTls | None = None  # for the service's own routes
     retries: Counter = field(init=False)
     refused: Counter = field(init=False)  # requests, before any route
-    # Functions that return the end of each certificate, in seconds since 1970, by its name.
+    # Functions that return the expiry of each certificate, in seconds since 1970, by name.
     certificates: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -152,7 +150,7 @@ class Context:
         self.registry.register(_Certificates(self.certificates))
 
     def until(self, stop: asyncio.Event) -> Context:
-        """The same with another ``stop``: for what goes on while the service drains."""
+        """A copy with another ``stop``, for work that continues while the service drains."""
         lasting = copy.copy(self)
         lasting.stop = stop
         return lasting
@@ -167,8 +165,8 @@ class Context:
     ) -> None:
         """Log a step of one task (``task`` is its id), if ``traces`` is on, and report its spans.
 
-        ``at``: when it happened, in seconds since 1970; None: now. ``since``: when its span began,
-        if this service's step before it doesn't say.
+        ``at``: time of the step, in seconds since 1970; None: now. ``since``: beginning of its
+        span, if it isn't this service's previous step.
         """
         if self.spans is not None:
             self.spans.step(what, at=at, since=since, about=about)
@@ -192,7 +190,7 @@ class _Reconnects:
 
 
 class _Certificates:
-    """A collector that asks at each scrape when certificates end."""
+    """A collector that reads the expiry of certificates at each scrape."""
 
     def __init__(self, sources: Sequence[Callable[[], Mapping[str, float]]]) -> None:
         self._sources = sources
@@ -210,7 +208,7 @@ class _Certificates:
 
 
 def _ends_of(files: Sequence[str]) -> dict[str, float]:
-    """When the first certificate of each file ends; 0: none can be read. Files may be missing."""
+    """The expiry of each file's first certificate; 0: unreadable. Missing files are left out."""
     from cryptography import x509
 
     found = {}
@@ -233,7 +231,7 @@ class Service(Protocol):
         """The service's name in logs, such as ``updater``."""
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """Its own HTTP routes, served on a separate port from health and metrics."""
+        """The service's own HTTP routes, on another port than health and metrics."""
 
     async def run(self, context: Context) -> None:
         """Work until ``context.stop`` is set, then drain and return.
@@ -291,9 +289,9 @@ async def repeat(
 
 
 class ServiceLoop(uvloop.Loop):
-    """uvloop, whose ``create_connection`` here awaits the look-up of a name.
+    """uvloop with a ``create_connection`` that awaits the look-up of a name.
 
-    Its own leaves the look-up behind when it is cancelled, and asyncio logs its failure: 'Future
+    uvloop's own abandons the look-up when it is cancelled, and asyncio then logs a failure: 'Future
     exception was never retrieved'.
     """
 
@@ -347,7 +345,7 @@ def serve(
     configure(log, run=run, service=service.role, name=name)
     logger: FilteringBoundLogger = structlog.get_logger()
     spans: Spans | None = None
-    gc.freeze()  # modules stay: searching them for garbage took a sixth of the scheduler's time
+    gc.freeze()  # exempt modules: searching them took a sixth of the scheduler's time
     try:
         if tracing is not None and tracing.endpoint is not None:
             spans = Spans(tracing, run=run, role=service.role, name=name)
@@ -463,7 +461,7 @@ async def lead(
         return lease.number > 0
 
     async def hold() -> None:
-        # If it is not held, Redis lost it: take it back, unless another process was quicker.
+        # If the lease is not held, Redis lost it: acquire it again unless another process did.
         if not await lease.hold() and not await lease.acquire(at_least=lease.number):
             raise Fenced(f"another {lease.role} took over while Redis was away")
         await pause(context.stop, pause_s)

@@ -1,4 +1,4 @@
-"""Texts for people: what a misspelt name meant, and untrusted text made safe to show.
+"""Texts for people: suggestions for misspelt names, and escaping of untrusted text.
 
 Names, reasons and log lines may contain escape sequences, bidirectional overrides or line breaks.
 They are shown as Python's escapes: an escape character becomes ``\\x1b``.
@@ -16,14 +16,14 @@ from fedstream.core.errors import ConfigError
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """The known name that is most like this one; None if none is (``likeness``: from 0 to 1)."""
+    """The most similar known name; None if none is similar (``likeness``: from 0 to 1)."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """The end of an error about an unknown name: ``; did you mean 'fedbuff'?``, or nothing.
+    """The end of an error about an unknown name: ``; did you mean 'fedbuff'?``, or ''.
 
-    ``shown``: how the known name is to be written.
+    ``shown``: formats the known name.
     """
     near = nearest(name, known)
     return "" if near is None else f"; did you mean {shown(near)}?"
@@ -32,7 +32,7 @@ def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = 
 _MOST = 16_384  # characters; our own texts are all shorter
 
 
-def visible(value: object, *, lines: bool = False) -> str:
+def escaped(value: object, *, lines: bool = False) -> str:
     """The text of a value with unprintable characters escaped; ``lines`` keeps newlines and tabs.
 
     Printable is what :meth:`str.isprintable` says: no control, format or private-use characters,
@@ -55,8 +55,8 @@ _LIKENESS = 0.8
 
 
 def check_spelling(cls: type[Any]) -> None:
-    """Raise ConfigError for a public method that nothing in the class uses, if its name is nearly
-    that of a method which the class may override."""
+    """Raise ConfigError for a public method that the class doesn't use itself and whose name is
+    similar to that of a method which the class may override."""
     base = next((one for one in cls.__mro__ if _is_ours(one)), object)
     own = [one for one in cls.__mro__ if issubclass(one, base) and not _is_ours(one)]
     known = {name for one in base.__mro__ if _is_ours(one) for name, _ in _methods(one)}
@@ -75,7 +75,7 @@ def _is_ours(cls: type[Any]) -> bool:
 
 
 def _methods(cls: type[Any]) -> Iterator[tuple[str, FunctionType]]:
-    """Public methods and properties that this class defines."""
+    """Public methods and properties defined by this class."""
     for name, value in vars(cls).items():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isfunction(function) and not name.startswith("_"):

@@ -1,10 +1,9 @@
-"""TLS for many connections of which most are idle: what one holds does not grow with its traffic.
+"""TLS for many mostly idle connections, whose memory does not grow with their traffic.
 
-asyncio's and uvloop's own TLS keep, for as long as a connection lasts, a read buffer of 256 KiB
-and two buffers as large as the most that ever was in them: half a megabyte once a model has gone
-each way. Here all connections share their buffers, each for the length of one call. What is read is
-delivered at once, and what is written is the socket's at once, so pausing either means the socket
-itself.
+In asyncio and uvloop, a TLS connection keeps a read buffer of 256 KiB and two buffers of the
+largest size ever needed: half a megabyte after a model in each direction. Here all connections
+share their buffers, each for the duration of one call. Received bytes are delivered at once, and
+written bytes go to the socket at once, so pausing reading or writing applies to the socket itself.
 """
 
 from __future__ import annotations
@@ -22,30 +21,28 @@ if TYPE_CHECKING:
     Data = bytes | bytearray | memoryview
 
 READ: Final = 1 << 18  # bytes of a read buffer
-# In which the time to agree on TLS is counted. A step that takes longer is late by our own delay,
-# and counts as one: what has come from the other side meanwhile is read before the next.
+# Steps in which the handshake's time limit is counted. A step that takes longer was delayed by this
+# process and counts once, so that bytes that arrived meanwhile are read before the next step.
 _STEPS = 8
 _RECORD = 1 << 14  # most bytes that TLS decrypts at once
-# What OpenSSL calls it if a client shows no certificate, or one that nobody trusted has signed.
+# OpenSSL's reasons if a client has no certificate, or one without a trusted signature.
 _NO_CERTIFICATE = ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAILED")
-# No TLS, none that we speak, damaged, or ended by the client before it was agreed on; not agreed on
-# in time; the client's certificate is missing or refused.
+# The handshake failed; it took too long; the client's certificate is missing or refused.
 TlsFailure: TypeAlias = Literal["tls", "timeout", "certificate"]
 
 
 class TlsBuffers:
-    """What passes through the connections of a loop, of each for the length of one call.
+    """The buffers that all connections of a loop share, each for the duration of one call.
 
-    OpenSSL takes all that it is given out of ``incoming``, and keeps an unfinished record in the
-    connection's own state. So between two calls both of its ends are empty, and the next connection
-    may use them.
+    OpenSSL consumes all bytes in ``incoming``, and keeps an unfinished record in the connection's
+    own state. So between two calls both buffers are empty, and the next connection may use them.
     """
 
     __slots__ = ("incoming", "opened", "outgoing", "sealed")
 
     def __init__(self) -> None:
-        self.sealed = memoryview(bytearray(READ))  # as it comes from the socket
-        # Less than that can be inside, and what was held back of the records before.
+        self.sealed = memoryview(bytearray(READ))  # encrypted bytes from the socket
+        # Decrypted bytes of one read, plus a record held back before, always fit.
         self.opened = memoryview(bytearray(READ + 2 * _RECORD))
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
 
@@ -54,10 +51,10 @@ Stamp: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def stamp(files: Iterable[Path]) -> Stamp | None:
-    """What the system says of files, which differs once one was replaced or written.
+    """The files' metadata, which changes once a file is replaced or written.
 
-    That notices a Secret of Kubernetes, which changes when a symbolic link is swapped, where
-    watching the files would not. None while one is missing.
+    Unlike watching the files, this notices a Secret of Kubernetes, which changes by swapping a
+    symbolic link. None while a file is missing.
     """
     try:
         found = [file.stat() for file in files]
@@ -68,7 +65,7 @@ def stamp(files: Iterable[Path]) -> Stamp | None:
 
 @dataclass
 class CurrentTls:
-    """What new connections begin TLS with; those that are open keep what they began with."""
+    """The TLS context of new connections; open connections keep theirs."""
 
     context: ssl.SSLContext
 
@@ -76,7 +73,7 @@ class CurrentTls:
 class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """The protocol of a socket, and the transport of the protocol above it.
 
-    That protocol is made once TLS is agreed on, and never if it isn't.
+    The protocol above is made after the TLS handshake.
     """
 
     __slots__ = (
@@ -92,7 +89,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         "_wire",
         "_within_s",
     )
-    # Both from when there is a socket.
+    # Both are set once there is a socket.
     _tls: ssl.SSLObject
     _wire: Any  # its transport
 
@@ -104,7 +101,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         *,
         within_s: float,
     ) -> None:
-        """``make``: the protocol above. ``buffers``: of the loop. ``within_s``: to agree on TLS."""
+        """``make``: makes the protocol above. ``within_s``: time limit of the handshake."""
         super().__init__()
         self._make = make
         self._context = context
@@ -112,12 +109,12 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._within_s = within_s
         self._has_begun = self._has_failed = False
         self._above: asyncio.Protocol | None = None
-        self._timer: asyncio.TimerHandle | None = None  # running until TLS is agreed on
+        self._timer: asyncio.TimerHandle | None = None  # running until the end of the handshake
 
     def failed(self, reason: TlsFailure, said: str) -> None:
-        """Hear, at most once, why the connection ends. ``said``: the same for people."""
+        """Called at most once, with the reason of a failure. ``said``: the same for people."""
 
-    # what the socket says
+    # called by the socket
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport
@@ -160,8 +157,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            if self._has_begun:  # probes of an open port, which say nothing, are no failures
-                self._fails("tls", "the client went away")  # as many do that don't trust us
+            if self._has_begun:  # probes of an open port, which send nothing, are no failures
+                self._fails("tls", "the client went away")  # it may distrust us
         if self._above is not None:
             self._above.connection_lost(exc)  # type: ignore[arg-type]
 
@@ -186,12 +183,12 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self.abort()
 
     def _fails(self, reason: TlsFailure, said: str) -> None:
-        if not self._has_failed:  # closing takes until what is wrong has been read
+        if not self._has_failed:  # closing waits until the alert has been read
             self._has_failed = True
             self.failed(reason, said)
 
     def _agrees(self) -> bool:
-        """Whether TLS is agreed on with what has come. Raises SSLError if it can't be."""
+        """Continue the handshake; return whether it is done. Raises SSLError."""
         self._has_begun = True
         try:
             self._tls.do_handshake()
@@ -205,8 +202,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         return True
 
     def _opened(self, nbytes: int) -> tuple[int, bool] | None:
-        """Decrypt what came: how many bytes are in the buffer then, and whether the other side said
-        that it is the end; None while TLS is not agreed on. Raises SSLError.
+        """Decrypt received bytes; return the number of bytes in the buffer, and whether the other
+        side has ended TLS. None during the handshake. Raises SSLError.
         """
         incoming = self._buffers.incoming
         incoming.write(self._buffers.sealed[:nbytes])
@@ -215,13 +212,13 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
                 return None
             return self._decrypted()
         finally:
-            incoming.read()  # what follows a failure, or an end, is nobody's
-            self._flush()  # what TLS itself answers: new keys, or what is wrong
+            incoming.read()  # drop bytes after a failure or an end
+            self._flush()  # TLS's own messages: new keys, alerts
 
     def _decrypted(self) -> tuple[int, bool]:
         opened, size = self._buffers.opened, 0
         tls, incoming = self._tls, self._buffers.incoming
-        with suppress(ssl.SSLWantReadError):  # costs more than to ask first, where that is enough
+        with suppress(ssl.SSLWantReadError):  # more expensive than a check beforehand
             while incoming.pending or tls.pending():
                 # Into a buffer, this returns a number, whatever typeshed says.
                 read = cast("int", tls.read(_RECORD, opened[size:]))
@@ -231,12 +228,12 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         return size, False
 
     def _flush(self) -> None:
-        """Send what was encrypted. Due after each call of TLS: the next connection's goes there."""
+        """Send encrypted bytes. Needed after each call of TLS, as the buffer is shared."""
         outgoing = self._buffers.outgoing
         if outgoing.pending:
             self._wire.write(outgoing.read())
 
-    # what the protocol above asks for
+    # called by the protocol above
 
     def write(self, data: Data) -> None:
         self.writelines((data,))
@@ -249,10 +246,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
                 rest = memoryview(data)
                 while rest:
                     rest = rest[self._tls.write(rest[:READ]) :]
-                    if self._buffers.outgoing.pending > READ:  # it keeps the most that it ever held
+                    if self._buffers.outgoing.pending > READ:  # it would keep its memory
                         self._flush()
         except ssl.SSLError as error:
-            # The other side has begun a message of TLS itself, such as new keys, and not ended it.
+            # The other side has begun and not finished a message of TLS itself, such as new keys.
             self._fails("tls", error.reason or str(error))
             self._wire.abort()
         finally:
@@ -261,7 +258,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def close(self) -> None:
         if self._wire.is_closing():
             return
-        with suppress(ssl.SSLError):  # of what the other side has yet to say
+        with suppress(ssl.SSLError):  # the other side's end is not awaited
             self._tls.unwrap()
         self._flush()
         self._wire.close()

@@ -1,9 +1,9 @@
 """OpenTelemetry traces: a task's way through all services, as spans of one trace.
 
-No message carries a trace. Its id and those of its spans follow from the run and the task, so the
-spans that separate processes report join by themselves, and all processes sample the same tasks.
+No message carries a trace. The ids of a trace and its spans are derived from the run and the task,
+so the spans of separate processes join by themselves, and all processes sample the same tasks.
 Spans are made from the steps that services log with ``log.tasks`` (:meth:`Context.trace`), and sent
-by a thread with a bounded queue: a receiver that is slow or away costs spans, never a task.
+by a thread with a bounded queue: a slow or absent receiver loses spans, and delays no task.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _MARKS = 4096  # tasks whose last step is remembered
 
 
 class TracingSettings(Section):
-    """Where traces go; off unless ``endpoint`` is set."""
+    """The table ``[tracing]``; traces are off unless ``endpoint`` is set."""
 
     endpoint: Annotated[str, Field(pattern="^https?://")] | None = None  # OTLP over HTTP
-    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the tasks
+    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # sampled share of the tasks
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SpanTimes:
     """A span's name and times, in seconds since 1970."""
 
     name: str
@@ -67,32 +67,32 @@ def is_sampled(trace: int, ratio: float) -> bool:
     return (trace & ((1 << 64) - 1)) < round(ratio * (1 << 64))
 
 
-def stretches(
+def span_times(
     what: str, begun: float, at: float, now: float, before: float | None, seconds: float
-) -> list[Stretch]:
+) -> list[SpanTimes]:
     """The spans that end with a step, the root last.
 
-    ``begun``: when the task was made; ``at``: when the step was decided; ``before``: the service's
-    own step before it, if it had one; ``seconds``: how long the device trained.
+    ``begun``: creation of the task; ``at``: decision on the step; ``before``: the service's
+    previous step, if any; ``seconds``: duration of the device's training.
     """
-    whole = Stretch(ROOT, begun, now)
+    whole = SpanTimes(ROOT, begun, now)
     match what:
         case "triggered":
-            return [Stretch("trigger", begun, max(now, begun))]
+            return [SpanTimes("trigger", begun, max(now, begun))]
         case "dispatched":
-            return [Stretch("dispatch", at, now)]
+            return [SpanTimes("dispatch", at, now)]
         case "uploaded" | "gave up":
             start = max(at - seconds, at if before is None else before)
-            fetch = [] if before is None else [Stretch("fetch", before, start)]
-            return [*fetch, Stretch("train", start, at), Stretch("upload", at, now)]
+            fetch = [] if before is None else [SpanTimes("fetch", before, start)]
+            return [*fetch, SpanTimes("train", start, at), SpanTimes("upload", at, now)]
         case "admitted":
-            return [Stretch("admit", at, now)]
+            return [SpanTimes("admit", at, now)]
         case "applied" | "buffered":
-            return [Stretch("mix", at if before is None else before, now)]
+            return [SpanTimes("mix", at if before is None else before, now)]
         case "published":
-            return [Stretch("publish", at if before is None else before, now), whole]
+            return [SpanTimes("publish", at if before is None else before, now), whole]
         case "given up":
-            return [Stretch("give up", at, now), whole]
+            return [SpanTimes("give up", at, now), whole]
         case _:
             return []
 
@@ -142,10 +142,10 @@ class Spans:
         seconds = about.get("seconds")
         took = seconds if isinstance(seconds, float) else 0.0
         begun = time_of(task) or at or now
-        for one in stretches(what, begun, at or now, now, before, took):
+        for one in span_times(what, begun, at or now, now, before, took):
             self._processor.on_end(self._span(trace, one, about))
 
-    def _span(self, trace: int, one: Stretch, about: Mapping[str, object]) -> ReadableSpan:
+    def _span(self, trace: int, one: SpanTimes, about: Mapping[str, object]) -> ReadableSpan:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, TraceFlags
 
@@ -166,10 +166,10 @@ class Spans:
         )
 
     def close(self) -> None:
-        """Send what is left, for three seconds at most, and end the thread that sends."""
+        """Send the remaining spans, for three seconds at most, and end the sending thread."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
-        if closing.is_alive():  # else its threads would go on trying
+        if closing.is_alive():  # else its thread would keep retrying
             self._exporter.shutdown()
             closing.join(_SEND_S)

@@ -16,16 +16,20 @@ from pydantic import BaseModel, Field, model_validator
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import check_name
 from fedstream.coordinator.gateway.settings import GatewaySettings
-from fedstream.coordinator.page import PageSettings
 from fedstream.coordinator.policies import InFlight, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import SchedulerSettings
-from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
-from fedstream.runtime.tasks import LeaseSettings, Participation, ParticipationGroup, WireSettings
+from fedstream.runtime.task_settings import (
+    LeaseSettings,
+    Participation,
+    ParticipationGroup,
+    WireSettings,
+)
 from fedstream.runtime.tracing import TracingSettings
 from fedstream.settings.simulation import (
     NoStaleness,
@@ -34,7 +38,7 @@ from fedstream.settings.simulation import (
     UniformStaleness,
 )
 from fedstream.settings.start import StartingPoint
-from fedstream.sinks.choice import SomeSink
+from fedstream.sinks.settings import SomeSink
 from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
@@ -70,7 +74,7 @@ class Settings(Section):
     task: TaskSettings = TaskSettings()
     strategy: StrategySettings = FedAsyncSettings()
     solver: SolverSettings = Sgd()
-    solvers: SolverGroups = ()  # for devices that train differently
+    solvers: SolverGroups = ()  # solvers of groups of devices
     participation: tuple[ParticipationGroup, ...] = ()  # rate and length of some devices' tasks
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
@@ -175,7 +179,7 @@ class Settings(Section):
 
     @property
     def policy(self) -> Policy | Rounds:
-        """The scheduler's policy as configured, or else the strategy's default."""
+        """The configured policy, or the strategy's default."""
         policy = self.scheduler.policy
         if policy is None:
             policy = Rounds() if self.strategy.rounds == "always" else InFlight()
@@ -185,22 +189,20 @@ class Settings(Section):
 
     @property
     def rule(self) -> Strategy:
-        """The strategy as this run uses it: in rounds it drops late updates."""
+        """The strategy for this run; in rounds, it drops late updates."""
         if isinstance(self.policy, Rounds) and self.strategy.max_staleness is None:
             return self.strategy.model_copy(update={"max_staleness": 0})
         return self.strategy
 
     @property
     def staleness(self) -> SimulatedStaleness:
-        """The simulation's staleness as configured, or else the policy's default."""
+        """The simulation's configured staleness, or the policy's default."""
         if self.simulation.staleness is not None:
             return self.simulation.staleness
         return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
 
     def with_absolute_paths(self) -> Settings:
-        """The same for any working directory: the files and folders that are read by their
-        absolute paths.
-        """
+        """The same settings for any working directory, with absolute paths of read files."""
         task = _absolute(self.task, "data_root")
         file, _, attribute = task.name.rpartition(":")
         if file.endswith(".py"):
@@ -230,7 +232,7 @@ _TableT = TypeVar("_TableT", bound=BaseModel)
 
 
 def _absolute(table: _TableT, *keys: str) -> _TableT:
-    """A table of the configuration with these files, if they are given, by absolute paths."""
+    """A table of the configuration with these paths, if set, made absolute."""
     files: dict[str, object] = {}
     for key in keys:
         match getattr(table, key):

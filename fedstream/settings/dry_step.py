@@ -1,14 +1,13 @@
-"""One training step and one evaluation before anything starts, of a task that might not work.
+"""One training step and one evaluation of a task before anything starts.
 
-Both are cheap. Each uses a new model, and the random number generators keep their states; only a
-task that remembers its calls is changed. Training takes one batch of one device. Since a run goes
-on without devices whose data are bad, devices are tried for some seconds until one works. The
-evaluation takes the first rows of the test data. A ``train`` or ``metrics`` of the task's own is
-given few rows as well, and all of them if it raises, since it may need more; training is then
-cancelled after some seconds.
+Both are cheap. Each uses a new model, and the random number generators keep their states. Training
+takes one batch of one device. A run tolerates devices with bad data, so devices are tried for some
+seconds until one works. The evaluation takes the first rows of the test data. A task's own
+``train`` or ``metrics`` gets few rows too, and all rows if it raises, as it may need more; training
+is then cancelled after some seconds.
 
-``run.dry_step = false`` switches both off. A task without ``exact_steps``, which trains as long as
-it likes, is not tried. Instead, the data of devices are loaded until one device has some.
+``run.dry_step = false`` switches both off. A task without ``exact_steps`` is not tried, as it
+trains for any length. Instead, the data of devices are loaded until a device has data.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import numpy as np
 from fedstream.core.errors import ConfigError, DataError, FedstreamError, TaskError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
-from fedstream.runtime.tasks import Epochs, Length, Seconds
+from fedstream.runtime.task_settings import Epochs, Length, Seconds
 from fedstream.terminal import line
 from fedstream.trainer.data import Processor, check, placed, samples_of, seeded, size_of
 from fedstream.trainer.evaluator import has_device_tests
 from fedstream.trainer.goals import is_over_devices
-from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, solver_for_device
 from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:
@@ -41,17 +40,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DEVICES = 3  # the fewest to try until one works
+_DEVICES = 3  # devices to try at least, until one works
 _ROWS = 32  # of test data
 _SECONDS = 1e-3  # the budget of a training step
-_TRY_S = 3.0  # time limit for more devices than these, and for training on all rows
-_NAMED = 3  # devices whose errors are told
+_TRY_S = 3.0  # time limit for further devices, and for training on all rows
+_NAMED = 3  # devices whose errors are shown
 _HINT = ": correct the task (run.dry_step = false starts without this test)"
 
 
 @contextmanager
 def blaming(settings: Settings, what: str, hint: str = "") -> Iterator[None]:
-    """Turn whatever the user's task raises into a TaskError that says what it concerned."""
+    """Turn an error of the user's task into a TaskError that names the step ``what``."""
     name = settings.task.name
     try:
         yield
@@ -65,7 +64,7 @@ def blaming(settings: Settings, what: str, hint: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Tried:
-    """What was made of the task while it was tried."""
+    """The results of trying a task."""
 
     module: nn.Module
     test_data: Dataset[Any] | None
@@ -81,8 +80,8 @@ def try_task(
 ) -> Tried:
     """Check the GPUs, the model and the data; then train one step, and measure.
 
-    ``simulated``: not by services. ``cancelled`` ends the step early. Raises ConfigError; TaskError
-    for whatever the task raises.
+    ``simulated``: for a simulation. ``cancelled``: ends the step early. Raises ConfigError, and
+    TaskError for errors of the task.
     """
     check("trainer.device", settings.trainer.device)
     check("evaluator.device", settings.evaluator.device)
@@ -105,7 +104,7 @@ def try_task(
 
 
 def try_model(settings: Settings, task: Task) -> nn.Module:
-    """The task's untrained model. Raises TaskError if there is none that could be sent."""
+    """The task's untrained model. Raises TaskError if it can't be made or sent."""
     with blaming(settings, "model() raised"), seeded(settings.run.seed):
         return untrained(task)
 
@@ -126,10 +125,10 @@ def try_training(
     place: Processor,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[int, Trained] | None:
-    """Train one step; returns the device that it was tried with, and what it came to.
+    """Train one step; return the device and the result.
 
-    Devices that failed before it are told on stderr. None: the task is not tried. Raises TaskError
-    if all devices failed that were tried; Cancelled.
+    Devices that failed before are shown on stderr. None: the task is not tried. Raises TaskError if
+    all tried devices failed; Cancelled.
     """
     if not _is_tried(settings, task):
         return None
@@ -176,7 +175,7 @@ def _first_working(
 ) -> tuple[int, T]:
     """The first device on which ``work`` does not raise, and the result.
 
-    Raises the first device's TaskError if none works, or none of those tried in the time limit.
+    Raises the first device's TaskError if no device works within the time limit.
     """
     failed: dict[int, TaskError] = {}
     until = time.monotonic() + _TRY_S
@@ -196,7 +195,7 @@ def _first_working(
 
 
 def _without(failed: dict[int, TaskError], works: int) -> str:
-    """That these devices failed, in one line."""
+    """A line about failed devices."""
     named = "; ".join(str(error).removesuffix(_HINT) for error in [*failed.values()][:_NAMED])
     more = len(failed) - _NAMED
     others = f"; {more} more devices" if more > 0 else ""
@@ -210,7 +209,7 @@ def _trained(
     place: Processor,
     cancelled: Callable[[], bool],
 ) -> Trained:
-    solver = chosen(task, device, Solvers(settings.solver, settings.solvers), 0)
+    solver = solver_for_device(task, device, Solvers(settings.solver, settings.solvers), 0)
     data = placed(task.device_data(device), place)
     samples, length, few = size_of(data, device), Length(steps=1), data
     by_steps = (Task.train, Task.descend, Solver.train)
@@ -255,8 +254,8 @@ def _step(
 
 
 def _check_integers(before: Model, after: Model) -> None:
-    """Raise DataError, naming the tensor, if training changed one that must stay: the updater
-    would refuse every update."""
+    """Raise DataError, naming the tensor, if training changed a constant integer tensor, for which
+    the updater would refuse every update."""
     at = 0
     for tensor in before.layout.tensors:
         if tensor.kind == "integer":
@@ -276,8 +275,8 @@ def _measured(task: Task, data: Dataset[Any], place: Processor) -> dict[str, flo
 
 
 def _on_few(work: Callable[[Dataset[Any]], T], few: Dataset[Any], data: Dataset[Any]) -> T:
-    """``work`` on few rows; on all of them if it raises, as it may need more, or the data's own
-    attributes."""
+    """Run ``work`` on few rows; if it raises, on all data, as it may need more rows or the data
+    set's own attributes."""
     if few is not data:
         with suppress(Exception):
             return work(few)
@@ -296,7 +295,7 @@ def _first(data: Dataset[Any], rows: int) -> Dataset[Any]:
 
 
 def _shortest(settings: Settings) -> Length:
-    """The shortest length of the run's kind: the task's ``train`` may know no other."""
+    """The shortest length of the configured kind, as the task's ``train`` may support only that."""
     match (settings.trainer.anarchic or settings.scheduler).steps:
         case Epochs():
             return Length(epochs=1)

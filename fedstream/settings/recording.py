@@ -1,10 +1,9 @@
-"""What a configuration file or a recording, possibly from a stranger, may have us run.
+"""Trust in programs that a configuration file or a recording names.
 
-Both name a task, and perhaps a strategy and other parts of their user's; loading these runs their
-programs. One rule holds for all commands: only those that train or serve run the programs that a
-file names, as that is what they are for; any other runs a program only if the user names it, by an
-option or in the environment, or trusts the file. Built-in parts are fedstream's own code and always
-load.
+Both may come from a stranger, and name a task and perhaps a strategy and other plug-ins; loading
+these runs their programs. One rule holds for all commands: commands that train or serve run the
+programs that a file names. Any other command runs a program only if the user names it, by an option
+or in the environment, or trusts the file. Built-in plug-ins always load.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fedstream.runtime.config import load
 from fedstream.runtime.plugins import allowing, runs_program
 from fedstream.runtime.process import open_regular
 
-if TYPE_CHECKING:  # looking at a recording takes no service's settings
+if TYPE_CHECKING:  # reading a recording doesn't need the services' settings
     from fedstream.settings.config import Settings
 
 CONFIG = "run.toml"
@@ -37,11 +36,11 @@ _VARIABLE, _DOWNLOAD = "FEDSTREAM_TASK__NAME", "FEDSTREAM_TASK__DOWNLOAD"
 def its_programs(
     folder: Path, *, trusted: bool, changed: bool, ask: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Within this context, the rules that made a recording may be loaded, as far as is allowed.
+    """Inside the block, permit loading the rules of a recording.
 
-    ``trusted``: although only the recording names them. ``changed``: although their source isn't
-    the recorded one; if it isn't, ``ask`` is asked first, unless None. Raises ConfigError, also if
-    the answer is no.
+    ``trusted``: also rules that only the recording names. ``changed``: also rules whose source has
+    changed; ``ask`` then asks the user first, unless None. Raises ConfigError, also if the answer
+    is no.
     """
     with allowing(recorded=trusted, changed=changed), ExitStack() as more:
         if ask is not None and not changed:
@@ -57,9 +56,9 @@ def its_programs(
 
 
 def resumable(folder: Path, settings: Settings, ask: Callable[[str], None] | None) -> bool:
-    """Whether a run is to be resumed by rules whose source has changed.
+    """Whether to resume a run with rules whose source has changed.
 
-    ``ask`` is then asked; if it is None, RuleChanged is raised. False: the source has not changed.
+    ``ask``: asks the user; if None, RuleChanged is raised. False: the source has not changed.
     """
     if not journal_of(folder).is_dir():
         return False  # reported later
@@ -83,13 +82,12 @@ def settings_of(
     otherwise: str = "",
     **given: object,
 ) -> Settings:
-    """Read the run's configuration, as far as the task needs it to measure a model.
+    """Read the part of the run's configuration that measuring a model needs.
 
-    So whatever else the recording names, such as a solver, is not loaded. The configuration comes
-    from ``config``, else from the run's own file, else from the defaults with the task named by the
-    journal. ``given`` are the command's own options. ``otherwise``: text for the error that says
-    what can be done without the task. Raises ConfigError if only a file names the task, unless it
-    is ``trusted``.
+    Other plug-ins that the recording names, such as a solver, are not loaded. The configuration
+    comes from ``config``, else from the run's own file, else from the defaults with the task named
+    by the journal. ``given``: the command's options. ``otherwise``: for the error, how to do
+    without the task. Raises ConfigError if only a file names the task, unless it is ``trusted``.
     """
     from fedstream.settings.config import Settings, options
 
@@ -117,7 +115,7 @@ def settings_of(
 
 
 def is_left(file: Path) -> bool:
-    """Whether a run left its configuration there. Raises ConfigError if it can't be read."""
+    """Whether a run left its configuration in ``file``. Raises ConfigError if it is unreadable."""
     if not file.exists():
         return False
     try:

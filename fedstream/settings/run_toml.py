@@ -1,7 +1,7 @@
 """run.toml of a local run: its resolved configuration, for the services and for later commands.
 
-While a run with a private Redis lives, its run.toml has that Redis's URL, below a line that says
-so. The URL is removed when the run ends; only a run that was killed leaves it behind.
+While a run with a private Redis is alive, its run.toml has that Redis's URL, below a marking line.
+The URL is removed at the run's end; only a killed run leaves it behind.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def names_private_redis(settings: Settings, config: Path | None) -> bool:
 
 
 def is_left_behind(config: Path) -> bool:
-    """Whether a run with a private Redis wrote this file and has not ended: it lives or was killed.
+    """Whether the file is of a run with a private Redis that is alive or was killed.
 
     Raises OSError.
     """
@@ -65,7 +65,7 @@ def is_left_behind(config: Path) -> bool:
 
 
 def without_private_redis(settings: Settings, config: Path | None) -> Settings:
-    """The configuration without a private Redis's URL, which a killed run left in run.toml."""
+    """The configuration without the URL of a private Redis that a killed run left in run.toml."""
     if not names_private_redis(settings, config):
         return settings
     kept = {name: getattr(settings.redis, name) for name in settings.redis.model_fields_set}
@@ -74,10 +74,10 @@ def without_private_redis(settings: Settings, config: Path | None) -> Settings:
 
 
 def refuse_ended(settings: Settings, config: Path | None) -> None:
-    """Raise FedstreamError if ``config`` is that of a run whose private Redis ended with it.
+    """Raise FedstreamError if ``config`` is of a run whose private Redis has ended.
 
-    Its run.toml names no Redis any more, so another run of the same name, at the default address,
-    would be taken for it.
+    Such a run.toml no longer names a Redis, so another run of this name at the default address
+    could be mistaken for it.
     """
     if config is None or settings.redis.is_named:
         return

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.access import tokens_of
-from fedstream.coordinator.page import MakePage
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import MakePage
 from fedstream.core.errors import ConfigError
 from fedstream.core.records import Run
 from fedstream.flower import apps
@@ -23,10 +23,10 @@ from fedstream.settings.dry_step import (
     try_model,
     try_training,
 )
-from fedstream.settings.parts import part_sources
+from fedstream.settings.plugin_sources import part_sources
 from fedstream.settings.start import first_model
-from fedstream.sinks.choice import named, parameters
 from fedstream.sinks.service import DRAIN_S, Sinks
+from fedstream.sinks.settings import named, parameters
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator, has_device_tests
 from fedstream.trainer.loading import load_task
@@ -105,7 +105,7 @@ def devices_of(settings: Settings, task: Task) -> int:
 
 
 def _check_steps(settings: Settings, task: Task) -> None:
-    """Raise ConfigError if the strategy needs to know what the task's training does not say."""
+    """Raise ConfigError if the strategy needs steps that the task's training doesn't return."""
     rule = settings.strategy
     if not task.exact_steps and (rule.by_steps or rule.controls):
         why = (
@@ -155,7 +155,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         devices=devices,
         versions=settings.run.versions,
         seed=settings.run.seed,
-        created=0.0,  # the updater says when
+        created=0.0,  # set by the updater
         max_staleness=rule.max_staleness,
         sends=rule.sends,
         by_steps=rule.by_steps,
@@ -326,7 +326,7 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
 
 
 def http_of(role: str, settings: Settings) -> HttpSettings:
-    """Where a service listens, under which names, and its limits on clients."""
+    """A service's addresses, names and limits on clients."""
     http = settings.http
     if role == "coordinator" and http.has_token and not http.hosts:
         # A page under another name has no token, and no cookie for us.

@@ -34,8 +34,8 @@ class RecentStaleness(Section):
 
 
 class LatencyStaleness(Section):
-    """Staleness emerges on a virtual clock: devices begin when ``scheduler.policy`` says, and take
-    the time that ``[devices]`` says."""
+    """Staleness emerges on a virtual clock: ``scheduler.policy`` decides when devices begin, and
+    ``[devices]`` how long they take."""
 
     draws_late: ClassVar[bool] = False
     kind: Literal["latency"] = "latency"
@@ -45,7 +45,7 @@ SimulatedStaleness: TypeAlias = NoStaleness | UniformStaleness | RecentStaleness
 
 
 class SimulationSettings(Section):
-    """How ``fedstream simulate`` differs from a run of services."""
+    """The table ``[simulation]``: settings of ``fedstream simulate`` alone."""
 
     staleness: Annotated[SimulatedStaleness, Field(discriminator="kind")] | None = None
     """None: the policy's default, ``none`` for rounds and otherwise ``uniform``"""

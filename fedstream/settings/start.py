@@ -1,4 +1,4 @@
-"""Version 0 of a run: drawn from its seed, or a model that exists already (`run.start`).
+"""Version 0 of a run: drawn from its seed, or an existing model (`run.start`).
 
 A start is ``DIR@VERSION``, a version in a run's journal, ``DIR``, its newest one, or a safetensors
 file. Only the model is taken: the strategy's memory begins empty, and control variates with zero.
@@ -33,7 +33,7 @@ _VERSION = re.compile(r"(.+)@(\d+)")
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a version 0 is to be taken from."""
+    """The source of a version 0."""
 
     path: Path
     version: int | None = None  # None: a file, or the journal's newest version
@@ -48,7 +48,7 @@ class StartingPoint:
 
     @property
     def absolute(self) -> str:
-        """The same for any working directory."""
+        """The same source for any working directory."""
         at = "" if self.version is None else f"@{self.version}"
         return f"{self.path.absolute()}{at}"
 
@@ -56,7 +56,7 @@ class StartingPoint:
 def first_model(
     task: Task, seed: int, start: str | None, *, controls: bool = False
 ) -> tuple[Model, str]:
-    """Version 0, and where it was taken from, as the run's record says it ('' if it was drawn).
+    """Version 0, and its source for the run's record ('' if it was drawn).
 
     Raises ConfigError if ``start`` cannot be read, or does not fit the task's model.
     """
@@ -110,7 +110,7 @@ def _load_version(start: StartingPoint, into: Model, where: str) -> str:
 
 
 def _load_file(path: Path, into: Model, where: str) -> str:
-    """Take over the tensors of a safetensors file; return the digest of what was taken over."""
+    """Take over the tensors of a safetensors file; return the model's digest."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file

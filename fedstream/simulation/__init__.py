@@ -7,8 +7,8 @@
 
     result = simulate(read(Path("run.toml")))
 
-:mod:`arrivals` plans who trains when and from which version, :mod:`training` trains, and
-:mod:`engine` passes the updates to the server's rule.
+:mod:`arrivals` plans the devices' tasks, :mod:`training` trains, and :mod:`engine` passes the
+updates to the server's rule.
 """
 
 from fedstream.simulation.arrivals import Arrival, RoundOver, plan

@@ -1,4 +1,4 @@
-"""Plan of who trains, from which version, for how long, and in which order answers arrive.
+"""The plan of a simulation: devices, base versions, durations, and the order of answers.
 
 A plan depends only on the configuration, the number of devices, and which tasks fail, so the same
 plan can be replayed to the live pipeline. The n-th task is drawn as the scheduler draws its n-th
@@ -16,6 +16,7 @@ from collections.abc import Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from fedstream.coordinator.cooldowns import Cooldowns
 from fedstream.coordinator.policies import (
     InFlight,
     Policy,
@@ -24,12 +25,12 @@ from fedstream.coordinator.policies import (
     place_of_next,
     tasks_wanted,
 )
-from fedstream.coordinator.rests import Rests
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import draw
 from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Floats, Model
 from fedstream.journal.progress import mean_after
-from fedstream.runtime.tasks import Participation, Seconds
+from fedstream.runtime.task_settings import Participation, Seconds
 from fedstream.settings.simulation import (
     LatencyStaleness,
     NoStaleness,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from fedstream.settings.config import Settings
 
 _IN_VAIN = 1000  # give up once a round got too few answers this many times in a row
-_MOST_PUT_OFF = 1000  # times that a policy may name a later time once its time has come
+_MOST_PUT_OFF = 1000  # postponements in a row by a policy
 _ALL_ANSWERED = "every device that can be asked has answered"
 
 
@@ -58,9 +59,9 @@ class Arrival:
     epochs: int | None
     tau: int
     version: int
-    """the newest when it arrives"""
+    """the newest version at arrival"""
     makes: bool
-    """whether it completes its batch and so makes a version"""
+    """whether it completes a batch and so makes a version"""
     oldest: int
     """no later arrival starts from an older version"""
     time: float
@@ -77,7 +78,7 @@ class RoundOver:
     time: float
     why: str
     drops: bool = False
-    """whether the answers are not used"""
+    """whether the answers are dropped"""
 
 
 PlannedEvent: TypeAlias = Arrival | RoundOver
@@ -88,8 +89,8 @@ def plan(
 ) -> Iterator[PlannedEvent]:
     """Plan an endless sequence of events. Raises ConfigError if the settings can't be simulated.
 
-    ``failed``: numbers of failed tasks. Add a task's number before you ask for the event after its
-    arrival. The task then counts as given up, and its device may rest.
+    ``failed``: numbers of failed tasks. Add a task's number before requesting the event after its
+    arrival; the task then counts as given up, and its device may rest.
     """
     failed = set() if failed is None else failed
     initiative, groups = settings.trainer.anarchic, settings.participation
@@ -126,13 +127,13 @@ def _drawn(
 ) -> Iterator[PlannedEvent]:
     """Draw staleness uniformly on [0, min(most, t)] at version t.
 
-    No device comes twice in a batch until every device has come, and none comes twice in a round.
-    A device that fails rests for as many arrivals as it would rest for seconds.
+    No device comes twice in a batch until every device has come, and none comes twice in a round. A
+    failing device rests for a number of arrivals equal to the seconds of a live rest.
     """
     size, limit = settings.strategy.batch, settings.rule.max_staleness
     parts = Participation(settings.scheduler.steps, settings.participation)
     seed, n, version = settings.run.seed, 0, 0
-    in_rounds, rests = isinstance(settings.policy, Rounds), Rests(0.0)
+    in_rounds, rests = isinstance(settings.policy, Rounds), Cooldowns(0.0)
     most_answers = devices if in_rounds else math.inf
     while True:
         idle: list[int] = []
@@ -176,7 +177,7 @@ def _drawn(
 
 
 def _without(devices: list[int], resting: Collection[int]) -> list[int]:
-    """The devices that don't rest: the very list if none does."""
+    """The devices that don't rest; the same list if none does."""
     return [device for device in devices if device not in resting] if resting else devices
 
 
@@ -194,7 +195,7 @@ class _Working:
 
 
 class _Clock:
-    """Events on a virtual clock: devices start when the policy says, and work for some time."""
+    """Events on a virtual clock: the policy decides when devices start, and tasks take time."""
 
     def __init__(self, settings: Settings, devices: int, failed: set[int]) -> None:
         self._settings = settings
@@ -206,12 +207,12 @@ class _Clock:
         self._seed = settings.run.seed
         in_rounds = isinstance(settings.policy, Rounds)  # tasks end with their round
         self._timeout_s = math.inf if in_rounds else settings.scheduler.task_timeout_s
-        self._rests = Rests(settings.scheduler.rest_s)
+        self._rests = Cooldowns(settings.scheduler.rest_s)
         self._now = 0.0
         self._issued = 0
         self._version = 0
         self._used = 0  # answers used for the next version
-        self._in_vain = 0  # time-outs with too few answers, one after the other
+        self._in_vain = 0  # time-outs with too few answers in a row
         self._mean_staleness = 0.0
         self._open: dict[int, _Working] = {}  # by device
         self._ends: list[tuple[float, int, _Working]] = []  # (time, task's number, task): a heap
@@ -259,7 +260,7 @@ class _Clock:
         heapq.heappush(self._ends, (min(end, given_up), task.n, task))
 
     def _end(self, device: int, seconds: float) -> float:
-        """Time at which a device has worked that long from now on; it rests while not eligible."""
+        """The time at which a device has worked ``seconds``, pausing while not eligible."""
         availability, at = self._settings.devices.availability, self._now
         while True:
             change = next_change(availability, device, self._seed, at)
@@ -340,11 +341,11 @@ class _Clock:
     # policies
 
     def _as_wanted(self, policy: Policy) -> Iterator[Arrival]:
-        """Keep as many tasks open as the policy wants, as the scheduler does."""
+        """Keep the policy's number of tasks open, as the scheduler does."""
         last, put_off = 0.0, 0
         while True:
             wake, wanted = math.inf, tasks_wanted(policy, self._traffic(last))
-            waits = False  # for a time that the policy named
+            waits = False  # for the policy's next time
             while len(self._open) < wanted:
                 rng, traffic = draw(self._seed, self._issued), self._traffic(last)
                 due = next_due(policy, traffic, rng)
@@ -372,7 +373,7 @@ class _Clock:
                     )
 
     def _traffic(self, last: float) -> Traffic:
-        """What a policy sees."""
+        """The policy's input."""
         return Traffic(
             self._now,
             0.0,
@@ -454,7 +455,7 @@ class _Clock:
         return min(map(self._rests.end, resting), default=math.inf)
 
     def _give_up(self, *, failed: bool) -> None:
-        """Drop all open tasks. ``failed``: their devices did; they were too slow."""
+        """Drop all open tasks. ``failed``: count them as failures, for slowness."""
         for device in self._open if failed else ():
             self._rests.ended(device, self._now, failed=True)
         self._open.clear()
@@ -487,8 +488,25 @@ class _Clock:
             if not rests and eligible(
                 self._settings.devices.availability, device, self._seed, self._now
             ):
-                parts.pick(rngs[device], [device])  # one of one: plans keep the draws they had
+                parts.pick(rngs[device], [device])  # unused draw, so that plans stay the same
                 self._begin(device, parts, rngs[device])
             else:
                 decides = self._now + rngs[device].expovariate(rates[device])
                 heapq.heappush(decisions, (decides, device))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A device's training that starts from a version."""
+
+    arrival: Arrival
+    base: Model
+    """x_tau"""
+    version: int
+    """tau"""
+    digest: str
+    """of x_tau"""
+    into: Model
+    """receives the device's update"""
+    device_control: Floats | None
+    """SCAFFOLD's c_i; None: zero"""

@@ -1,4 +1,4 @@
-"""The simulation itself: trains arrivals in order and passes them to the server's rule.
+"""The simulation's engine: trains arrivals in order and passes them to the server's rule.
 
 The rule is the updater's own (:mod:`fedstream.journal.progress`). Local training is the trainer's
 own (:meth:`fedstream.trainer.task.Task.train`), or its equivalent for several devices at once.
@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fedstream.coordinator.rests import no_device_works
+from fedstream.coordinator.cooldowns import no_device_works
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.core.layout import Layout, Model
@@ -25,8 +25,7 @@ from fedstream.core.messages import Contribution, Goal, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
 from fedstream.runtime.plugins import about, place_of, words
-from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
-from fedstream.simulation.job import Job
+from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver, plan
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
 
 _NO_DIGEST = "none"  # without a journal
-_AHEAD = 128  # arrivals to search for ones that can be trained together
+_AHEAD = 128  # arrivals searched for ones that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
 
 
@@ -88,7 +87,7 @@ class SimulationResult:
     given_up: Counter[str] = field(default_factory=Counter)
     """tasks that raised, by reason"""
     failing: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """devices whose last tasks raised, more than one: how many in a row, and the last error"""
+    """devices with several errors in a row: their number, and the last error"""
     seconds: float = 0.0
     """real time, not virtual"""
     measuring: float = 0.0
@@ -96,15 +95,15 @@ class SimulationResult:
     together: int = 0
     """updates trained together with others"""
     start: str = ""
-    """where version 0 was taken from, and its digest; '' if it was drawn from the seed"""
+    """source and digest of version 0; '' if it was drawn from the seed"""
     per_device: dict[int, dict[str, float]] = field(default_factory=dict)
-    """metrics on each device's own test data, as measured last (``evaluator.per_device``)"""
+    """last measured metrics on each device's own test data (``evaluator.per_device``)"""
     update_bytes: int = 0
-    """of all updates that arrived, in the format they were sent in"""
+    """bytes of all arrived updates, in their wire format"""
     goal: Mapping[str, Goal] = field(default_factory=dict)
-    """of metrics, as the task declares them"""
+    """goals of metrics, declared by the task"""
     remembering: int = 0
-    """devices with error feedback, which takes the memory of a model's parameters for each"""
+    """devices with error feedback, each of which takes the memory of a model's parameters"""
 
     @property
     def measured(self) -> list[VersionMade]:
@@ -114,7 +113,7 @@ class SimulationResult:
     def best(self, name: str = "accuracy") -> float:
         """Best value of a metric over the measured versions.
 
-        Raises ConfigError if nobody said whether the metric is to be low or high.
+        Raises ConfigError for a metric without a goal.
         """
         goal = goal_of(name, self.goal)
         if goal is None:
@@ -142,13 +141,13 @@ def simulate(
 
     ``task``: the task that ``settings`` name, if already loaded, so that many simulations read its
     data only once. ``arrivals``: events to use instead of :func:`arrivals.plan`; there must be
-    enough for all versions. ``journal``: a folder to write a journal to; ``lineage``: the
-    run's id there, drawn by default. ``on_version`` is called for every version, including 0; the
-    model is valid only during the call. ``on_error`` is called with what the task raises, and its
-    traceback, once for each place that raises.
+    enough for all versions. ``journal``: a folder to write a journal to; ``lineage``: the run's id
+    there, drawn by default. ``on_version``: called for every version, including 0; the model is
+    valid only during the call. ``on_error``: called with an error of the task and its traceback,
+    once for each raising place.
 
     A device on which the task raises gives its task up and rests, as in a live run. Raises
-    ConfigError, JournalError; DataError, naming the device, for what the task raises if no device
+    ConfigError, JournalError; DataError, naming the device, for an error of the task if no device
     works; Fenced if the folder already has a journal.
     """
     from fedstream.settings.services import task_of
@@ -179,10 +178,10 @@ class _Base:
 
 
 class _Bases:
-    """The models that devices may start from, by the plan's versions, and those to reuse.
+    """The models that devices may start from, by the plan's versions, and reusable models.
 
-    The plan counts versions as if no update were refused: each of its versions has the model that
-    was the newest when the plan made it.
+    The plan counts versions as if no update were refused: each planned version has the model that
+    was the newest at that moment.
     """
 
     def __init__(self, first: State, digest: str, transport: Transport) -> None:
@@ -203,7 +202,7 @@ class _Bases:
             self.release(state, last.model)
 
     def _as_published(self, state: State, digest: str) -> _Base:
-        """What devices get of a version."""
+        """A version's model as devices receive it."""
         model = state.model
         if self._transport.copies:
             model = self.spare(state.model.layout)
@@ -211,7 +210,7 @@ class _Bases:
         return _Base(model, state.version, digest)
 
     def add(self) -> None:
-        """Let devices start from what was published last by the plan's next version."""
+        """Use the last published model for the plan's next version."""
         self.newest += 1
         self._bases[self.newest] = self.published
 
@@ -225,7 +224,7 @@ class _Bases:
         return self._free.pop() if self._free else Model(layout)
 
     def release(self, state: State, *models: Model) -> None:
-        """Take these models back for reuse, except those that are published or in the state."""
+        """Return models for reuse, except published ones and those in the state."""
         used = {id(model) for model in (*state.models(), self.published.model)}
         used |= {id(base.model) for base in self._bases.values()}
         self._free += [model for model in models if id(model) not in used]
@@ -233,7 +232,7 @@ class _Bases:
 
 @dataclass(slots=True)
 class _Cost:
-    """What the run has cost so far."""
+    """The cost of the run so far."""
 
     answers: int = 0
     used: int = 0
@@ -241,7 +240,7 @@ class _Cost:
     epochs: float = 0.0
 
     def add(self, update: Contribution, batch: int | None) -> None:
-        """Count an update that went into a version; ``batch``: its minibatches' size."""
+        """Count an update in a version; ``batch``: size of its minibatches."""
         self.used += 1
         self.gradients += update.steps
         # a user's own train() may report 0 samples
@@ -373,9 +372,9 @@ class _Simulation:
         return self._ahead.popleft()
 
     def _trained_for(self, arrival: Arrival) -> tuple[Trained, Job] | None:
-        """Result of an arrival's training, None if the task raised.
+        """The result of an arrival's training; None if the task raised.
 
-        Also trains others ahead that can be trained with it.
+        Also trains later arrivals that can be trained together with it.
         """
         if arrival.n not in self._trained:
             jobs = [self._job(one) for one in self._trainable(arrival)]
@@ -391,7 +390,7 @@ class _Simulation:
         return self._trained.pop(arrival.n)
 
     def _give_up(self, arrival: Arrival, error: DataError) -> None:
-        """Give a task up because it raised. Raises the error if no device works."""
+        """Give up a task that raised. Raises the error if no device works."""
         device = arrival.device
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         self._given_up[reasons.of_giving_up(reasons.raised(cause))] += 1
@@ -414,9 +413,9 @@ class _Simulation:
             deque(islice(self._plan, self._taken), maxlen=0)
 
     def _trainable(self, first: Arrival) -> list[Arrival]:
-        """``first`` and later arrivals with known base versions, as many as train well together."""
+        """``first`` and later arrivals that train well together and have known base versions."""
         sizes = self._training.sizes
-        if sizes == (1,) or self._given_up:  # what follows depends on whether this one fails
+        if sizes == (1,) or self._given_up:  # later arrivals depend on failures
             return [first]
         missing = max(0, _AHEAD - len(self._ahead))
         self._ahead.extend(islice(self._plan, missing))
@@ -457,7 +456,7 @@ class _Simulation:
     def _release(self, *models: Model) -> None:
         self._models.release(self._progress.state, *models)
 
-    # what arrives
+    # arrivals
 
     def _take(self, arrival: Arrival, trained: Trained, job: Job) -> None:
         """Process an answer."""
@@ -544,7 +543,7 @@ class _Simulation:
     # versions
 
     def _made(self, step: Step, at: float) -> VersionMade | None:
-        """The version that a step made, measured if due; also sets the ending if it's the last."""
+        """Make the version of a step, measured if due; the last version also sets the ending."""
         if step.made is None:
             return None
         state, updates, run = step.after.state, step.made, self._settings.run

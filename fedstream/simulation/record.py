@@ -1,4 +1,4 @@
-"""The journal of a simulated run, as the updater would write it, but with virtual times."""
+"""The journal of a simulated run, like the updater's but with virtual times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstream.core.messages import Outcome, Upload
 from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
 from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
-from fedstream.settings.parts import part_sources
+from fedstream.settings.plugin_sources import part_sources
 from fedstream.strategies import sources_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Happened:
     n: int  # number of the entry in the run
     time: float
     digest: str | None  # of the version it made, if any
-    given: str | None  # of the same as devices are given it, if that is encoded
+    given: str | None  # digest of the published model, if encoded
     finished: str | None  # why the run ended with it, if it did
 
 
@@ -55,8 +55,8 @@ class SimulationRecorder:
     ) -> None:
         """Begin the journal. Raises JournalError; Fenced if there is one already.
 
-        ``digest``: of version 0. ``start``: where it was taken from, ``goal``: of metrics, and
-        ``lineage``: the run's id, as the head says them.
+        ``digest``: of version 0. ``start``: its source. ``goal``: of metrics. ``lineage``: the
+        run's id. All are for the segment's head.
         """
         self._settings = settings.journal
         needs = [] if settings.wire.of_updates.is_plain else [WIRE_FORMATS]
@@ -89,7 +89,7 @@ class SimulationRecorder:
     def taken(
         self, upload: Upload, sent: Payload, step: Step, about: Happened, sizes: Counted
     ) -> None:
-        """Record an update that was used. ``sent``: as its receiver got it."""
+        """Record a used update. ``sent``: its received bytes."""
         decision = step.decision
         if decision is None or decision.outcome == "dropped":
             raise RuntimeError("an update that was not used")
@@ -107,7 +107,7 @@ class SimulationRecorder:
     def refused(
         self, upload: Upload, reason: str, version: int, about: Happened, sizes: Counted
     ) -> None:
-        """Record an update that was refused."""
+        """Record a refused update."""
         late = version - upload.tau
         self._add(upload, about, "refused", late, version, reason=reason, sizes=sizes)
 

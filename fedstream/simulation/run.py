@@ -41,12 +41,12 @@ from fedstream.journal import FOLDER
 from fedstream.runtime.config import dump
 from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
-from fedstream.settings.parts import doubts
+from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
-from fedstream.sinks.choice import flat, named, parameters
 from fedstream.sinks.service import DirectSinks
+from fedstream.sinks.settings import flat, named, parameters
 from fedstream.sinks.sink import TrackedRun
 from fedstream.terminal import console, line, two_columns
 from fedstream.trainer.goals import is_over_devices

@@ -12,13 +12,13 @@ from torch import nn
 from fedstream.core.errors import DataError, FedstreamError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
-from fedstream.simulation import together
+from fedstream.simulation import stacked
 from fedstream.trainer import vector
 from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, chosen
+from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, solver_for_device
 from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from fedstream.settings.config import Settings
     from fedstream.settings.simulation import SimulationSettings
-    from fedstream.simulation.job import Job
+    from fedstream.simulation.arrivals import Job
     from fedstream.strategies import Strategy
     from fedstream.trainer.solvers import SolverSettings
 
 
 @contextmanager
 def use_of_torch(settings: SimulationSettings) -> Iterator[None]:
-    """Configure torch as the settings say, and restore it afterwards.
+    """Configure torch by the settings inside the block.
 
     Raises ConfigError if the settings ask for CUDA and there is none.
     """
@@ -72,7 +72,7 @@ class Training:
         self._strategy = strategy
         self._cancelled = cancelled
         self._data: dict[int, Dataset[Any]] = {}
-        self._group: together.Together | None = None
+        self._group: stacked.StackedTraining | None = None
         self._channels_last = False
         if simulation.precision == "bfloat16":
             _lay_out(self.module, torch.channels_last)
@@ -83,13 +83,15 @@ class Training:
             and not self._solvers.others
             and settings.solver.schedule.kind == "constant"
             and type(task).solver_of is Task.solver_of
-            and together.suits(task, self.module, settings.solver)
+            and stacked.suits(task, self.module, settings.solver)
         ):
             rows = None
-            with suppress(DataError):  # whoever trains on that device finds it again
-                rows = together.rows_of(self._given, devices, simulation.device)
+            with suppress(DataError):  # training on that device raises it again
+                rows = stacked.rows_of(self._given, devices, simulation.device)
             if rows is not None:
-                self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
+                self._group = stacked.StackedTraining(
+                    task, self.module, settings.solver, rows, cancelled
+                )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ class Training:
 
         Raises Cancelled; DataError if the task raises on the first.
         """
-        if self._group is None or len(jobs) < together.LEAST:
+        if self._group is None or len(jobs) < stacked.LEAST:
             return [self._alone(jobs[0])]
         try:
             trained = self._group.train(jobs)
@@ -116,7 +118,7 @@ class Training:
     def solver(self, device: int, version: int) -> SolverSettings:
         """Solver that a device trains with from a version."""
         with blamed(f"device {device}"):
-            return chosen(self._task, device, self._solvers, version)
+            return solver_for_device(self._task, device, self._solvers, version)
 
     def data(self, device: int) -> Dataset[Any]:
         """A device's data, placed where the module is."""
@@ -249,7 +251,7 @@ class Measuring:
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn whatever the user's task raises into a DataError that says what it concerned.
+    """Turn an error of the user's task into a DataError that names the step ``what``.
 
     Its ``trace`` is the traceback from the user's first frame on.
     """

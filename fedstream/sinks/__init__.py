@@ -1,4 +1,4 @@
-"""Trackers: what a run's versions, measurements and final model are written to while it runs."""
+"""Trackers, to which a run's versions, measurements and final model are written."""
 
 from fedstream.sinks.sink import (
     Reached,

@@ -1,8 +1,8 @@
 """MLflow: a run in an experiment, found again by a tag.
 
-A batch isn't atomic (the file store appends number by number), so the newest step of every key is
-read back at the start, and only later ones are written. A version's ``updates`` is written last: it
-says that the whole version is there.
+A batch isn't atomic (the file store appends number by number), so the start reads the newest step
+of every key and writes only later ones. A version's ``updates`` is written last, which marks the
+version as complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAG = "fedstream.run"
 _DONE = "updates"  # the key written last for each version
 _PARAMETERS, _METRICS = 100, 1000  # most in one request, by MLflow's limits
 _LONGEST = 6000  # characters of a parameter's value
-# Nothing calls home; a server that is away fails in seconds, since we try again ourselves.
+# No telemetry; requests to an absent server fail within seconds, as we retry ourselves.
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -59,7 +59,7 @@ class MLflowSettings(SinkSettings):
 
 
 class MLflow(Sink):
-    """One MLflow run for each run of ours."""
+    """One MLflow run for each run of fedstream."""
 
     def __init__(self, settings: MLflowSettings) -> None:
         needs("mlflow", "mlflow")
@@ -84,14 +84,14 @@ class MLflow(Sink):
         return Reached(self._newest.get(_DONE, -1), min(measured, default=-1))
 
     def _opened(self, client: MlflowClient, run: TrackedRun) -> Any:
-        """The MLflow run for this one: the one begun before, or a new one."""
+        """The MLflow run of this run, continued or new."""
         settings = self._settings
         known = client.get_experiment_by_name(settings.experiment)
         experiment = known.experiment_id if known else client.create_experiment(settings.experiment)
         before = client.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
         if before:
             found = before[0]
-            if found.info.status != "RUNNING":  # a folder's file is lost if we are killed meanwhile
+            if found.info.status != "RUNNING":  # a kill during this write loses a folder's file
                 client.update_run(found.info.run_id, status="RUNNING")
         else:
             found = client.create_run(
@@ -103,7 +103,7 @@ class MLflow(Sink):
         return found
 
     def _tell(self, parameters: Mapping[str, TrackedValue], known: Mapping[str, str]) -> None:
-        """Write the parameters that aren't there yet; MLflow refuses to change one."""
+        """Write missing parameters; MLflow refuses to change existing ones."""
         from mlflow.entities import Param
 
         new = [
@@ -136,7 +136,7 @@ class MLflow(Sink):
         self._open = False
 
     def close(self) -> None:
-        """An unfinished run is shown as killed until it is continued."""
+        """Mark an unfinished run as killed until it is continued."""
         if self._open:
             self._client.update_run(self._run, status="KILLED")
             self._open = False

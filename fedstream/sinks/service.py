@@ -1,8 +1,8 @@
-"""The service that writes a run to its trackers; and sinks without a service, for a simulation.
+"""The service that writes a run to its trackers, and sinks without a service for simulations.
 
 Each sink reads the run's streams by itself, from their beginning, so a slow or failing tracker
-holds up nobody: it is tried again, and catches up as far back as the streams go. The tracker itself
-says how far it is, or else the cursor in Redis does.
+delays no other: it is retried, and catches up from the streams. The tracker itself, or else the
+cursor in Redis, gives its progress.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import numpy as safetensors
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
-from fedstream.broker.newest import as_given, read_newest
+from fedstream.broker.published import as_given, read_newest
 from fedstream.broker.streams import Entry, Reader
 from fedstream.core.errors import BadMessage, BlobMissing, ConfigError, FedstreamError, NoRun
 from fedstream.core.layout import Model
@@ -52,13 +52,13 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 DRAIN_S = 30.0
-_REST_S = 10.0  # how long to try to write the rest when stopped
+_REST_S = 10.0  # time limit for writing the rest when stopped
 _COUNT = 1000  # entries of a stream in one batch
-_MEASURED_WITHIN_S = 120.0  # how long the evaluator may take for the last version
+_MEASURED_WITHIN_S = 120.0  # time limit for evaluating the last version
 
 
 class TrackerFailed(FedstreamError):
-    """A tracker raised; it may work again later."""
+    """An error of a tracker, which may work again later."""
 
     retriable = True
 
@@ -69,7 +69,7 @@ class TrackerFailed(FedstreamError):
 
 @dataclass(frozen=True)
 class Named:
-    """A sink, not made yet: its settings and a name that no other sink of the run has."""
+    """The settings of a sink, and its unique name in the run."""
 
     name: str
     settings: SinkSettings
@@ -77,7 +77,7 @@ class Named:
 
 
 class Sinks:
-    """The service. ``parameters``: of the run, for the trackers."""
+    """The sinks service. ``parameters``: of the run, for the trackers."""
 
     role = "sinks"
 
@@ -98,11 +98,11 @@ class Sinks:
         self._parameters = parameters
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """No routes of its own."""
+        """The service has no routes."""
         return ()
 
     async def run(self, context: Context) -> None:
-        """Write until stopped, then write what is left."""
+        """Write until stopped, then write the rest."""
         metrics = SinkMetrics(context)
         context.watch(self._client)
         try:
@@ -148,7 +148,7 @@ class SinkMetrics:
 
 
 class Tracking:
-    """One sink's way through the run."""
+    """Writes a run to one sink."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Tracking:
         self._client, self._ledger, self._context = client, ledger, context
         self._metrics = metrics
         self._log = context.log.bind(sink=named.name)
-        self._run: Run | None = None  # the one that the tracker has begun
+        self._run: Run | None = None  # the run that the tracker has begun
         self._ended = False
         for kind in get_args(PointKind):  # shown before the first one
             metrics.points.labels(self._name, kind)
@@ -174,7 +174,7 @@ class Tracking:
         metrics.lost.labels(self._name)
 
     async def work(self) -> None:
-        """Write until stopped, then once more what is left."""
+        """Write until stopped, then write the rest."""
         try:
             await repeat(self._context, f"sink {self._name}", self._step, within_s=600.0)
             await self._write_rest()
@@ -183,7 +183,7 @@ class Tracking:
                 await self._ask(self._sink.close)
 
     async def _write_rest(self) -> None:
-        """Write what is left, trying for a few seconds."""
+        """Write the rest, retrying for a few seconds."""
         until = time.monotonic() + _REST_S
         while True:
             try:
@@ -221,7 +221,7 @@ class Tracking:
             await self._end_if_over(stopping=False)
 
     async def _begin_if_new(self, run: Run) -> None:
-        """Open the tracker for a run that it hasn't begun, and start where it is."""
+        """Open the tracker for a new run, and start from the tracker's progress."""
         if self._run is not None and self._run.lineage == run.lineage:
             return
         cursor = await self._ledger.cursor(self._name, run.lineage)
@@ -240,7 +240,7 @@ class Tracking:
         self._log.info("tracking", **self._feed.reached.__dict__, ended=cursor.ended)
 
     async def _write(self, run: Run, *, block_ms: int) -> bool:
-        """Write what is new, and note it; return whether Redis had anything new."""
+        """Write new points, and save the cursor; return whether Redis had new entries."""
         keys, lost = self._ledger.keys, self._feed.lost
         found = await self._reader.read(count=_COUNT, block_ms=block_ms)
         points = self._feed.points(
@@ -265,7 +265,7 @@ class Tracking:
         try:
             return await self._ledger.counts()
         except FedstreamError:
-            self._run = None  # what was read must be read again
+            self._run = None  # the entries must be read again
             raise
 
     async def _end_if_over(self, *, stopping: bool) -> None:
@@ -311,7 +311,7 @@ class Tracking:
         self._metrics.lost.labels(self._name).set(self._feed.lost)
 
     async def _ask(self, call: Callable[[], T]) -> T:
-        """Call the tracker in a thread. Raises TrackerFailed, after which it must begin again."""
+        """Call the tracker in a thread. Raises TrackerFailed; the tracker must then begin again."""
         try:
             return await asyncio.to_thread(call)
         except FedstreamError:
@@ -344,7 +344,7 @@ def _file_of(model: Model | None, head: Head, run: str) -> Iterator[Path | None]
 
 
 class DirectSinks:
-    """Writes a run's points to its trackers in batches; one that fails is said, and left out.
+    """Writes a run's points to its trackers in batches; a failing tracker is reported and dropped.
 
     The run waits meanwhile, so a slow tracker makes a simulation slow.
     """
@@ -385,8 +385,8 @@ class DirectSinks:
         for name, sink in list(self._sinks.items()):
             try:
                 call(name, sink)
-            except Exception as error:  # whatever a tracker raises: the run goes on
+            except Exception as error:  # the run continues without the tracker
                 del self._sinks[name]
-                with suppress(Exception):  # already failing: that is said
+                with suppress(Exception):  # its failure is reported already
                     sink.close()
                 self._say(f"{name} failed, and is left out from here on: {error}")

@@ -1,10 +1,10 @@
-"""The interface between a run and a tracker, which your own tracker implements; and a run's points.
+"""The interface of trackers, and the conversion of a run's messages to points.
 
-A sink gets a run's points in order, in batches. The caller (the `sinks` service, or a
-simulation) calls its methods one at a time, in a thread, and calls them again from `begin` on if
-one of them raises or the process dies. So that each point is written once, `begin` says how far the
-tracker is according to its own data, and :class:`Feed` makes the points after that of a run's
-messages. Pure: no clock, no I/O.
+A sink gets a run's points in order, in batches. The caller (the `sinks` service, or a simulation)
+calls its methods one at a time, in a thread, and calls them again from `begin` on if one of them
+raises or the process dies. So that each point is written once, `begin` returns the tracker's
+progress according to its own data, and :class:`Feed` makes only later points from a run's messages.
+Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pydantic import Field
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import OUTCOMES, Event, Version
-from fedstream.runtime.config import Chosen, Positive
+from fedstream.runtime.config import NamedSettings, Positive
 
 
 def needs(module: str, extra: str) -> None:
-    """Raise ConfigError, saying what to install, unless the module is there."""
+    """Raise ConfigError, naming the package to install, unless the module is installed."""
     if find_spec(module) is None:
         raise ConfigError(
             f"{extra} is not installed: pip install 'fedstream[{extra}]' adds what it needs"
@@ -38,39 +38,39 @@ TrackedValue: TypeAlias = str | int | float | bool
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about a run at its beginning."""
+    """A run's description for a tracker."""
 
     id: str
     """unique among runs, and the same when an interrupted run is resumed"""
     name: str
-    """``run.name``, which another run may have had before"""
+    """``run.name``, which need not be unique"""
     created: float
     """seconds since 1970"""
     parameters: Mapping[str, TrackedValue] = field(default_factory=dict)
-    """the configuration by dotted key, such as ``strategy.alpha``, without secrets; and whether a
-    metric is to be low or high, where the task says so: ``goal.rmse`` is ``min``"""
+    """the configuration by dotted key, such as ``strategy.alpha``, without secrets, and the goals
+    that the task declares: ``goal.rmse`` is ``min``"""
 
 
 @dataclass(frozen=True)
 class TrackedPoint:
     """Numbers that belong to one version of the global model.
 
-    A point of kind ``version`` says how the version was made: ``updates``, ``weight``,
-    ``staleness/mean``, ``staleness/max``, ``train/loss``; the newest of a batch also counts the
-    run's tasks so far by outcome (``tasks/issued``, ``tasks/applied``, ...). One of kind
-    ``evaluation`` has what the evaluator measured: ``test/accuracy``, ``test/loss``, ....
+    A point of kind ``version`` describes the version's updates: ``updates``, ``weight``,
+    ``staleness/mean``, ``staleness/max``, ``train/loss``; the newest of a batch also has the run's
+    counts of tasks by outcome (``tasks/issued``, ``tasks/applied``, ...). A point of kind
+    ``evaluation`` has the evaluator's metrics: ``test/accuracy``, ``test/loss``, ....
     """
 
     kind: PointKind
     version: int
     time: float
-    """seconds since 1970; in a simulation, virtual seconds after that of its start"""
+    """seconds since 1970; in a simulation, the start's time plus virtual seconds"""
     values: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The newest version of which a tracker has a point of each kind; -1: none."""
+    """A tracker's newest version for each kind of point; -1: none."""
 
     version: int = -1
     evaluation: int = -1
@@ -80,7 +80,7 @@ class Reached:
         return self.version if kind == "version" else self.evaluation
 
     def after(self, points: Sequence[TrackedPoint]) -> Reached:
-        """What is reached when these points are written too."""
+        """The progress after these points are written."""
         newest = {"version": self.version, "evaluation": self.evaluation}
         for point in points:
             newest[point.kind] = max(newest[point.kind], point.version)
@@ -88,14 +88,14 @@ class Reached:
 
 
 class Sink(ABC):
-    """A tracker of one run. Any exception means: try again later, beginning with :meth:`begin`."""
+    """A tracker of one run. After any exception, the caller retries from :meth:`begin` on."""
 
     @abstractmethod
     def begin(self, run: TrackedRun) -> Reached | None:
         """Open the tracker's record of the run, or continue it.
 
-        Returns how far that record is. None: the tracker can't tell, so the driver's own cursor
-        decides; a batch that was being written when the process died is then written twice.
+        Returns the record's progress. None: the tracker can't tell, so the caller's cursor is used;
+        a batch being written when the process died is then written twice.
         """
 
     @abstractmethod
@@ -109,16 +109,16 @@ class Sink(ABC):
     def end(self, summary: Mapping[str, TrackedValue], model: Path | None) -> None:
         """Complete the record: the run is finished.
 
-        ``model``: a safetensors file with the final model, deleted afterwards. May be called again
-        if the process dies before the driver has noted it.
+        ``model``: a safetensors file with the final model, deleted afterwards. Called again if the
+        process dies before the caller has noted the end.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the record; the run may be continued by another :meth:`begin`."""
+        """Close the record; another :meth:`begin` may continue it."""
 
 
-class SinkSettings(Chosen):
+class SinkSettings(NamedSettings):
     """A sink's table in the configuration; a sink of your own adds its options in a subclass."""
 
     kind: str = ""
@@ -126,7 +126,7 @@ class SinkSettings(Chosen):
     save_model: bool = True  # whether the tracker gets the final model
 
     def build(self) -> Sink:
-        """The sink, which connects to nothing yet. Raises ConfigError if a package is missing."""
+        """Make the sink, without connecting. Raises ConfigError if a package is missing."""
         raise NotImplementedError(f"{type(self).__name__} needs a method build(self) -> Sink")
 
     def placed(self, out: Path) -> Self:
@@ -136,20 +136,20 @@ class SinkSettings(Chosen):
 
 
 class Feed:
-    """The points after ``reached``, each once, whatever is read again.
+    """Makes the points after ``reached``, each once, even if messages are read again.
 
-    ``lost``: versions that nobody can write any more: Redis had trimmed them before they were read,
-    or knows only that they exist.
+    ``lost``: versions without points, because Redis trimmed them before they were read or has no
+    record of their updates.
     """
 
     def __init__(self, reached: Reached, lost: int = 0) -> None:
         self.reached = reached
         self.lost = lost
-        self.tried: int | None = None  # the version measured last, even if measuring failed
+        self.tried: int | None = None  # the last evaluated version, even if the evaluation failed
         self.measured: Mapping[str, float] = {}  # by the newest evaluation seen
 
     def points(self, versions: Iterable[Version], events: Iterable[Event]) -> list[TrackedPoint]:
-        """The points that these messages add; they count as written from now on."""
+        """The new points of these messages, which count as written from now on."""
         found = [point for version in versions if (point := self._version(version)) is not None]
         found += [point for event in events if (point := self._evaluation(event)) is not None]
         return found
@@ -181,23 +181,23 @@ class Feed:
 
 
 class Used(Protocol):
-    """What is known of an update in a version."""
+    """The required properties of an update in a version."""
 
     @property
     def staleness(self) -> int:
-        """In versions."""
+        """Staleness in versions."""
 
     @property
     def weight(self) -> float:
-        """In the version."""
+        """Weight in the version."""
 
     @property
     def loss(self) -> float | None:
-        """Of the training."""
+        """Training loss."""
 
 
 def made_of(updates: Sequence[Used]) -> dict[str, float]:
-    """A version's own numbers; of several updates, their means."""
+    """A version's numbers, as means over its updates."""
     values: dict[str, float] = {"updates": len(updates)}
     if not updates:
         return values
@@ -226,5 +226,5 @@ def tasks_of(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def told(numbers: Mapping[str, object]) -> dict[str, TrackedValue]:
-    """What trackers get of a summary: its numbers and texts, without tables."""
+    """The numbers and texts of a summary, without tables."""
     return {key: one for key, one in numbers.items() if isinstance(one, TrackedValue)}

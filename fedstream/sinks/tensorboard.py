@@ -1,7 +1,7 @@
 """TensorBoard: an event file for each start that adds something, in a folder per run.
 
 All numbers of a point are one record of the file, so a kill leaves either the whole point or a torn
-record at the file's end, which readers ignore. The files themselves say what they hold.
+record at the file's end, which readers ignore. The progress is read from the files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TensorBoardSettings(SinkSettings):
     """TensorBoard event files."""
 
     kind: Literal["tensorboard"] = "tensorboard"
-    dir: str | None = None  # of all runs: each gets a folder in it; None: in the run's own folder
+    dir: str | None = None  # with a folder per run; None: in the run's own folder
 
     def placed(self, out: Path) -> Self:
         folder = Path(self.dir) if self.dir is not None else out / "tensorboard"

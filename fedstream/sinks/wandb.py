@@ -1,7 +1,7 @@
 """Weights & Biases: a run with our run's id, each start in a folder of its own.
 
-wandb hands rows to a process of its own, which writes blocks of 32 KiB: a kill loses the rows of
-the last block. So the files of earlier starts are read back, and what they lack is written again.
+wandb passes rows to another process, which writes blocks of 32 KiB, so a kill loses the rows of the
+last block. So each start reads the files of earlier starts, and writes missing rows again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 1 << 15
 _MAGIC = 7  # bytes before the first record
 _HEAD = struct.Struct("<IHB")  # of a part: checksum, length, type
 _WHOLE, _MIDDLE, _LAST = 1, 3, 4  # types of parts of records
-_END_S, _LOOK_S = 30.0, 0.01  # for the end of a file: how long, and how often it is looked for
+_END_S, _LOOK_S = 30.0, 0.01  # wait for a file's end: time limit, interval of checks
 
 
 class WandbSettings(SinkSettings):
@@ -53,7 +53,7 @@ class WandbSettings(SinkSettings):
 
 
 class Wandb(Sink):
-    """One run of Weights & Biases for each run of ours."""
+    """One run of Weights & Biases for each run of fedstream."""
 
     def __init__(self, settings: WandbSettings) -> None:
         needs("wandb", "wandb")
@@ -81,7 +81,7 @@ class Wandb(Sink):
             mode=settings.mode,
             resume="allow",
             config=dict(run.parameters),
-            reinit="create_new",  # leaves a run of the user's own alone
+            reinit="create_new",  # keeps the user's own runs open
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -102,7 +102,7 @@ class Wandb(Sink):
         return reached
 
     def _reached_online(self) -> Reached:
-        """What the server has: a resumed run begins with its newest numbers."""
+        """The server's progress, from a resumed run's newest numbers."""
         assert self._run is not None  # noqa: S101  (begun)
         self._rows = self._run.step
         summary = dict(self._run.summary)
@@ -130,7 +130,7 @@ class Wandb(Sink):
     def close(self) -> None:
         """Finish the run; when this returns, wandb's file is whole.
 
-        Raises TimeoutError, or what wandb raises: the next start will have a process of its own.
+        Raises TimeoutError, or wandb's errors; the next start then uses a new process.
         """
         run, self._run = self._run, None
         if run is None:
@@ -140,14 +140,14 @@ class Wandb(Sink):
         except Exception:
             import wandb
 
-            # Else every later start would turn to the process that is gone. Not always: it would
-            # end runs of the user's own. What it raises says no more than the error at hand.
+            # Else every later start would use the dead process. Not in general, as this ends the
+            # user's own runs. Its errors add nothing to the present one.
             with suppress(Exception, SystemExit):
                 wandb.teardown()
             raise
         if self._settings.mode == "offline":
-            # finish() doesn't wait for the last block, and a start that reads the file before it
-            # is there would write its rows again.
+            # finish() doesn't wait for the last block, and a start that reads the file before would
+            # write its rows again.
             _await_end(Path(run.dir).parent / f"run-{run.id}.wandb")
 
 
@@ -161,7 +161,7 @@ def _await_end(file: Path) -> None:
 
 
 def _ends(file: Path) -> bool:
-    """Whether the last record of wandb's file ends the run: one in the last two blocks."""
+    """Whether the last two blocks of wandb's file have the record of the run's end."""
     start = max(0, file.stat().st_size // _BLOCK - 1) * _BLOCK
     with file.open("rb") as opened:
         opened.seek(start)
@@ -176,7 +176,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _found(folder: Path, run: str) -> tuple[Reached, int]:
-    """What wandb's files of a run hold: the newest points, and how many rows."""
+    """The progress in wandb's files of a run, and their number of rows."""
     reached, rows = Reached(), 0
     # The folders of starts within one second end in -1, -2 and so on.
     for file in sorted((folder / "wandb").glob(f"*run-*-{run}*/run-{run}.wandb")):

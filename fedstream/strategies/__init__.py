@@ -9,12 +9,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
-from fedstream.runtime.plugins import RECORDED, Door, OneOf, Plugin
+from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, Registry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
-from fedstream.strategies.batches import Batch
+from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
-from fedstream.strategies.fedbuff import FedBuffSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -51,7 +50,7 @@ def _accept(value: object) -> type[Strategy] | None:
     return value if isinstance(value, type) and issubclass(value, Strategy) else None
 
 
-RULES: Door[type[Strategy]] = Door(
+RULES: Registry[type[Strategy]] = Registry(
     "fedstream.strategies",
     "strategy",
     {
@@ -73,7 +72,7 @@ _RULES: TypeAdapter[Strategy] = TypeAdapter(StrategySettings)
 def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
     """The strategy that a journal recorded by name and parameters, for a run with ``devices``.
 
-    Raises ConfigError; NotTrusted if it is a program's that may not be run (``runtime.plugins``).
+    Raises ConfigError; NotTrusted if its program may not be run (``runtime.plugins``).
     """
     try:
         settings = _RULES.validate_python(dict(recorded), context=RECORDED)
@@ -87,7 +86,7 @@ def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
 
 
 def sources_of(rule: Strategy) -> dict[str, str]:
-    """SHA-256 of the file that defines each rule of somebody else's, by its key below ``strategy``.
+    """SHA-256 of the file that defines each user's rule, by its key below ``strategy``.
 
     Empty if the strategy and its staleness function are built in.
     """
@@ -101,6 +100,6 @@ def sources_of(rule: Strategy) -> dict[str, str]:
 
 
 def names_in(recorded: Mapping[str, Any]) -> list[str]:
-    """The names in a recorded strategy that might be a program's."""
+    """The names in a recorded strategy that may belong to a program."""
     inner = [table.get("kind") for table in recorded.values() if isinstance(table, Mapping)]
     return [name for name in (recorded.get("name"), *inner) if isinstance(name, str)]

@@ -1,4 +1,4 @@
-"""Rules that step along the mean of a batch: what FedBuff, AFA-CD and SCAFFOLD share.
+"""FedBuff, and the base of rules that step along the mean of a batch (AFA-CD, SCAFFOLD).
 
 Devices send deltas x_new - x_tau. With f_i the factor that a rule gives update i, K arrivals make
 
@@ -12,13 +12,14 @@ ends early because its round timed out is the mean of as many updates as arrived
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.strategies.mixing import add, count, toward
 from fedstream.strategies.optimizers import Optimizer, Sgd
+from fedstream.strategies.staleness import Constant, Staleness
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 from fedstream.strategies.vectors import DeviceVectors
 
@@ -26,7 +27,7 @@ from fedstream.strategies.vectors import DeviceVectors
 class Batch(Strategy):
     """A rule that makes a version of K updates.
 
-    A subclass defines how much an update weighs by ``weigh``, or its ``factor`` if that needs more
+    A subclass defines an update's weight by ``weigh``, or by ``factor`` if the weight needs more
     than versions and samples.
     """
 
@@ -123,3 +124,20 @@ class Batch(Strategy):
         if state.memory.model is None:
             raise RuntimeError("a batch without updates")
         return state.memory.model
+
+
+class FedBuffSettings(Batch):
+    """FedBuff: x_{t+1} = x_t - (server_lr / K) sum s(d) (x_tau - x_new), every K arrivals.
+
+    Unbounded Gradients in Federated Learning with Buffered Asynchronous Aggregation (Toghani,
+    Uribe), algorithm 2; its devices' part is algorithm 1, and its beta is server_lr / K. K = 1 is
+    plain asynchronous federated learning.
+    """
+
+    name: Literal["fedbuff"] = "fedbuff"
+    staleness: Staleness = Constant()
+    """Not in this paper; the original FedBuff has 1 / sqrt(1 + d)."""
+
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """s(d)."""
+        return self.staleness(version - tau)

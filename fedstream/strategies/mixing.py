@@ -1,9 +1,9 @@
-"""Vector arithmetic: mixing two vectors, and measuring one before it is used.
+"""Vector arithmetic: mixing two vectors, and norms.
 
 Replay must give the same bits on every machine, so models are computed only by separate
 element-wise float32 subtractions, multiplications and additions: their results are the same
-everywhere, unlike those of fused or reduced operations. Blocks keep the passes in the cache, and
-what lies between two passes is kept where the result goes, which is in the cache already.
+everywhere, unlike those of fused or reduced operations. Blocks keep the passes in the cache;
+intermediate results are kept in the result's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 1 << 16  # floats: three arrays of 256 KiB stay in the second-level cach
 def mix(x: Model, new: Model, weight: float, into: Model) -> None:
     """into = x + weight (new - x), which is (1 - weight) x + weight new; ``into`` may be either.
 
-    Floating-point buffers mix like parameters; integers as :func:`count` says.
+    Floating-point buffers mix like parameters, integers by :func:`count`.
     """
     toward(x.floats, new.floats, weight, into=into.floats)
     count(x, new, into)
@@ -55,7 +55,7 @@ def add(x: Floats, direction: Floats, weight: float, into: Floats) -> None:
 
 
 def _steps(x: Floats, into: Floats) -> Iterator[tuple[slice, Floats]]:
-    """The blocks of a vector, each with room for a step towards ``into``, unless that is ``x``."""
+    """The blocks of a vector, each with memory for a step: in ``into``, unless that is ``x``."""
     apart = np.empty(min(BLOCK, x.size), np.float32) if np.may_share_memory(x, into) else None
     for start in range(0, x.size, BLOCK):
         part = slice(start, min(start + BLOCK, x.size))
@@ -77,8 +77,8 @@ def distance(a: Floats, b: Floats) -> float:
 def norm(vector: Floats) -> float:
     """The Euclidean norm; not finite if and only if an element is not finite.
 
-    It may get an update refused (a recorded outcome) but never enters a model, so a reduction is
-    fine.
+    A reduction is allowed here: a norm may get an update refused, a recorded outcome, but never
+    enters a model.
     """
     if not vector.size:
         return 0.0

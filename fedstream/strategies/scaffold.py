@@ -27,7 +27,7 @@ class ScaffoldSettings(Batch):
     buffer_size: Annotated[int, Field(ge=1)] = 5
     """|S|, the updates in a version"""
     per_step: bool = False
-    """Divide what a device sends by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
+    """Divide updates by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """M; by default all devices of the run"""
 
@@ -68,7 +68,7 @@ class ScaffoldSettings(Batch):
         return super().step(state, spare)
 
     def drop_round(self, state: State) -> State:
-        """Give up the batch, but not what it did to c: the c_i already include it."""
+        """Drop the batch, but keep its effect on c, which the c_i already include."""
         vectors = state.memory.devices
         if vectors is None:
             return super().drop_round(state)
@@ -76,7 +76,7 @@ class ScaffoldSettings(Batch):
 
 
 def without_batch(model: Model, vectors: DeviceVectors) -> Memory:
-    """The memory after giving up a batch that the c_i already include: what c still lacks of it.
+    """The memory after dropping a batch: the change of c that the c_i already include.
 
     So the next version has c = mean(c_i) again. The batch's effect on x is lost.
     """

@@ -1,10 +1,10 @@
-"""How much an update weighs: staleness functions s(d) and schedules of the mixing weight alpha(t).
+"""Weights of updates: staleness functions s(d) and schedules of the mixing weight alpha(t).
 
 Asynchronous Federated Optimization (Xie, Koyejo, Gupta), section 4 of the 2019 edition. Staleness
 here is d = t - tau, t being the version current when the update is applied, so that an update that
 started from the current version has d = 0, and s(0) = 1 for every function.
 
-A function of one's own needs no class: its parameters after d become keys.
+A user's staleness function can be a plain function, whose parameters after d become keys.
 
     def logarithmic(d: int, a: float = 1.0) -> float:
         return 1.0 / (1.0 + a * math.log(d + 1.0))
@@ -19,15 +19,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.config import Chosen, Positive, Section, table_of
-from fedstream.runtime.plugins import Door, OneOf
+from fedstream.runtime.config import NamedSettings, Positive, Section, table_of
+from fedstream.runtime.plugins import OneOf, Registry
 
 
-class StalenessFunction(Chosen):
-    """Base of all staleness functions: its fields are its parameters, and calling it gives s(d)."""
+class StalenessFunction(NamedSettings):
+    """Base of all staleness functions: fields are the parameters, and a call gives s(d)."""
 
     kind: str = ""
-    """Its name in the configuration; own ones have file.py:name."""
+    """The function's name in the configuration; a user's is file.py:name."""
 
     @abstractmethod
     def __call__(self, d: int) -> float:
@@ -85,7 +85,7 @@ class Hinge(StalenessFunction):
 
 
 class _Plain(StalenessFunction):
-    """A function that a program defines. Subclasses have its parameters as fields."""
+    """Base for a user's function; a subclass has the function's parameters as fields."""
 
     function: ClassVar[Callable[..., float]]
 
@@ -104,7 +104,7 @@ def _accept(value: object) -> type[StalenessFunction] | None:
     return made
 
 
-FUNCTIONS: Door[type[StalenessFunction]] = Door(
+FUNCTIONS: Registry[type[StalenessFunction]] = Registry(
     "fedstream.staleness",
     "staleness function",
     {

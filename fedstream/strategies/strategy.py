@@ -1,10 +1,10 @@
-"""What a strategy is: the server's rule, which says what an arriving update does to the model.
+"""The interface of strategies, the server's rules for arriving updates.
 
 A strategy is a pure function of its state and an update: no I/O, no clock, no randomness. The live
-updater, replay and simulation run the same classes. Vectors are large, so ownership replaces
-copying: ``receive`` may write into ``spare`` and keep it, and may write into the models in its
-memory; it never writes into ``state.model`` or the update's model, and takes neither into its
-memory. Models that the new state does not hold are free for reuse.
+updater, replay and simulation run the same classes. Vectors are large, so models change owners
+instead of being copied: ``receive`` may write into ``spare`` and keep it, and may write into the
+models in its memory. It never writes into ``state.model`` or the update's model, and stores neither
+in its memory. Models that the new state does not contain are free for reuse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Sends
-from fedstream.runtime.config import Chosen
+from fedstream.runtime.config import NamedSettings
 from fedstream.strategies.vectors import DeviceVectors
 
 InRounds: TypeAlias = Literal["never", "possible", "always"]
@@ -26,7 +26,7 @@ InRounds: TypeAlias = Literal["never", "possible", "always"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a device sent after training x_tau into x_new.
+    """A device's update after training x_tau into x_new.
 
     ``model`` is x_new or, if the strategy asks for deltas, has x_new - x_tau in place of the
     parameters and c_i+ - c_i in place of the controls; buffers and integers are always x_new's.
@@ -47,15 +47,15 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a strategy keeps between versions."""
+    """A strategy's state between versions."""
 
-    model: Model | None = None  # what has arrived for the next version, summed up
-    arrivals: int = 0  # for the next version
-    weight: float = 0.0  # summed
+    model: Model | None = None  # sum of the updates for the next version
+    arrivals: int = 0  # updates for the next version
+    weight: float = 0.0  # sum of their weights
     devices: DeviceVectors | None = None
 
     def copy(self, into: Model | None = None) -> Memory:
-        """The same with buffers of its own; the sum's is that of ``into``, if given."""
+        """A deep copy; the sum is copied into ``into``, if given."""
         total = self.model
         if total is not None and into is not None:
             into.buffer[:] = total.buffer
@@ -81,45 +81,45 @@ class State:
             yield self.memory.model
 
     def copy(self) -> State:
-        """The same with buffers of its own."""
+        """A deep copy."""
         return State(self.version, self.model.copy(), self.memory.copy())
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What became of an update, and the weight that it was given (0 if dropped)."""
+    """The outcome of an update, and its weight (0 if dropped)."""
 
     outcome: Literal["applied", "buffered", "dropped"]
     weight: float
     staleness: int
 
 
-class Strategy(Chosen):
+class Strategy(NamedSettings):
     """Base of all strategies: its fields are the keys of ``[strategy]``, its methods the rule.
 
-    An object is one rule with its parameters, frozen. Most rules derive from
-    :class:`fedstream.strategies.Mixing` or :class:`fedstream.strategies.Batch` and define only how
-    much an update weighs. The class variables describe the rule to the scheduler, the solvers and
-    the journal, so nothing else needs to know one strategy from another.
+    An object is a frozen rule with its parameters. Most rules derive from
+    :class:`fedstream.strategies.Mixing` or :class:`fedstream.strategies.Batch` and define only the
+    weight of an update. The class variables describe the rule to the scheduler, the solvers and the
+    journal, which need no code for single strategies.
     """
 
     naming_key: ClassVar[str] = "name"
 
     sends: ClassVar[Sends] = "delta"
-    """what its devices send: ``model`` (x_new) or ``delta`` (x_new - x_tau)"""
+    """what devices send: ``model`` (x_new) or ``delta`` (x_new - x_tau)"""
     has_memory: ClassVar[bool] = True
-    """it keeps something between versions, such as a batch that is not full yet"""
+    """whether the rule has state between versions, such as an incomplete batch"""
     controls: ClassVar[bool] = False
-    """it corrects client drift, and needs solvers that do so too (SCAFFOLD)"""
+    """whether the rule corrects client drift, which also needs such solvers (SCAFFOLD)"""
     rounds: ClassVar[InRounds] = "possible"
     """whether the scheduler may ask devices in rounds"""
     batch_key: ClassVar[str] = "buffer_size"
     """the key that sets ``batch``, for error messages"""
 
     name: str = ""
-    """Its name in the configuration; own rules have file.py:Name."""
+    """The rule's name in the configuration; a user's is file.py:Name."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Updates that are staler are dropped."""
+    """Staler updates are dropped."""
 
     @property
     def batch(self) -> int:
@@ -128,8 +128,8 @@ class Strategy(Chosen):
 
     @property
     def remembered(self) -> int | None:
-        """M, if it keeps a vector for each of M devices; None if it keeps none, or M is not known
-        before :meth:`build`."""
+        """M, if the rule keeps a vector for each of M devices; None if it keeps none, or before
+        :meth:`build` sets M."""
         return None
 
     @property
@@ -143,16 +143,16 @@ class Strategy(Chosen):
 
     @property
     def by_steps(self) -> bool:
-        """Whether it divides by gamma H, so that it can't use an update without steps."""
+        """Whether the rule divides by gamma H, and so needs an update's steps."""
         return False
 
     @property
     def rate(self) -> float:
-        """By which a delta on its own would move the model; 1 if models are sent."""
+        """The factor by which a single delta moves the model; 1 for models."""
         return 1.0
 
     def build(self, devices: int = 0) -> Self:
-        """The rule for a run with ``devices`` devices: itself, unless it needs to know them."""
+        """The rule for a run with ``devices`` devices; by default itself."""
         return self
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
@@ -164,25 +164,25 @@ class Strategy(Chosen):
 
     @abstractmethod
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Take in one update. The version goes up by one if that made a model."""
+        """Take in one update. The version increases by one if this makes a model."""
 
     def end_round(self, state: State) -> State:
-        """End the round: make the next version of what has arrived, if anything has."""
+        """End the round: make the next version of the arrived updates, if any."""
         return state
 
     def drop_round(self, state: State) -> State:
-        """End the round without using what has arrived: the version stays as it is.
+        """End the round and drop its updates; the version stays.
 
-        What is kept for each device stays.
+        The vectors of devices stay too.
         """
         return replace(state, memory=Memory(devices=state.memory.devices))
 
     def is_too_stale(self, staleness: int) -> bool:
-        """Whether an update as stale as this is dropped."""
+        """Whether an update of this staleness is dropped."""
         return self.max_staleness is not None and staleness > self.max_staleness
 
     def weight_of(self, state: State, update: Update) -> float:
-        """The update's recorded weight if it is replayed, else what :meth:`weigh` says."""
+        """The update's recorded weight if it is replayed, else by :meth:`weigh`."""
         if update.weight is not None:
             return update.weight
         return self.weigh(state.version, update.tau, update.samples)

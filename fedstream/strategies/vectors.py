@@ -12,17 +12,17 @@ from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Floats
 
 IN_MEMORY = 1 << 30  # bytes; the rest is in files
-_BLOCK = 64 << 20  # bytes of vectors that are allocated at once
-_ROWS = 1024  # and at most so many: each is an object, which is larger than a small vector
+_BLOCK = 64 << 20  # bytes of vectors allocated together,
+_ROWS = 1024  # and their number, as each is also an object
 
 
 def on_disk(size: int) -> npt.NDArray[np.uint8]:
-    """``size`` bytes, all zero, in an unnamed file of ``TMPDIR`` that vanishes with the process.
+    """Allocate ``size`` zero bytes in an unnamed file of ``TMPDIR``, deleted with the process.
 
     Raises OSError if there is no room.
     """
     with tempfile.TemporaryFile(prefix="fedstream-vectors-") as file:
-        if hasattr(os, "posix_fallocate"):  # else a full disk would later kill by a signal
+        if hasattr(os, "posix_fallocate"):  # else a later write to a full disk kills the process
             os.posix_fallocate(file.fileno(), 0, size)
         return np.memmap(file, np.uint8, "w+", shape=(size,))
 
@@ -33,23 +33,23 @@ class DeviceVectors:
     A named vector belongs to no device. It has a number, too, after the last device's: journals
     know vectors by number.
 
-    Only vectors that were written are allocated, however large M is. Beyond a gigabyte, the rest
-    is in unnamed temporary files that vanish with the process (in ``TMPDIR``; FedstreamError if
-    there is no room): the journal has their content.
+    Only written vectors are allocated. Above a gigabyte, they are in unnamed temporary files in
+    ``TMPDIR``, deleted with the process, as the journal has their content (FedstreamError if there
+    is no room).
     """
 
     def __init__(
         self, devices: int, floats: int, *, names: tuple[str, ...] = (), in_memory: int = IN_MEMORY
     ) -> None:
         self.devices, self.names = devices, names
-        self.heard: set[int] = set()  # devices whose vector was ever written
-        self.changed: set[int] = set()  # numbers written since the reader of this set emptied it
+        self.heard: set[int] = set()  # devices with a written vector
+        self.changed: set[int] = set()  # numbers written since a reader cleared this set
         self._floats = floats
         self._in_memory = in_memory
         self._vectors: dict[int, Floats] = {}
-        self._shared: set[int] = set()  # numbers of vectors that a copy reads too: read-only
+        self._shared: set[int] = set()  # numbers of vectors that are shared with a copy
         self._free: list[Floats] = []  # allocated, the next one last
-        self._bytes = 0  # allocated
+        self._bytes = 0  # allocated bytes
         self._zero = np.zeros(floats, np.float32)
 
     def __contains__(self, key: int | str) -> bool:
@@ -79,15 +79,14 @@ class DeviceVectors:
         return self._vectors[number]
 
     def copy(self) -> DeviceVectors:
-        """A copy that may be written, as may this one. Copy-on-write: the first write to a vector
-        doubles its memory."""
+        """A copy-on-write copy: memory doubles on the first write of a vector."""
         copied = DeviceVectors(
             self.devices, self._floats, names=self.names, in_memory=self._in_memory
         )
         copied.heard, copied.changed = set(self.heard), set(self.changed)
         copied._vectors, copied._bytes = dict(self._vectors), self._bytes
         self._shared, copied._shared = set(self._vectors), set(self._vectors)
-        copied._free, self._free = self._free, []  # the copy is usually what goes on
+        copied._free, self._free = self._free, []  # the copy is usually the one written to
         return copied
 
     def _number(self, key: int | str) -> int:

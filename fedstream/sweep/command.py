@@ -34,25 +34,25 @@ _SHOWN = 20  # rows of the printed table
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What to try, how often, and where the results go."""
+    """The configurations, repeats and result files of a sweep."""
 
     over: Sequence[str]
-    """as given: KEY=VALUES"""
+    """axes in the form KEY=VALUES"""
     out: Path
     ranking: Ranking
     repeats: int = 1
     random: int | None = None
     """number of random configurations; None: the whole grid"""
     seed: int = 0
-    """of the random search"""
+    """seed of the random search"""
     processes: int | None = None
-    """None: one for each core"""
+    """None: one per core"""
 
 
 def points(
     request: SweepRequest, read: Callable[[Sequence[Option]], Settings]
 ) -> list[Configuration]:
-    """The configurations that are asked for. Raises ConfigError if one is invalid."""
+    """The requested configurations. Raises ConfigError if one is invalid."""
     found = axes(request.over)
     keys = grid(found) if request.random is None else drawn(found, request.random, request.seed)
     return configurations(keys, read)
@@ -63,17 +63,17 @@ def sweep(
     read: Callable[[Sequence[Option]], Settings],
     say: Callable[[str], object],
 ) -> list[Ranked]:
-    """Run what is missing and write the files; returns the table, the best configuration first.
+    """Run missing trials and write the files; return the table, the best configuration first.
 
-    ``read`` gives the configuration with some keys changed. However it ends, the files hold what
-    has finished. Raises FedstreamError, KeyboardInterrupt.
+    ``read``: returns the configuration with some keys changed. The files always have all finished
+    runs. Raises FedstreamError, KeyboardInterrupt.
     """
     wanted = points(request, read)
     store = SweepFolder(request.out)
     store.begin(wanted)
     there = {(run.configuration, run.repeat) for run in store.runs() if run.state != "raised"}
     metric, goal = request.ranking.metric, request.ranking.goal
-    # All configurations once, then all again: a sweep that is cut short says something about each.
+    # All configurations once, then all again, so that an interrupted sweep covers all.
     trials = [
         Trial(one.name, store.file(one), one.keys, repeat, metric, goal)
         for repeat in range(request.repeats)
@@ -143,7 +143,7 @@ def _write(
 
 
 def show(found: Sequence[Ranked], request: SweepRequest) -> None:
-    """Print the table and where the files are."""
+    """Print the table and the files."""
     keys = list(dict.fromkeys(key for one in found for key in one.keys))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (*keys, request.ranking.metric, "deviation", "runs", "updates", "seconds"):
@@ -186,7 +186,7 @@ def complain(found: Sequence[Ranked]) -> None:
 
 
 def as_json(found: Sequence[Ranked], ranking: Ranking) -> list[dict[str, Any]]:
-    """The table for programs."""
+    """The table as plain data, for JSON."""
     return [
         {
             "keys": one.keys,

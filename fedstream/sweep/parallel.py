@@ -1,4 +1,4 @@
-"""Many simulations side by side, each in a process of its own."""
+"""Simulations in parallel processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from fedstream.core.errors import FedstreamError
-from fedstream.runtime.parent import VARIABLE, end_with_parent
+from fedstream.runtime.process import PARENT_VARIABLE, end_with_parent
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -23,9 +23,9 @@ def cores() -> int:
 
 
 def share(jobs: int, wanted: int | None) -> tuple[int, int]:
-    """(processes, torch's threads in each) for a number of jobs.
+    """The number of processes for some jobs, and of torch's threads in each.
 
-    ``wanted``: at most so many processes; None: one for each core.
+    ``wanted``: the most processes; None: one per core.
     """
     processes = max(1, min(wanted or cores(), jobs))
     return processes, max(1, cores() // processes)
@@ -34,8 +34,8 @@ def share(jobs: int, wanted: int | None) -> tuple[int, int]:
 def each(work: Callable[[J], R], jobs: Sequence[J], *, processes: int, threads: int) -> Iterator[R]:
     """Yield ``work(job)`` for every job, as they finish; with one process, in this one.
 
-    ``work`` is a module's function; jobs and results are pickled. Raises whatever ``work`` raises;
-    FedstreamError if one of the processes was killed.
+    ``work``: a module's function; jobs and results are pickled. Raises the errors of ``work``, and
+    FedstreamError if a process was killed.
     """
     if processes == 1:
         import torch
@@ -57,7 +57,7 @@ def each(work: Callable[[J], R], jobs: Sequence[J], *, processes: int, threads: 
             "a process of the sweep was killed, perhaps for lack of memory: the same command "
             "continues; a smaller --jobs needs less"
         ) from error
-    except BaseException:  # also Ctrl-C: don't wait for work whose results are lost
+    except BaseException:  # don't wait for lost results, also on Ctrl-C
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             process.terminate()
@@ -66,10 +66,10 @@ def each(work: Callable[[J], R], jobs: Sequence[J], *, processes: int, threads: 
 
 
 def _begin(threads: int) -> None:
-    """Set up a process that ends with its parent, and leaves Ctrl-C to it."""
+    """Set up a process that ends with its parent and ignores Ctrl-C."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ[VARIABLE] = str(os.getppid())
+    os.environ[PARENT_VARIABLE] = str(os.getppid())
     end_with_parent()
     torch.set_num_threads(threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.history.pictures import COLOURS, STYLE, line_style
-from fedstream.runtime.text import visible
+from fedstream.history.table import or_nan
+from fedstream.runtime.text import escaped
 from fedstream.sweep.results import Ranked, Ranking
 from fedstream.sweep.trials import words
 
@@ -36,7 +36,7 @@ def draw(path: Path, title: str, found: Sequence[Ranked], ranking: Ranking) -> N
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2 * columns, 3.3 * rows + 0.9), layout="constrained")
         grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-        figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
+        figure.suptitle(escaped(title), x=0.01, ha="left", fontsize=11, parse_math=False)
         _curves(grid[0], found, ranking)
         for axes, key in zip(grid[1:], keys, strict=False):
             _over(axes, found, ranking, key)
@@ -56,14 +56,14 @@ def _curves(axes: Axes, found: Sequence[Ranked], ranking: Ranking) -> None:
         points = min(len(curve["updates"]) for curve in runs)
         x = [fmean(float(curve["updates"][at] or 0) for curve in runs) for at in range(points)]
         values = np.array(
-            [[_number(value) for value in curve[ranking.metric][:points]] for curve in runs]
+            [[or_nan(value) for value in curve[ranking.metric][:points]] for curve in runs]
         )
         axes.plot(
             x,
             values.mean(axis=0),
             lw=1.5,
             **line_style(n),
-            label=visible(words(line.keys)),
+            label=escaped(words(line.keys)),
         )
     if shown:
         axes.set_xlim(left=0)
@@ -82,7 +82,7 @@ def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> No
     else:
         values.sort(key=str)
         places = {repr(value): float(n) for n, value in enumerate(values)}
-        axes.set_xticks(range(len(values)), [visible(value) for value in values])
+        axes.set_xticks(range(len(values)), [escaped(value) for value in values])
     axes.set(xlabel=key, ylabel=ranking.metric, title=f"{ranking.metric} over {key}")
     x = [places[repr(line.keys[key])] for line in lines]
     y = [line.mean or 0.0 for line in lines]
@@ -118,7 +118,3 @@ def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> No
     least, most = min(places.values(), default=0.0), max(places.values(), default=0.0)
     if numeric and least > 0 and most / least >= _LOG_FROM:
         axes.set_xscale("log")
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -1,4 +1,4 @@
-"""A sweep's results: the file with every finished run, and the table made of it."""
+"""A sweep's results: the file with every finished run, and the ranking."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Which: TypeAlias = Literal["last", "best"]
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What makes one configuration better than another."""
+    """The criterion for ranking configurations."""
 
     metric: str = "accuracy"
     goal: Goal | None = None
-    """of the metric; None: as the runs' task declares it, or as it is well known"""
+    """goal of the metric; None: declared by the task or well known"""
     which: Which = "last"
-    """the last measurement of a run or the best one, which looks at the test data"""
+    """whether a run counts with its last measurement or its best, which fits the test data"""
 
     def goal_in(self, run: Finished) -> Goal:
-        """Whether the metric is to be low or high. Raises UnknownGoal."""
+        """The metric's goal. Raises UnknownGoal."""
         goal = self.goal or goal_of(self.metric, run.goal)
         if goal is None:
             raise UnknownGoal.of(self.metric)
         return goal
 
     def of(self, run: Finished) -> float | None:
-        """A run's value; None if it failed or measured nothing finite. Raises UnknownMetric."""
+        """A run's value; None if it failed or has no finite value. Raises UnknownMetric."""
         if run.state == "raised":
             return None
         if self.metric not in run.curve:
@@ -66,7 +66,7 @@ class Ranked:
     keys: SweptKeys
     runs: tuple[Finished, ...]
     values: tuple[float, ...]
-    """the metric of every run that has one"""
+    """the metric of every run with a value"""
 
     @property
     def mean(self) -> float | None:
@@ -90,14 +90,14 @@ class Ranked:
 
     @property
     def reason(self) -> str:
-        """Why its first failed run failed; '' if none did."""
+        """The reason of the first failed run; '' for none."""
         failed = [run for run in self.runs if run.state != "finished"]
         if failed:
             return failed[0].why
         return "the metric is not finite" if self.failed else ""
 
     def means(self) -> list[float | None]:
-        """The means of updates, staleness and seconds; None if its task always raised."""
+        """The means of updates, staleness and seconds; None if the task always raised."""
         runs = [run for run in self.runs if run.state != "raised"]
         columns = ("updates", "mean_staleness", "seconds")
         return [fmean(getattr(run, name) for run in runs) if runs else None for name in columns]
@@ -109,9 +109,9 @@ def lines(
     ranking: Ranking,
     repeats: int,
 ) -> list[Ranked]:
-    """The configurations that have run, the best first. Raises ConfigError.
+    """Rank the configurations with finished runs, the best first. Raises ConfigError.
 
-    One with failed runs comes after all without: its mean leaves them out.
+    Configurations with failed runs come last, as their means leave failed runs out.
     """
     of: dict[str, list[Finished]] = {}
     for run in runs:
@@ -134,7 +134,7 @@ def lines(
 
 
 class SweepFolder:
-    """The folder of a sweep. A run is a line of its own, written once it is finished."""
+    """The folder of a sweep, with a line for each finished run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -142,7 +142,7 @@ class SweepFolder:
     def begin(self, configurations: Iterable[Configuration]) -> None:
         """Create the folder, with every configuration as a file.
 
-        A run whose line has no end is dropped: the program was killed while it wrote it.
+        Drops an incomplete last line, which a killed program left.
         """
         (self.folder / CONFIGURATIONS).mkdir(parents=True, exist_ok=True)
         path = self.folder / RUNS
@@ -156,9 +156,9 @@ class SweepFolder:
         return self.folder / CONFIGURATIONS / f"{configuration.name}.toml"
 
     def runs(self) -> list[Finished]:
-        """All finished runs; of one that was tried again, the last.
+        """All finished runs; of a repeated run, the last.
 
-        Raises ConfigError for a line that this program did not write.
+        Raises ConfigError for a foreign line.
         """
         path = self.folder / RUNS
         if not path.exists():

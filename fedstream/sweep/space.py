@@ -1,4 +1,4 @@
-"""What a sweep tries: keys with their values or ranges, as a grid or drawn at random. Pure."""
+"""A sweep's search space: keys with values or ranges, as a grid or drawn at random. Pure."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A key that takes each of some values."""
+    """A key with a list of values."""
 
     key: str
     values: tuple[object, ...]
 
     def draw(self, rng: random.Random) -> object:
-        """One of the values, each equally likely."""
+        """Draw one of the values uniformly."""
         return rng.choice(self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A key that takes a number from ``low`` to ``high``, both included."""
+    """A key with a range of numbers from ``low`` to ``high``, both included."""
 
     key: str
     low: float
     high: float
     log: bool = False
-    """uniform in the logarithm rather than in the value"""
+    """draw uniformly in the logarithm"""
 
     def draw(self, rng: random.Random) -> float:
-        """A number from the range; an integer if both ends are integers."""
+        """Draw a number from the range; an integer if both ends are integers."""
         if isinstance(self.low, int) and isinstance(self.high, int) and not self.log:
             return rng.randint(self.low, self.high)
         if not self.log:
@@ -92,7 +92,7 @@ def _range(key: str, text: str, found: re.Match[str]) -> Range:
 
 
 def _number(end: str, text: str) -> float:
-    """An integer stays one."""
+    """Parse an end of a range; an integer stays an integer."""
     number = _value(end)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise ConfigError(f"--over {text}: {end!r} is not a number; {_HOW}")
@@ -134,7 +134,7 @@ def grid(found: Sequence[Axis]) -> Iterator[SweptKeys]:
 
 
 def drawn(found: Sequence[Axis], number: int, seed: int) -> Iterator[SweptKeys]:
-    """``number`` random combinations; the n-th depends on (seed, n) alone, so more can follow."""
+    """``number`` random combinations; the n-th depends only on (seed, n)."""
     for n in range(number):
         rng = random.Random(f"{seed}:{n}")
         yield {one.key: one.draw(rng) for one in found}

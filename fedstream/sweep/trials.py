@@ -1,4 +1,4 @@
-"""The runs of a sweep: which configurations, and what one simulation of them gives."""
+"""The trials of a sweep: configurations, and the simulation of one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedstream.simulation import VersionMade
     from fedstream.trainer.task import Task, TaskSettings
 
-_POINTS = 100  # of a curve that are kept
+_POINTS = 100  # kept points of a curve
 _TRY_S = 10.0  # time limit for trying configurations
 
 
@@ -40,25 +40,25 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """A digest of the whole configuration: the same name means the same runs."""
+        """A digest of the whole configuration, which identifies its runs."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:10]
 
 
 class Trial(NamedTuple):
-    """A run to be done: the configuration with its seed moved on by ``repeat``."""
+    """A run to do: the configuration with its seed increased by ``repeat``."""
 
     configuration: str
     file: Path
     keys: SweptKeys
     repeat: int
     metric: str
-    """which the sweep compares"""
+    """the metric that the sweep compares"""
     goal: Goal | None = None
-    """of the metric, if the command says so"""
+    """the metric's goal, if given by the command"""
 
 
 class UnknownGoal(ConfigError):
-    """Nobody said whether what the sweep compares is to be low or high."""
+    """The compared metric has no goal."""
 
     @classmethod
     def of(cls, metric: str) -> Self:
@@ -67,7 +67,7 @@ class UnknownGoal(ConfigError):
 
 
 class UnknownMetric(ConfigError):
-    """The task does not measure what the sweep compares."""
+    """The task does not measure the compared metric."""
 
     @classmethod
     def among(cls, metric: str, known: Sequence[str]) -> Self:
@@ -78,25 +78,25 @@ class UnknownMetric(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a trial gave."""
+    """The result of a trial."""
 
     configuration: str
     repeat: int
     seed: int
     state: str
-    """finished; failed: its updates were refused one after the other; raised: its task did"""
+    """finished; failed: its updates were refused in a row; raised: its task raised"""
     why: str
     versions: int
     updates: int
     gradients: int
     mean_staleness: float
     seconds: float
-    """of real time"""
+    """real time"""
     curve: dict[str, list[float | None]]
-    """``version``, ``updates`` and each metric at the versions that were measured, thinned out;
-    None: not a finite number; empty if the task raised"""
+    """``version``, ``updates`` and each metric at some of the measured versions; None: not finite;
+    empty if the task raised"""
     goal: dict[str, Goal] = field(default_factory=dict)
-    """of metrics, as the task declares them"""
+    """goals of metrics, declared by the task"""
 
 
 def words(keys: Mapping[str, object]) -> str:
@@ -107,10 +107,10 @@ def words(keys: Mapping[str, object]) -> str:
 def configurations(
     points: Iterable[SweptKeys], read: Callable[[Sequence[Option]], Settings]
 ) -> list[Configuration]:
-    """The configurations at these points, without doubles.
+    """The configurations at these points, without duplicates.
 
-    ``read`` gives the configuration with some keys changed. Raises ConfigError that names the
-    first point whose configuration is invalid.
+    ``read``: returns the configuration with some keys changed. Raises ConfigError, naming the first
+    point with an invalid configuration.
     """
     from fedstream.simulation.run import as_toml
 
@@ -128,9 +128,9 @@ def configurations(
 
 
 def check_some_works(trials: Sequence[Trial]) -> None:
-    """Raise the first error if the task works with no configuration: no run would finish.
+    """Raise the first error if the task works with no configuration.
 
-    Stops after some seconds, with the configurations tried until then.
+    Stops after some seconds with the tried configurations.
     """
     from fedstream.settings.dry_step import try_task
     from fedstream.settings.services import devices_of
@@ -153,15 +153,15 @@ def check_some_works(trials: Sequence[Trial]) -> None:
 
 
 def run_trial(trial: Trial) -> Finished:
-    """Simulate one run; if its task raises, so says what it gives.
+    """Simulate one run; if its task raises, return this as the result.
 
-    Raises UnknownMetric and UnknownGoal as soon as something is measured, and ConfigError for a
-    task that can't be loaded by any configuration.
+    Raises UnknownMetric and UnknownGoal after the first measurement, and ConfigError for a task
+    that can't be loaded.
     """
     from fedstream.simulation import simulate
 
     def heard(made: VersionMade, _model: object) -> None:
-        spread = is_over_devices(trial.metric)  # perhaps only of the last version
+        spread = is_over_devices(trial.metric)  # perhaps measured only at the last version
         if made.metrics and not spread and trial.metric not in made.metrics:
             raise UnknownMetric.among(trial.metric, list(made.metrics))
         if made.metrics and trial.goal is None and goal_of(trial.metric, declared) is None:
@@ -170,7 +170,7 @@ def run_trial(trial: Trial) -> Finished:
     declared: Mapping[str, Goal] = {}
     settings = load(Settings, path=trial.file, environ={})
     if not any(key.partition(".")[0] == "task" for key in trial.keys):
-        _task(settings.task)  # the same for all: raises
+        _task(settings.task)  # raises; the same for all trials
     seed = settings.run.seed + trial.repeat
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": seed})})
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What arrives in a check, states compared by their bits, and a journal as an updater writes it."""
+"""Drawn updates, bitwise comparison of states, and a journal like an updater's, for checks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedstream.journal.rebuild import standing_of
 from fedstream.strategies import Memory, State, Strategy, Update
 
 DEVICES = 6
-LATEST = 4  # the largest staleness that is drawn
+LATEST = 4  # largest drawn staleness
 
 
 @dataclass(frozen=True)
 class DrawnUpdate:
-    """A drawn update, as it comes to whatever version is the newest."""
+    """A drawn update, relative to the newest version."""
 
     number: int
     device: int
@@ -110,16 +110,16 @@ def filled(layout: Layout, byte: int) -> Model:
     return model
 
 
-_SEGMENT = 7  # arrivals in a segment of the journal: so that checkpoints split batches
+_SEGMENT = 7  # arrivals per segment, so that checkpoints split batches
 
 
 class Recording:
-    """What an updater would write of the arrivals, in several segments."""
+    """Records arrivals like an updater, in several segments."""
 
     def __init__(
         self, folder: Path, strategy: Strategy, first: Model, arrivals: Sequence[DrawnUpdate]
     ) -> None:
-        """``first``: version 0, which is taken over."""
+        """``first``: version 0, which this object owns afterwards."""
         self._folder = folder
         self._rule = strategy.build(DEVICES)
         self._arrivals = arrivals
@@ -144,7 +144,7 @@ class Recording:
         )
 
     def play(self) -> State:
-        """Record everything; returns the last state, in buffers of its own."""
+        """Record everything; return a copy of the last state."""
         writer = self._begun("begun")
         for arrival in self._arrivals:
             if arrival.number % _SEGMENT == 0:
@@ -189,7 +189,7 @@ class Recording:
         return f"{self._entries}-0"
 
     def _made(self, version: int) -> dict[str, Any]:
-        """The version after a record, and its digest if that made it."""
+        """The fields of the version after a record, and its digest if the record made it."""
         state = self._progress.state
         if state.version == version:
             return {"version": version}

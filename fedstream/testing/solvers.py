@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import words
-from fedstream.testing.parts import Fault, made
+from fedstream.testing.rules import Fault, made
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Solver, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.workspace import Workspace
@@ -41,11 +41,11 @@ class _Small(Task):
 def check_solver(
     solver: type[Solver] | Solver, *, steps: int = 7, seed: int = 0, **keys: object
 ) -> None:
-    """Check that a solver keeps what fedstream relies on. Raises Fault.
+    """Check that a solver fulfils fedstream's requirements. Raises Fault.
 
     On a small model, it checks that ``steps`` steps give the same bits when they are repeated, and
-    when they are interrupted and resumed; that ``direction`` doesn't write to what it is given; and
-    that the result is finite and its numbers make sense.
+    when they are interrupted and resumed; that ``direction`` doesn't write to its arguments; and
+    that the result is finite and its numbers are valid.
 
     ``solver`` is an object, or a class and the ``keys`` that it needs.
     """
@@ -63,8 +63,8 @@ def check_solver(
         for after in (1, steps - 1):
             saved = _interrupted(one, steps, seed, after)
             if saved is None:
-                continue  # a loop of its own need not be interruptible
-            _trained(one, steps, seed + 1)  # so that nothing is left in this process
+                continue  # a user's training loop need not be interruptible
+            _trained(one, steps, seed + 1)  # to reveal state that is left in this process
             resumed, _ = _trained(one, steps, seed, resume=saved)
             if resumed.digest() != whole.digest():
                 raise Fault(
@@ -96,7 +96,7 @@ def _trained(
     task = _Small()
     module = task.model()
     load(initial(task, seed), module)
-    torch.seed()  # what a task before has drawn must not matter
+    torch.seed()  # earlier draws must not matter
     work = Work(
         device=0,
         task="t",
@@ -115,7 +115,7 @@ def _trained(
 
 
 def _interrupted(solver: Solver, steps: int, seed: int, after: int) -> Workspace | None:
-    """The workspace after some steps; None if it can't be interrupted."""
+    """The workspace after some steps; None if the solver can't be interrupted."""
     asked = count()
     try:
         _trained(solver, steps, seed, cancelled=lambda: next(asked) >= after)

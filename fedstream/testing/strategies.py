@@ -19,7 +19,6 @@ from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.plugins import words
 from fedstream.strategies import RULES, Decision, Memory, State, Strategy, Update
-from fedstream.testing.parts import Fault, made
 from fedstream.testing.recording import (
     DEVICES,
     LATEST,
@@ -32,6 +31,7 @@ from fedstream.testing.recording import (
     memory_print,
     state_print,
 )
+from fedstream.testing.rules import Fault, made
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 def check_strategy(
     strategy: type[Strategy] | Strategy, *, arrivals: int = 60, seed: int = 0, **keys: object
 ) -> None:
-    """Check that a strategy keeps what fedstream relies on. Raises Fault.
+    """Check that a strategy fulfils fedstream's requirements. Raises Fault.
 
     With ``arrivals`` random updates drawn from ``seed``, it checks that
 
@@ -68,7 +68,7 @@ def check_strategy(
 
 
 class _Check:
-    """A strategy under test, and what arrives."""
+    """A strategy under test, and its arrivals."""
 
     def __init__(self, strategy: Strategy, seed: int, arrivals: int) -> None:
         self.strategy = strategy
@@ -117,7 +117,7 @@ class _Check:
     ) -> tuple[State, Decision]:
         return self.call("receive()", rule.receive, state, update, filled(self.layout, fill), at=at)
 
-    # what is checked
+    # checks
 
     def settings(self) -> None:
         """The settings survive TOML and the journal, which is how other processes get them."""
@@ -176,7 +176,7 @@ class _Check:
                     )
             in_use = {id(model) for model in after.models()}
             given = (update.model, other.model, recorded.model)
-            for model in (*state.models(), *given):  # whoever still reads these reads NaN
+            for model in (*state.models(), *given):  # NaN, to reveal later reads of these models
                 if id(model) not in in_use:
                     model.buffer[:] = 0xFF
             state = after

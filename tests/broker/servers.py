@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fedstream.local.redis_server import find_servers
 from fedstream.local.supervisor import HeldPort
-from fedstream.runtime.parent import death_with_parent
+from fedstream.runtime.process import death_with_parent
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.bounded import BoundedClient
+from fedstream.broker.bounded_client import BoundedClient
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.core.errors import BrokerError, Unavailable

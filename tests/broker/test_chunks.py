@@ -10,7 +10,7 @@ from fedstream.broker import blobs
 from fedstream.broker.blobs import CHUNK, LONGEST, SHORTEST
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.core.errors import BlobDamaged, BlobMissing
 from fedstream.core.layout import Model
 from fedstream.core.messages import Upload

@@ -14,8 +14,8 @@ import pytest
 from redis.crc import key_slot
 
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.discovery import Cluster, Sentinels
 from fedstream.broker.keys import Keys
-from fedstream.broker.places import Cluster, Sentinels
 from fedstream.broker.settings import SentinelSettings
 from fedstream.core.errors import BrokerError, Unavailable
 from tests.broker.pipeline import finished, pipeline, reached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.broker import custody
+from fedstream.broker import cleanup
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.core.messages import GiveUp
@@ -14,13 +14,13 @@ from tests.support import Hand, wait_until
 async def test_scan_continues_where_it_stopped(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(custody, "_STEP", 10)
+    monkeypatch.setattr(cleanup, "_STEP", 10)
     names = {keys.update(f"north/{n}") for n in range(300)}
     await client.pipeline([("HSET", name, "size", 1) for name in sorted(names)])
     cursor, steps = b"0", list[list[str]]()
     while not steps or cursor != b"0":
-        cursor, some = await custody.some_keys(client, keys, cursor)
-        steps.append(await custody.expire_forgotten(client, keys, some))
+        cursor, some = await cleanup.some_keys(client, keys, cursor)
+        steps.append(await cleanup.expire_forgotten(client, keys, some))
     assert len(steps) > 10  # Redis may give a few more than it is asked for
     assert sorted(name for found in steps for name in found) == sorted(names)  # each once
 
@@ -33,7 +33,7 @@ async def test_site_keeps_a_copy_while_it_serves_the_device(
 
     async def copies() -> set[str]:
         names = await client.call("KEYS", keys.prefix + "control:*")
-        await custody.drop_copies(client, keys, names)
+        await cleanup.drop_copies(client, keys, names)
         left = await client.call("KEYS", keys.prefix + "control:*")
         return {name.decode().removeprefix(keys.prefix) for name in left}
 
@@ -68,7 +68,7 @@ async def test_invalid_workspaces_are_deleted_and_the_rest_counted(
     await client.call("HSET", names[4], "size", 1)
     held: dict[str, int] = {}
     some = [name.encode() for name in names]
-    assert await custody.cap_workspaces(client, keys, some, held, 40) == {"north"}
+    assert await cleanup.cap_workspaces(client, keys, some, held, 40) == {"north"}
     assert held == {"north": 40}
 
     async def gone() -> bool:
@@ -82,9 +82,9 @@ async def test_long_key_names_are_not_fetched(client: Client, keys: Keys) -> Non
     """It is nobody's who reads what is under it, and goes."""
     long, short = (keys.update("north/" + "x" * length) for length in (4 << 20, 900))
     await client.pipeline([("HSET", name, "size", 1) for name in (long, short)])
-    cursor, found = await custody.some_keys(client, keys, b"0")
+    cursor, found = await cleanup.some_keys(client, keys, b"0")
     while cursor != b"0":
-        cursor, more = await custody.some_keys(client, keys, cursor)
+        cursor, more = await cleanup.some_keys(client, keys, cursor)
         found += more
     assert found == [short.encode()]
 
@@ -92,4 +92,4 @@ async def test_long_key_names_are_not_fetched(client: Client, keys: Keys) -> Non
         return not await client.call("EXISTS", long)
 
     await wait_until(gone)
-    assert await custody.expire_forgotten(client, keys, found) == [short]
+    assert await cleanup.expire_forgotten(client, keys, found) == [short]

@@ -14,9 +14,9 @@ from redis.asyncio.connection import Connection
 
 from fedstream.broker.client import Client, RedisSettings, _transport
 from fedstream.broker.commands import Command
+from fedstream.broker.discovery import Address
 from fedstream.broker.keys import Keys
 from fedstream.broker.link import Bulks
-from fedstream.broker.places import Address
 from fedstream.core.errors import Foreign, Unavailable
 from fedstream.local.redis_server import RedisServer
 from tests.support import wait_until

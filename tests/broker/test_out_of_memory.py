@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from fedstream.broker import blobs, scripts
+from fedstream.broker.cleanup import mend, some_keys
 from fedstream.broker.client import Client
-from fedstream.broker.custody import mend, some_keys
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.ledger.gateway import GatewayLedger
-from fedstream.broker.parts import PartialBlob
+from fedstream.broker.partial_blobs import PartialBlob
 from fedstream.core.errors import OutOfMemory
 from fedstream.core.messages import (
     CloseRound,

@@ -11,7 +11,7 @@ from fedstream.broker import blobs
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.parts import PartialBlob, Written
+from fedstream.broker.partial_blobs import PartialBlob, Written
 from fedstream.broker.scripts import load_all
 from fedstream.core.errors import BlobMissing, BrokerError, OutOfMemory
 from fedstream.core.layout import Payload

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fedstream.broker import rights, scripts
+from fedstream.broker.cleanup import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.scripts import Script
@@ -33,7 +33,7 @@ from fedstream.core.messages import (
     Upload,
     Version,
 )
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.updater.intake import Intake
 from fedstream.updater.state import Ends
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
@@ -517,7 +517,7 @@ async def test_site_can_neither_change_nor_delete_admitted_updates(
         await north.call("HSET", written, 0, b"x" * (8 << 20), "size", 1)
         [(id_, queued)] = await hand.queue()
         assert isinstance(queued, Upload)
-        entry, ends = Entry(id_, queued.encode()), Ends(Ended(tmp_path))
+        entry, ends = Entry(id_, queued.encode()), Ends(EndedTasks(tmp_path))
         model = await Intake(updater, KEYS).fetched(entry, queued, hand.layout, ends)
         assert isinstance(model, Model)
         assert model.floats.tolist() == [2.0] * 4

@@ -19,6 +19,7 @@ from fedstream.broker.keys import Keys
 from fedstream.core import messages
 from fedstream.core.errors import BrokerError
 from fedstream.core.messages import (
+    ArrivedDevices,
     Assignment,
     CloseRound,
     Contribution,
@@ -30,7 +31,6 @@ from fedstream.core.messages import (
     Message,
     Presence,
     RoundEnd,
-    Seating,
     SetQuarantine,
     Trigger,
     Upload,
@@ -68,7 +68,7 @@ LEAST = {  # only what has no default
     "give_up": GiveUp(task=ID, attempt="a1", device=3, trainer="t", reason="dropped out"),
     "presence": Presence(trainer="t"),
     "heartbeat": Heartbeat(trainer="t", owns=DIGEST),
-    "seating": Seating(gateway="gw-0", devices=(3,)),
+    "seating": ArrivedDevices(gateway="gw-0", devices=(3,)),
     "hand_over": HandOver(gateway="gw-0", stream="tasks", entries=("1-1",)),
     "round_end": RoundEnd(version=4),
     "set_quarantine": SetQuarantine(devices=(3,)),

@@ -13,7 +13,7 @@ import numpy as np
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.newest import read_newest
+from fedstream.broker.published import read_newest
 from fedstream.core.errors import BlobDamaged, BlobMissing, FedstreamError
 from fedstream.core.layout import Model, vector_of
 from fedstream.core.records import Head

@@ -287,16 +287,16 @@ MUTANTS = (
     Mutant(
         "a gateway acknowledges a task when it gets it",
         "coordinator/gateway/tasks.py",
-        "is_new=is_new, is_untouched=is_new), now)\n",
-        "is_new=is_new, is_untouched=is_new), now)\n"
+        "is_untouched=is_new), now\n        )\n",
+        "is_untouched=is_new), now\n        )\n"
         '        await self._client.call("XACK", group.stream, TRAINERS, entry.id)\n',
         (Kind.HANG_UP,),
         over_http=True,
     ),
     Mutant(
         "a device gets another device's task",
-        "coordinator/gateway/desk.py",
-        "return seat.tasks[0] if seat is not None and seat.tasks else None",
+        "coordinator/gateway/device_sessions.py",
+        "return session.tasks[0] if session is not None and session.tasks else None",
         "return next(iter(self._held.values()), None)",
         (Kind.HANG_UP,),
         over_http=True,
@@ -312,8 +312,8 @@ MUTANTS = (
     Mutant(
         "an upload that was cut is filled up",
         "coordinator/gateway/uploads.py",
-        '"more bytes came than the upload was to have") from None\n',
-        '"more bytes came than the upload was to have") from None\n'
+        '"more bytes than the upload has") from None\n',
+        '"more bytes than the upload has") from None\n'
         "        except Exception:\n"
         "            for number, chunk in chunks.take(bytes(chunks._length - chunks.received)):\n"
         "                await use(number, chunk)\n",

@@ -13,7 +13,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.settings import SentinelSettings
 from fedstream.core.errors import BrokerError
 from fedstream.local.supervisor import HeldPort
-from fedstream.runtime.parent import death_with_parent
+from fedstream.runtime.process import death_with_parent
 from tests.broker.servers import redis_7
 from tests.support import wait_until
 

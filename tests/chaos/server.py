@@ -12,7 +12,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.core.errors import Unavailable
 from fedstream.local.redis_server import find_server
 from fedstream.local.supervisor import HeldPort
-from fedstream.runtime.parent import death_with_parent
+from fedstream.runtime.process import death_with_parent
 from tests.chaos.effects import whole
 from tests.support import wait_until
 

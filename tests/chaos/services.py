@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fedstream.local import lives
-from fedstream.runtime.parent import death_with_parent
+from fedstream.local import launcher
+from fedstream.runtime.process import death_with_parent
 from tests.chaos.seams import RELEASE, RELEASES
 from tests.support import wait_until
 
@@ -41,7 +41,7 @@ class Zygote:
                 pass_fds=(theirs.fileno(),),
                 preexec_fn=death_with_parent(),  # noqa: PLW1509
             )
-        self._channel, self._server = ours, lives._Server(ours, process)
+        self._channel, self._server = ours, launcher._Server(ours, process)
 
     async def __aenter__(self) -> Self:
         return self

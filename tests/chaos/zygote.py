@@ -17,7 +17,7 @@ from tests.chaos import seams
 _PRELOADED = (
     "fedstream.cli.device",
     "fedstream.coordinator.gateway.service",
-    "fedstream.device.life",
+    "fedstream.device.process",
     "fedstream.settings.config",
     "fedstream.trainer.vector",
     "tests.chaos.task",

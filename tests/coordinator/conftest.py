@@ -11,7 +11,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Clock, Hand
 
 

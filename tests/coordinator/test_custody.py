@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from fedstream.broker import custody
+from fedstream.broker import cleanup
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
@@ -16,7 +16,7 @@ from fedstream.coordinator import sweep
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.core.errors import Foreign, Unavailable
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, context, counted, running, wait_until
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"
@@ -467,7 +467,7 @@ async def test_failed_pass_does_not_count_towards_the_next(
     looked: list[set[str]] = []
 
     async def fails(*arguments: Any) -> set[str]:
-        looked.append(await custody.cap_workspaces(*arguments))
+        looked.append(await cleanup.cap_workspaces(*arguments))
         if len(looked) == 1:
             raise Unavailable("between two commands")
         return looked[-1]

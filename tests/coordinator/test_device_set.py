@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.coordinator.device_set import DeviceSet
-from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup
+from fedstream.runtime.task_settings import FixedSteps, Participation, ParticipationGroup
 
 
 def same(devices: DeviceSet, plain: list[int], limit: int) -> None:

@@ -33,8 +33,8 @@ from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.core.errors import BlobMissing
 from fedstream.runtime.http import HttpSettings, application, listening
-from fedstream.runtime.limits import Crowd
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.limits import ConnectionLimit
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, layout_of, model_of, wait_until, written_in
 
 MODEL = 40 << 20  # bytes: so many that no kernel takes them for a reader that doesn't
@@ -52,7 +52,7 @@ async def serving(
         coordinators.append(coordinator)
     app = application(coordinator.routes(), lambda: False)
     try:
-        async with listening(app, http, 0, Crowd(100), structlog.get_logger()) as port:
+        async with listening(app, http, 0, ConnectionLimit(100), structlog.get_logger()) as port:
             yield f"http://127.0.0.1:{port}"
     finally:
         await coordinator._client.close()

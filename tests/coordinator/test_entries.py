@@ -31,7 +31,7 @@ from fedstream.core.messages import (
     time_of,
 )
 from fedstream.core.records import Run
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.settings import TrainerSettings
 from tests.support import Hand, context, running, wait_until
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fedstream.coordinator.gathering import Gathering
+from fedstream.coordinator.intake import Gathering
 
 
 class Clock:

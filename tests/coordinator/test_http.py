@@ -21,15 +21,14 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.app import _ranges
-from fedstream.coordinator.page import PageSettings
 from fedstream.coordinator.service import Coordinator
-from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Tensor
 from fedstream.core.messages import GiveUp
 from fedstream.runtime.http import HttpSettings, application
 from fedstream.runtime.service import Context
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, Proxy, context, running, wait_until
 
 Http = TestClient[web.Request, web.Application]
@@ -301,7 +300,7 @@ def test_tokens_are_those_that_the_file_has_now(tmp_path: Path) -> None:
             assert tokens.now() == tokens.now() == [new, old]
         [line] = lines
         assert line["log_level"] == "warning"
-        assert line["event"].startswith("correct the token file")
+        assert line["event"].startswith("unusable token file")
         assert re.search(f"^http.token_file: {file}: {why}", line["reason"])
         with pytest.raises(ConfigError, match=re.escape(line["reason"])):
             Tokens(None, str(file), operator)

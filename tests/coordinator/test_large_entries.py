@@ -23,7 +23,7 @@ from fedstream.broker.streams import PARTS, Group
 from fedstream.coordinator.entries import LARGEST
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.support import EveryRole, Hand, context, running, wait_until
 

@@ -20,7 +20,7 @@ from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.core.messages import Assignment, Encoded, Trigger
 from fedstream.core.records import Failing, Head, Run, View
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import redis as redis_server
 from tests.broker.servers import redis_7

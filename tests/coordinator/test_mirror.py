@@ -18,7 +18,7 @@ from fedstream.broker.keys import Keys
 from fedstream.coordinator.mirror import Mirror
 from fedstream.core.messages import POOL, GiveUp
 from fedstream.core.records import NO_QUARANTINES, Commit, Failing
-from fedstream.runtime.tasks import FixedSteps, Participation, ParticipationGroup
+from fedstream.runtime.task_settings import FixedSteps, Participation, ParticipationGroup
 from tests.broker.test_invariant import Walk
 from tests.support import Hand, askable
 

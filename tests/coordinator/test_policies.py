@@ -14,7 +14,7 @@ import pytest
 from fedstream.coordinator.policies import InFlight, Poisson, Policy, Traffic
 from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
 from fedstream.core.errors import ConfigError
-from fedstream.runtime.tasks import FixedSteps, Participation
+from fedstream.runtime.task_settings import FixedSteps, Participation
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import arrivals
 

@@ -28,7 +28,7 @@ from fedstream.coordinator.scheduling import (
 )
 from fedstream.core.messages import Trigger, task_id
 from fedstream.journal.progress import mean_after
-from fedstream.runtime.tasks import (
+from fedstream.runtime.task_settings import (
     Epochs,
     FixedSteps,
     Length,

@@ -199,7 +199,7 @@ async def poisoned(run: Hand, name: str, device: int) -> None:
 async def test_sweeps_cover_every_owner_in_turn(
     make: Any, run: Hand, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.broker.custody._AT_ONCE", 3)
+    monkeypatch.setattr("fedstream.broker.cleanup._AT_ONCE", 3)
     for device in (0, 1, 3, 4, 5):
         await run.announce(f"o{device}", device)
     await poisoned(run, "o2", 2)

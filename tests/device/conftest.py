@@ -14,7 +14,7 @@ from fedstream.core.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import Connection
 from fedstream.device.gateway import OwnGateway
-from fedstream.device.life import DeviceOptions
+from fedstream.device.process import DeviceOptions
 from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.solvers import Solvers

@@ -19,11 +19,11 @@ from fedstream.core.formats import F32
 from fedstream.core.layout import Model
 from fedstream.core.messages import Upload
 from fedstream.device.address import GatewayAddress
-from fedstream.device.life import live
+from fedstream.device.process import run_device
 from fedstream.operate.enrolment import invite
 from fedstream.runtime.http import HttpSettings, application, listening
-from fedstream.runtime.limits import Crowd
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.limits import ConnectionLimit
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.vector import layout_of
 from tests.coordinator.gateway.places import SITE, coordinating, owned_by
 from tests.device.conftest import Options
@@ -97,7 +97,7 @@ async def at_gateway(hand: Hand, redis: RedisSettings) -> AsyncIterator[Line]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(coordinating(hand, redis))
         app = application(gateway.routes(), its.stop.is_set)
-        at = listening(app, http, 0, Crowd(100), structlog.get_logger())
+        at = listening(app, http, 0, ConnectionLimit(100), structlog.get_logger())
         port = await stack.enter_async_context(at)
         await stack.enter_async_context(running(gateway, its))
         yield await stack.enter_async_context(Line(port))
@@ -135,7 +135,7 @@ async def test_cut_upload_of_44_mb_sends_less_than_a_chunk_again_for_each_cut(
         told = options(
             address=GatewayAddress(line.url), invite=made.invites[DEVICE], load=lambda: task
         )
-        life = asyncio.create_task(live(told, lambda _line: None, lambda _what: None))
+        life = asyncio.create_task(run_device(told, lambda _line: None, lambda _what: None))
         await owned_by(hand, DEVICE, "gw-0")
         await hand.open(device=DEVICE)
         await wait_until(lambda: line.downs == [] or life.done())

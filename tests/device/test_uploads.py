@@ -8,7 +8,7 @@ import pytest
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Model
-from fedstream.device.errors import TurnedAway
+from fedstream.device.connection import TurnedAway
 from fedstream.device.folder import FinishedUpdate
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.uploads import UpdateUpload

@@ -23,7 +23,7 @@ import yaml
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
 from fedstream.coordinator.gateway.settings import GatewaySettings
-from fedstream.device.attested import attestation_in
+from fedstream.device.process import attestation_in
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
 from fedstream.local.supervisor import HeldPort

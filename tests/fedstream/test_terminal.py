@@ -36,7 +36,7 @@ from fedstream.history.timeline import History
 from fedstream.journal import opened
 from fedstream.journal.inspection import Verdict
 from fedstream.operate import dead
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from tests.fedstream.views import CREATED, event, version, view
 from tests.journals import Scribe
 from tests.support import Hand
@@ -67,21 +67,21 @@ def is_harmless(shown: str) -> bool:
 
 @given(st.text())
 def test_visible_text_is_printable_and_one_line(text: str) -> None:
-    assert visible(text).isprintable()
-    assert is_harmless(visible(text, lines=True).replace("\t", ""))
+    assert escaped(text).isprintable()
+    assert is_harmless(escaped(text, lines=True).replace("\t", ""))
     if text.isprintable():
-        assert visible(text) == text
+        assert escaped(text) == text
 
 
 def test_escapes_look_like_pythons() -> None:
-    assert visible(f"a{ESCAPE}b") == "a\\x1b[2J\\x1b]0;owned\\x07b"
-    assert visible(OVERRIDE) == "abc\\u202egpj.exe"
-    assert visible("two\nlines") == "two\\nlines"
-    assert visible("two\nlines\r", lines=True) == "two\nlines\\r"
-    assert visible("caf\udce9") == "caf\\udce9"
-    assert visible("Größe 模型 🙂") == "Größe 模型 🙂"
-    assert len(visible("x" * 10**6)) < 20_000
-    assert visible("x" * 10**6).endswith("... (1000000 characters)")
+    assert escaped(f"a{ESCAPE}b") == "a\\x1b[2J\\x1b]0;owned\\x07b"
+    assert escaped(OVERRIDE) == "abc\\u202egpj.exe"
+    assert escaped("two\nlines") == "two\\nlines"
+    assert escaped("two\nlines\r", lines=True) == "two\nlines\\r"
+    assert escaped("caf\udce9") == "caf\\udce9"
+    assert escaped("Größe 模型 🙂") == "Größe 模型 🙂"
+    assert len(escaped("x" * 10**6)) < 20_000
+    assert escaped("x" * 10**6).endswith("... (1000000 characters)")
 
 
 def test_markup_is_shown_as_text() -> None:
@@ -180,9 +180,9 @@ def test_hostile_text_is_escaped_in_top_status_and_bar(
         assert is_harmless(drawn(picture, width))
         about = status(text, seen) | {"register": trainers}
         assert is_harmless(drawn(page.page(about), width))
-        assert is_harmless(visible(display.figures(seen, history)))
+        assert is_harmless(escaped(display.figures(seen, history)))
         later = replace(seen, now=CREATED + 4)
-        assert is_harmless(visible(display.doing(later, history, stopping=False)))
+        assert is_harmless(escaped(display.doing(later, history, stopping=False)))
 
 
 @settings(max_examples=40)
@@ -225,7 +225,7 @@ def test_hostile_text_is_escaped_in_journals(
         terminal.line(said)
     shown = capsys.readouterr().out
     assert is_harmless(shown)
-    assert visible(text, lines=True) in shown
+    assert escaped(text, lines=True) in shown
 
 
 def test_hostile_text_is_escaped_in_findings_and_errors(capsys: pytest.CaptureFixture[str]) -> None:

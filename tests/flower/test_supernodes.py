@@ -30,8 +30,8 @@ from fedstream.core.formats import F32
 from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
 from fedstream.runtime.http import HttpSettings, application, listening
-from fedstream.runtime.limits import Crowd
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.limits import ConnectionLimit
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.runtime.tls import CurrentTls
 from tests.broker.pipeline import finished, pipeline
 from tests.support import context, free_port, running
@@ -160,7 +160,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         http = HttpSettings()
         log = structlog.get_logger()
-        at = listening(web, http, 0, Crowd(100), log, CurrentTls(tls), its.refused)
+        at = listening(web, http, 0, ConnectionLimit(100), log, CurrentTls(tls), its.refused)
         port = await stack.enter_async_context(at)
         await stack.enter_async_context(running(one, its))
         yield port, came

@@ -23,18 +23,18 @@ from fedstream.journal import (
     QuarantineSet,
     RoundClosed,
     Taken,
+    contributions,
     cuts,
     inspection,
     name_of,
     opened,
-    shares,
     uncounted,
 )
-from fedstream.journal.alike import Path as ValuePath
-from fedstream.journal.alike import alike
 from fedstream.journal.frames import FRAME_BYTES, file_page, filled, frame_of
 from fedstream.journal.frames import packed as framed
 from fedstream.journal.rebuild import recovered
+from fedstream.journal.record_batches import Path as ValuePath
+from fedstream.journal.record_batches import alike
 from fedstream.journal.replay import Replayer
 from tests.fuzz.mutation import packed
 
@@ -80,9 +80,9 @@ def read(data: bytes) -> None:
 def _looked_at(folder: Path) -> None:
     with opened(folder) as chain:
         refusals = [verdict.damage for verdict in inspection.verify(chain) if verdict.damage]
-        shares.stats(chain, 2)
+        contributions.stats(chain, 2)
         uncounted(chain)
-        inspection.parting(chain, chain)
+        inspection.divergence(chain, chain)
         recovered(chain[-1])
     _read_together(folder)
     if refusals:

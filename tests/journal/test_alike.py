@@ -14,7 +14,7 @@ import pytest
 
 from fedstream.core.messages import decode
 from fedstream.journal import EntryRecord, JournalDamaged, Taken, entries, opened
-from fedstream.journal.alike import Alike, alike
+from fedstream.journal.record_batches import Alike, alike
 from fedstream.journal.records import KINDS
 from tests.fedstream.history.scribes import FIRST, flip, two_segments
 from tests.journals import GOLDEN, Scribe

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedstream.core.layout import Floats, Model
 from fedstream.core.messages import Upload
 from fedstream.journal import Taken
-from fedstream.journal.bases import Bases
+from fedstream.journal.base_models import BaseModels
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.strategies import (
     AfaCdSettings,
@@ -259,7 +259,7 @@ def number(value: float) -> Model:
 def test_a_base_is_kept_for_as_long_as_it_is_needed(in_memory: int) -> None:
     """Version 0 until the very end, the others for one version: never more than three."""
     uploads = [upload(0, "v0"), *(upload(n, f"v{n}") for n in range(50)), upload(0, "v0")]
-    bases = Bases(uploads, in_memory=in_memory)
+    bases = BaseModels(uploads, in_memory=in_memory)
     assert bases.oldest == 0
     kept = set()
     for n, one in enumerate(uploads[1:-1]):

@@ -17,7 +17,7 @@ from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.settings import RedisSettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.k8s.manifests import K8S
 from tests.support import EveryRole, Hand, context, running, wait_until

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fedstream.operate import acl
-from fedstream.runtime.parent import death_with_parent
+from fedstream.runtime.process import death_with_parent
 from tests.broker.certificates import authority, signed
 from tests.broker.guarded import PASSWORDS, RUN
 from tests.broker.servers import Redis, redis, redis_7, said, until

@@ -20,7 +20,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from fedstream.runtime.parent import death_with_parent
+from fedstream.runtime.process import death_with_parent
 from tests.broker.servers import redis_7
 from tests.chaos.history import replayed
 from tests.integration.command import TEST_GUARD_S, wait_until

@@ -23,7 +23,7 @@ PRELOADED = (
     "encodings.idna",
     "fedstream.api.parameters",
     "fedstream.cli.app",
-    "fedstream.cli.looking",
+    "fedstream.cli.operations",
     "fedstream.cli.services",
     "fedstream.cli.training",
     "fedstream.coordinator",

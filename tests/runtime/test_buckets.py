@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.runtime.limits import Buckets
+from fedstream.runtime.limits import TokenBuckets
 
 
 def test_events_at_once_and_later_ones_at_a_steady_rate() -> None:
-    buckets = Buckets(0.1, at_once=3, remembered=10)
+    buckets = TokenBuckets(0.1, at_once=3, remembered=10)
     for now in (0.0, 0.0, 0.0):
         assert buckets.wait_s("a", now) == 0.0
         buckets.charge("a", now)
@@ -21,14 +21,14 @@ def test_events_at_once_and_later_ones_at_a_steady_rate() -> None:
 
 
 def test_what_does_not_fit_is_counted_if_it_happened() -> None:
-    buckets = Buckets(1.0, at_once=1, remembered=10)
+    buckets = TokenBuckets(1.0, at_once=1, remembered=10)
     for _ in range(3):
         buckets.charge("a", 0.0)
     assert buckets.wait_s("a", 0.0) == pytest.approx(3.0)
 
 
 def test_whoever_was_charged_longest_ago_begins_anew() -> None:
-    buckets = Buckets(1.0, at_once=1, remembered=2)
+    buckets = TokenBuckets(1.0, at_once=1, remembered=2)
     for who in "aba":
         buckets.charge(who, 0.0)
     buckets.charge("c", 0.0)
@@ -39,7 +39,7 @@ def test_whoever_was_charged_longest_ago_begins_anew() -> None:
 @pytest.mark.parametrize("per_s", [1 / 6, 0.3, 7.7, 500.0])
 def test_rounding_keeps_nobody_out(now: float, per_s: float) -> None:
     """All that fit at once do, and one more after exactly the wait that was told."""
-    buckets = Buckets(per_s, at_once=10, remembered=1)
+    buckets = TokenBuckets(per_s, at_once=10, remembered=1)
     for _ in range(10):
         assert buckets.wait_s("a", now) == 0.0
         buckets.charge("a", now)
@@ -50,6 +50,6 @@ def test_rounding_keeps_nobody_out(now: float, per_s: float) -> None:
 
 
 def test_a_clock_that_goes_back_fills_no_bucket() -> None:
-    buckets = Buckets(1.0, at_once=2, remembered=1)
+    buckets = TokenBuckets(1.0, at_once=2, remembered=1)
     buckets.charge("a", 100.0)
     assert buckets.wait_s("a", 50.0) == 0.0

@@ -11,7 +11,7 @@ import pytest
 from fedstream.coordinator.policies import InFlight
 from fedstream.core.errors import ConfigError
 from fedstream.settings.config import read
-from fedstream.strategies.fedbuff import FedBuffSettings
+from fedstream.strategies.batches import FedBuffSettings
 from fedstream.strategies.staleness import Hinge
 from fedstream.trainer.partitions import Iid
 from fedstream.trainer.solvers import Sgd
@@ -19,7 +19,7 @@ from fedstream.trainer.solvers import Sgd
 SOURCE = """
 from typing import Literal
 from fedstream.coordinator.policies import InFlight
-from fedstream.strategies.fedbuff import FedBuffSettings
+from fedstream.strategies.batches import FedBuffSettings
 from fedstream.strategies.staleness import Hinge
 from fedstream.trainer.solvers import Sgd
 from fedstream.trainer.partitions import Iid

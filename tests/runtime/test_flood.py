@@ -7,7 +7,7 @@ import logging
 import pytest
 import structlog
 
-from fedstream.runtime.limits import Flood
+from fedstream.runtime.limits import LogLimiter
 from fedstream.runtime.logging import LogSettings, configure
 from tests.runtime.test_logging import lines, logging_restored
 
@@ -23,27 +23,27 @@ class Clock:
 
 def test_burst_passes_then_a_steady_rate() -> None:
     clock = Clock()
-    flood = Flood(burst=3, per_s=0.5, clock=clock)
-    assert [flood.passes("a") for _ in range(5)] == [0, 0, 0, None, None]
+    limiter = LogLimiter(burst=3, per_s=0.5, clock=clock)
+    assert [limiter.passes("a") for _ in range(5)] == [0, 0, 0, None, None]
     clock.now = 1.9
-    assert flood.passes("a") is None
+    assert limiter.passes("a") is None
     clock.now = 2.0
-    assert flood.passes("a") == 3  # left out since the last one
-    assert flood.passes("a") is None
+    assert limiter.passes("a") == 3  # left out since the last one
+    assert limiter.passes("a") is None
     clock.now = 1000.0
-    assert [flood.passes("a") for _ in range(4)] == [1, 0, 0, None]
+    assert [limiter.passes("a") for _ in range(4)] == [1, 0, 0, None]
 
 
 def test_kinds_are_limited_independently() -> None:
-    flood = Flood(burst=1, clock=Clock())
-    assert [flood.passes(kind) for kind in "aabba"] == [0, None, 0, None, None]
+    limiter = LogLimiter(burst=1, clock=Clock())
+    assert [limiter.passes(kind) for kind in "aabba"] == [0, None, 0, None, None]
 
 
 def test_unlimited_kinds_use_bounded_memory() -> None:
-    flood = Flood(clock=Clock())
+    limiter = LogLimiter(clock=Clock())
     for kind in range(10_000):
-        flood.passes(kind)
-    assert len(flood._kinds) <= 256
+        limiter.passes(kind)
+    assert len(limiter._kinds) <= 256
 
 
 def test_flood_of_warnings_is_limited_and_hides_nothing_else(

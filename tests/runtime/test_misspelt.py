@@ -44,7 +44,7 @@ class Chooses(Policy):
 
 
 @pytest.mark.parametrize(
-    ("door", "cls", "wrong", "right"),
+    ("registry", "cls", "wrong", "right"),
     [
         (RULES, Ends, "end_rond", "end_round"),
         (RULES, Factors, "bacth", "batch"),
@@ -54,11 +54,11 @@ class Chooses(Policy):
     ],
 )
 def test_a_misspelt_method_is_refused_by_its_door(
-    door: Any, cls: type[Any], wrong: str, right: str
+    registry: Any, cls: type[Any], wrong: str, right: str
 ) -> None:
     told = f"defines {wrong}(), which nothing uses; did you mean {right}()?"
     with pytest.raises(ConfigError, match=re.escape(told)):
-        door.accepted(cls)
+        registry.accepted(cls)
 
 
 class Helps(Batch):

@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import dump
-from fedstream.runtime.tasks import (
+from fedstream.runtime.task_settings import (
     Epochs,
     FixedSteps,
     Length,

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import Section, load, table_of
-from fedstream.runtime.plugins import RECORDED, Door, NotTrusted, OneOf, allowing
+from fedstream.runtime.plugins import RECORDED, NotTrusted, OneOf, Registry, allowing
 
 PROGRAM = """
 from tests.runtime.test_plugins import Shape
@@ -65,8 +65,8 @@ def _accept(value: object) -> type[Shape] | None:
     return value if isinstance(value, type) and issubclass(value, Shape) else None
 
 
-def door() -> Door[type[Shape]]:
-    return Door(
+def registry() -> Registry[type[Shape]]:
+    return Registry(
         "fedstream.shapes",
         "shape",
         {"circle": Circle, "square": Square},
@@ -75,7 +75,7 @@ def door() -> Door[type[Shape]]:
     )
 
 
-SHAPES = door()
+SHAPES = registry()
 
 
 class Drawing(Section):
@@ -125,18 +125,18 @@ def installed(write: Callable[[str, str], Path], tmp_path: Path) -> Path:
 def test_names_lead_to_built_in_classes_files_and_modules(
     write: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert door().find("square").value is Square
+    assert registry().find("square").value is Square
     file = write("own_shapes.py", PROGRAM)
-    found = door().find(f"{file}:Triangle")
+    found = registry().find(f"{file}:Triangle")
     assert (found.value.__name__, found.origin, found.source) == ("Triangle", "file", file)
     assert found.digest == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert door().find("own_shapes:Triangle").value is found.value
+    assert registry().find("own_shapes:Triangle").value is found.value
     monkeypatch.chdir(tmp_path)
-    assert door().find("own_shapes.py:Triangle") == found  # the same from any folder
+    assert registry().find("own_shapes.py:Triangle") == found  # the same from any folder
 
 
 def test_name_is_resolved_once(write: Callable[[str, str], Path]) -> None:
-    file, shapes = write("once.py", PROGRAM), door()
+    file, shapes = write("once.py", PROGRAM), registry()
     first = shapes.find(f"{file}:Triangle")
     file.unlink()
     assert shapes.find(f"{file}:Triangle") is first
@@ -145,11 +145,11 @@ def test_name_is_resolved_once(write: Callable[[str, str], Path]) -> None:
 def test_installed_package_announces_a_name_and_cannot_replace_a_built_in_one(
     installed: Path,
 ) -> None:
-    found = door().find("triangle")
+    found = registry().find("triangle")
     assert (found.value.__name__, found.origin) == ("Triangle", "entry point")
     assert found.digest == hashlib.sha256(installed.read_bytes()).hexdigest()
-    assert door().find("circle").value is Circle
-    assert door().names() == ["circle", "square", "gone", "number", "triangle"]
+    assert registry().find("circle").value is Circle
+    assert registry().names() == ["circle", "square", "gone", "number", "triangle"]
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,17 @@ def test_every_wrong_name_is_explained_in_one_line(
     write("broken.py", "\nclass A(:\n")
     write("unfit.py", UNFIT)
     with pytest.raises(ConfigError, match=words) as said:
-        door().find(name.format(folder=installed.parent))
+        registry().find(name.format(folder=installed.parent))
     assert "\n" not in str(said.value)
 
 
 def test_program_that_only_a_recording_names_needs_consent(
     write: Callable[[str, str], Path],
 ) -> None:
-    file, shapes = write("recorded.py", PROGRAM + "open(__file__ + '.ran', 'w').close()\n"), door()
+    file, shapes = (
+        write("recorded.py", PROGRAM + "open(__file__ + '.ran', 'w').close()\n"),
+        registry(),
+    )
     name = f"{file}:Triangle"
     with pytest.raises(NotTrusted, match=r"loading the shape '.*recorded.py:Triangle' runs its"):
         shapes.find(name, recorded=True)
@@ -196,7 +199,7 @@ def test_program_that_only_a_recording_names_needs_consent(
         assert shapes.find(name, recorded=True).value.__name__ == "Triangle"
     assert shapes.find(name, recorded=True)  # nothing new runs any more
     with pytest.raises(NotTrusted):
-        door().find(name, recorded=True)
+        registry().find(name, recorded=True)
 
 
 # in the configuration

@@ -25,11 +25,11 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.messages import task_id
 from fedstream.runtime.tracing import (
     Spans,
-    Stretch,
+    SpanTimes,
     TracingSettings,
     is_sampled,
     span_id,
-    stretches,
+    span_times,
     trace_id,
 )
 from fedstream.settings.config import read
@@ -175,14 +175,14 @@ def test_ratio_samples_all_none_or_by_the_ids_lower_half(trace: int) -> None:
 
 
 def test_steps_become_spans_with_their_times() -> None:
-    assert stretches("uploaded", 0.0, 10.0, 11.0, 4.0, 5.0) == [
-        Stretch("fetch", 4.0, 5.0),
-        Stretch("train", 5.0, 10.0),
-        Stretch("upload", 10.0, 11.0),
+    assert span_times("uploaded", 0.0, 10.0, 11.0, 4.0, 5.0) == [
+        SpanTimes("fetch", 4.0, 5.0),
+        SpanTimes("train", 5.0, 10.0),
+        SpanTimes("upload", 10.0, 11.0),
     ]
-    assert stretches("published", 1.0, 9.0, 9.0, 8.0, 0.0) == [
-        Stretch("publish", 8.0, 9.0),
-        Stretch("task", 1.0, 9.0),
+    assert span_times("published", 1.0, 9.0, 9.0, 8.0, 0.0) == [
+        SpanTimes("publish", 8.0, 9.0),
+        SpanTimes("task", 1.0, 9.0),
     ]
-    assert stretches("given up", 1.0, 5.0, 5.5, None, 0.0)[-1] == Stretch("task", 1.0, 5.5)
-    assert stretches("lease lost", 1.0, 5.0, 5.5, None, 0.0) == []
+    assert span_times("given up", 1.0, 5.0, 5.5, None, 0.0)[-1] == SpanTimes("task", 1.0, 5.5)
+    assert span_times("lease lost", 1.0, 5.0, 5.5, None, 0.0) == []

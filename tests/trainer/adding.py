@@ -66,7 +66,7 @@ class Adds(Task):
         return Trained(steps=1, samples=1, loss=0.5)
 
 
-class Rests(Backoff):
+class Cooldowns(Backoff):
     """Rests of the test's choice, which note what they are told."""
 
     def __init__(self, seconds: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fedstream.broker.client import RedisSettings
 from fedstream.core.formats import F32, Format
 from fedstream.runtime.backoff import Backoff
-from fedstream.runtime.tasks import LeaseSettings, ParticipationGroup
+from fedstream.runtime.task_settings import LeaseSettings, ParticipationGroup
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings

@@ -7,7 +7,7 @@ import asyncio
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
 from fedstream.core.messages import GiveUp, Upload
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
 from tests.support import Clock, Hand, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending

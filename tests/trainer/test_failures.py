@@ -13,7 +13,7 @@ from fedstream.core.messages import Event, GiveUp, Upload
 from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.failures import Failures
 from tests.support import Hand, Pauses, context, running, wait_until
-from tests.trainer.adding import Adds, Make, Rests, answers
+from tests.trainer.adding import Adds, Cooldowns, Make, answers
 
 
 async def test_raising_task_is_given_up_with_its_traceback(hand: Hand, make: Make) -> None:
@@ -81,7 +81,7 @@ async def test_task_without_exactly_one_length_is_given_up(
 
 async def test_trainer_pauses_after_each_raising_task(hand: Hand, make: Make) -> None:
     await hand.create()
-    rests = Rests(0.0)
+    rests = Cooldowns(0.0)
     async with running(make(rests=rests), context()):
         for count, device in enumerate((9, 10, 1, 11), 1):
             await hand.open(device=device)
@@ -95,7 +95,7 @@ async def test_pausing_trainer_stops_without_taking_a_task(
     await hand.create()
     pauses.most_s = 3600.0
     live = context()
-    async with running(make(rests=Rests(3600.0)), live) as service:
+    async with running(make(rests=Cooldowns(3600.0)), live) as service:
         await hand.open(device=9)
         await hand.open(device=1)
         await wait_until(lambda: 3600.0 in pauses.asked_s)
@@ -119,7 +119,7 @@ async def test_trainer_says_that_it_fails_on_every_device(
     hand: Hand, make: Make, devices: tuple[int, ...], failing: list[int | None]
 ) -> None:
     await hand.create()
-    async with running(make(rests=Rests(0.0)), context()):
+    async with running(make(rests=Cooldowns(0.0)), context()):
         for count, device in enumerate(devices, 1):
             await hand.open(device=device)
             found = await answers(hand, count)
@@ -127,7 +127,7 @@ async def test_trainer_says_that_it_fails_on_every_device(
 
 
 def test_trainer_that_has_trained_is_not_blamed_for_a_few_devices() -> None:
-    failures = Failures(context(), None, "t", Rests(0.0))  # type: ignore[arg-type]
+    failures = Failures(context(), None, "t", Cooldowns(0.0))  # type: ignore[arg-type]
     failures.trained()
     for n in range(1, 20):
         failures.gave_up(n % 3, "deadline passed")
@@ -140,7 +140,7 @@ def test_trainer_that_has_trained_is_not_blamed_for_a_few_devices() -> None:
 
 @pytest.mark.parametrize("reason", [reasons.DROPPED_OUT, *sorted(reasons.OF_THE_RUN)])
 def test_trainer_is_not_blamed_for_what_is_the_devices_or_the_runs(reason: str) -> None:
-    failures = Failures(context(), None, "t", Rests(1.0))  # type: ignore[arg-type]
+    failures = Failures(context(), None, "t", Cooldowns(1.0))  # type: ignore[arg-type]
     for device in range(20):
         failures.gave_up(device, reason)
     assert (failures.in_a_row, failures.rests) == (0, False)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.core.messages import Withdraw
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.failures import Guard
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Trained, Work

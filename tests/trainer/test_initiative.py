@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fedstream.core.messages import Trigger
-from fedstream.runtime.tasks import FixedSteps, ParticipationGroup
+from fedstream.runtime.task_settings import FixedSteps, ParticipationGroup
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from tests.support import Hand, Pauses, context, running, wait_until
-from tests.trainer.adding import Make, Rests
+from tests.trainer.adding import Cooldowns, Make
 from tests.trainer.stepping import BY_TURNS, Course
 
 
@@ -68,7 +68,7 @@ async def test_pausing_anarchic_trainer_triggers_nothing(
 ) -> None:
     await hand.create()
     settings = TrainerSettings(owns=(9,), anarchic=InitiativeSettings(rate=200.0))
-    trainer = make("edge", settings=settings, rests=Rests(3600.0))
+    trainer = make("edge", settings=settings, rests=Cooldowns(3600.0))
     pauses.most_s = 3600.0
 
     async def asked() -> int:

@@ -10,7 +10,7 @@ import pytest
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
 from fedstream.core.messages import Upload
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, Pauses, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending
 

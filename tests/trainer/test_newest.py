@@ -100,7 +100,7 @@ async def test_unknown_format_is_waited_for(
         tried.append(encoded.format)
         return room_for(encoded, layout)
 
-    monkeypatch.setattr("fedstream.broker.newest.room_for", noted)
+    monkeypatch.setattr("fedstream.broker.published.room_for", noted)
     await hand.create()
     strange = await hand.publish(1, 2.0)
     strange = strange.model_copy(update={"format": "fp4", "given": "unknown"})

@@ -18,7 +18,7 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
 from fedstream.core.messages import Upload
 from fedstream.runtime.service import Service
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.settings import config
 from fedstream.trainer.data import placed
 from fedstream.trainer.descent import solve

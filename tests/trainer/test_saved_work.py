@@ -11,7 +11,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
 from fedstream.core.messages import Event
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import DriftCorrected, SolverSettings
 from tests.support import Hand, Proxy, at_rest, context, counted, full, running, wait_until

@@ -216,7 +216,7 @@ async def test_trainer_waits_for_redis_indefinitely(
             await wait_until(lambda: hand.words(Presence))
             proxy.refuse = lambda _: True
             proxy.cut()
-            trainer._patience.heard -= 1e6
+            trainer._outage_limit.heard -= 1e6
             retries = "fedstream_retries_total"
             await wait_until(lambda: counted(live, retries, loop="heartbeat") > 2)
             assert not service.done()

@@ -18,7 +18,7 @@ from fedstream.trainer.texts import (
     SYMBOLS,
     CharacterModel,
     Role,
-    chosen,
+    pick_roles,
     roles_in,
     shakespeare,
 )
@@ -171,9 +171,9 @@ def test_devices_are_evenly_spaced_among_long_roles(sizes: list[int], devices: i
     long = [size for size in sizes if size >= 405]
     if devices > len(long):
         with pytest.raises(DataError, match=rf"devices = {devices}, but {len(long)} of .* fewer"):
-            chosen(roles, devices)
+            pick_roles(roles, devices)
         return
-    found = chosen(roles, devices)
+    found = pick_roles(roles, devices)
     assert len({role.speaker for role in found}) == len(found) == devices
     assert found == [role for role in roles if role in found]  # in the order of the plays
     mine = sorted(len(role.text) for role in found)

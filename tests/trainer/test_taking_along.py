@@ -14,9 +14,9 @@ from fedstream.broker.keys import TRAINERS
 from fedstream.broker.ledger.trainer import TrainerLedger
 from fedstream.broker.streams import Group
 from fedstream.core.messages import GiveUp
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from tests.support import Hand, Proxy, context, full, running, wait_until
-from tests.trainer.adding import Adds, Make, Rests, answers, pending
+from tests.trainer.adding import Adds, Cooldowns, Make, answers, pending
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ async def test_trainer_stopped_while_it_answers_hands_back_what_it_took_along(
 
 async def test_no_task_is_taken_along_before_a_rest(hand: Hand, make: Make) -> None:
     await hand.create()
-    async with running(make(rests=Rests(3600.0)), context()):
+    async with running(make(rests=Cooldowns(3600.0)), context()):
         await hand.open(device=9)
         await hand.open(device=1)
         [given_up] = await answers(hand)

@@ -8,7 +8,7 @@ from typing import Any
 from fedstream.core.messages import Contribution, Upload, Version
 from fedstream.core.records import End, Run
 from fedstream.journal import RoundClosed, Taken
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.progress import Progress
 from fedstream.strategies import State
 from fedstream.updater.state import Change, Ends, RunState
@@ -41,7 +41,7 @@ def state_of(version: int = 5, **changes: Any) -> RunState:
         "digest": f"digest {version}",
         "time": 2.5,
         "progress": Progress(State(version, model_of(LAYOUT))),
-        "ends": Ends(Ended(Path("none"))),
+        "ends": Ends(EndedTasks(Path("none"))),
     }
     return RunState(**about | changes)
 

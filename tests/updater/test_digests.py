@@ -11,7 +11,7 @@ import pytest
 from fedstream.core.digest import DigestAlgorithm, algorithm_of
 from fedstream.journal.chain import segments
 from fedstream.journal.errors import JournalError
-from fedstream.journal.inspection import parting
+from fedstream.journal.inspection import divergence
 from fedstream.journal.records import Taken
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedBuffSettings
@@ -107,4 +107,4 @@ def test_journals_of_two_algorithms_are_not_compared(tmp_path: Path) -> None:
         scribe.close()
     ours, theirs = (segments(tmp_path / name / "journal") for name in sorted(OTHER))
     with pytest.raises(JournalError, match=r"digests by blake3 and .* by sha256.*wire\.digest"):
-        parting(ours, theirs)
+        divergence(ours, theirs)

@@ -16,7 +16,7 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.core.records import End
 from fedstream.journal import JournalError, JournalFull, Taken, segments
-from fedstream.journal.ended import NAME, Ended
+from fedstream.journal.ended_tasks import NAME, EndedTasks
 from fedstream.strategies import FedAvgSettings
 from tests.journals import Scribe
 from tests.support import Hand, context, running, wait_until
@@ -30,7 +30,7 @@ def end(n: int, version: int | None = None) -> End:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Any:
-    index = Ended(tmp_path)
+    index = EndedTasks(tmp_path)
     index.open("line-1", [])
     yield index
     index.close()
@@ -39,7 +39,7 @@ def index(tmp_path: Path) -> Any:
 # the index
 
 
-def test_index_knows_ends_before_and_after_writing(index: Ended) -> None:
+def test_index_knows_ends_before_and_after_writing(index: EndedTasks) -> None:
     index.add(end(1))
     assert index.get("task-0001") == end(1)
     index.write("line-1", "00000001-000001.journal", 0)
@@ -48,8 +48,10 @@ def test_index_knows_ends_before_and_after_writing(index: Ended) -> None:
     assert stat.S_IMODE(index.path.stat().st_mode) == 0o600
 
 
-def test_waiting_ends_use_bounded_memory(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstream.journal.ended._WAITING", 4)
+def test_waiting_ends_use_bounded_memory(
+    index: EndedTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.journal.ended_tasks._WAITING", 4)
     for n in range(10):
         index.add(end(n))
     assert len(index._waiting) == 2
@@ -57,7 +59,7 @@ def test_waiting_ends_use_bounded_memory(index: Ended, monkeypatch: pytest.Monke
 
 
 def test_ends_added_during_a_write_still_wait(
-    index: Ended, monkeypatch: pytest.MonkeyPatch
+    index: EndedTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write goes on in its thread when nobody waits for it any more."""
     using = Lock()
@@ -79,7 +81,7 @@ def test_ends_added_during_a_write_still_wait(
     assert index.get("task-0001") == end(1)
 
 
-def test_ends_before_the_oldest_segment_are_deleted(tmp_path: Path, index: Ended) -> None:
+def test_ends_before_the_oldest_segment_are_deleted(tmp_path: Path, index: EndedTasks) -> None:
     for n in range(6):
         index.add(end(n))
     for number, version in enumerate((0, 3, 6)):
@@ -104,9 +106,9 @@ def journal(folder: Path) -> list[str]:
     return tasks
 
 
-def opened(folder: Path) -> tuple[Ended, list[str]]:
+def opened(folder: Path) -> tuple[EndedTasks, list[str]]:
     chain = segments(folder)
-    index = Ended(folder)
+    index = EndedTasks(folder)
     unread = index.open(chain[-1].head.lineage, chain)
     for segment in chain:
         segment.close()
@@ -167,7 +169,7 @@ def test_index_closed_while_it_opens_stays_closed(
 ) -> None:
     """A thread opens it; an updater that loses its lease meanwhile doesn't wait for the thread."""
     tasks = journal(tmp_path)
-    real, index = sqlite3.connect, Ended(tmp_path)
+    real, index = sqlite3.connect, EndedTasks(tmp_path)
     connections: list[sqlite3.Connection] = []
 
     def connect(*arguments: Any, **more: Any) -> sqlite3.Connection:
@@ -185,7 +187,7 @@ def test_index_closed_while_it_opens_stays_closed(
 def test_intact_index_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = journal(tmp_path)
     opened(tmp_path)[0].close()
-    monkeypatch.setattr(Ended, "_made_of", None)
+    monkeypatch.setattr(EndedTasks, "_made_of", None)
     index, _ = opened(tmp_path)
     assert index.get(tasks[0])
     index.close()
@@ -226,7 +228,7 @@ def _many() -> list[End]:
     return [end(n) for n in range(1000)]  # more than a page
 
 
-def test_full_disk_is_waited_out(index: Ended) -> None:
+def test_full_disk_is_waited_out(index: EndedTasks) -> None:
     database = index._database
     assert database
     [pages] = database.execute("PRAGMA page_count").fetchone()
@@ -241,7 +243,7 @@ def test_full_disk_is_waited_out(index: Ended) -> None:
     assert [index.get(one.task) for one in _many()] == _many()
 
 
-def test_index_that_could_not_be_written_is_rebuilt_on_the_next_start(index: Ended) -> None:
+def test_index_that_could_not_be_written_is_rebuilt_on_the_next_start(index: EndedTasks) -> None:
     """Nobody knows what of it is on disk: the cache may have pages that the disk never got."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for one in _many():

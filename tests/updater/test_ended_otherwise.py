@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from fedstream.broker.cleanup import ended_unlike
 from fedstream.broker.client import Client
-from fedstream.broker.custody import ended_unlike
 from fedstream.broker.keys import TRAINERS
 from fedstream.core.messages import CloseRound, Trigger, Upload, Withdraw
 from fedstream.core.reasons import LOST_WITH_REDIS

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
+from fedstream.broker.cleanup import ended_unlike
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.custody import ended_unlike
 from fedstream.core.messages import CloseRound, Trigger, Upload, Withdraw
 from fedstream.core.reasons import LOST_WITH_REDIS
 from fedstream.core.records import End

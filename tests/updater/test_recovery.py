@@ -29,7 +29,7 @@ from fedstream.journal import (
 from fedstream.journal import (
     writer as writing,
 )
-from fedstream.journal.ended import NAME
+from fedstream.journal.ended_tasks import NAME
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.recorder import Recorder
 from fedstream.strategies import AfaCdSettings, FedAvgSettings

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from fedstream.core.layout import Model, Payload
-from fedstream.updater.spares import Spares
+from fedstream.updater.buffers import BufferPool
 from tests.support import Hand, context, layout_of, running
 
 LAYOUT = layout_of(10)
 
 
 def test_room_is_used_again_for_as_many_bytes() -> None:
-    spares = Spares()
+    spares = BufferPool()
     small, large = spares.room(10), spares.room(20)
     spares.give_back(small)
     spares.give_back(large)
@@ -24,7 +24,7 @@ def test_room_is_used_again_for_as_many_bytes() -> None:
 
 
 def test_models_and_encoded_ones_are_kept_apart() -> None:
-    spares, model = Spares(), Model(LAYOUT)
+    spares, model = BufferPool(), Model(LAYOUT)
     spares.give_back(model)
     spares.give_back(Payload.empty(5))
     assert spares.room(LAYOUT.nbytes) is not model
@@ -34,7 +34,7 @@ def test_models_and_encoded_ones_are_kept_apart() -> None:
 
 def test_only_the_last_encoded_ones_are_kept() -> None:
     """Updates in top-k differ in size: what none fits into must not stay."""
-    spares = Spares()
+    spares = BufferPool()
     given = [spares.room(size) for size in range(1, 10)]
     for one in given:
         spares.give_back(one)
@@ -42,7 +42,7 @@ def test_only_the_last_encoded_ones_are_kept() -> None:
 
 
 def test_what_is_in_use_is_left_alone_and_the_rest_kept_once() -> None:
-    spares, busy, free, sent = Spares(), Model(LAYOUT), Model(LAYOUT), Payload.empty(3)
+    spares, busy, free, sent = BufferPool(), Model(LAYOUT), Model(LAYOUT), Payload.empty(3)
     spares.take_back([busy, free, sent, free, sent], in_use=[busy])
     assert spares.models == [free]
     assert spares.encoded == [sent]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedstream.core.records import End, Head
-from fedstream.journal.ended import Ended
+from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.updater.state import Change, Ends
 from tests.updater.states import applied, closed, refused, run_of, state_of
 
@@ -79,12 +79,12 @@ def test_state_is_frozen() -> None:
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Ended:
+def index(tmp_path: Path) -> EndedTasks:
     """An index that is closed: it keeps what it is given in memory."""
-    return Ended(tmp_path)
+    return EndedTasks(tmp_path)
 
 
-def test_decided_ends_are_known_before_they_are_journalled(index: Ended) -> None:
+def test_decided_ends_are_known_before_they_are_journalled(index: EndedTasks) -> None:
     ends, change, round_ = Ends(index), refused("a", 5), closed("7-0", 5)
     for one in (change, round_):
         ends.decide(one)
@@ -100,7 +100,7 @@ def test_decided_ends_are_known_before_they_are_journalled(index: Ended) -> None
     assert ends.copy().obeyed("7-0")
 
 
-def test_update_found_again_keeps_its_first_end(index: Ended) -> None:
+def test_update_found_again_keeps_its_first_end(index: EndedTasks) -> None:
     first, again = End("a", "a1", "applied", weight=0.5), refused("a", 5)
     ends = Ends(index, [first])
     found = Change("8-0", None, (), again.after, end=again.end)
@@ -109,7 +109,7 @@ def test_update_found_again_keeps_its_first_end(index: Ended) -> None:
     assert ends.get("a") == first
 
 
-def test_copy_is_independent(index: Ended) -> None:
+def test_copy_is_independent(index: EndedTasks) -> None:
     ends = Ends(index, [End("a", "a1", "applied")], ["1-0"])
     copy = ends.copy()
     copy.add(End("b", "a1", "given_up"))
@@ -119,7 +119,7 @@ def test_copy_is_independent(index: Ended) -> None:
 
 
 def test_oldest_ends_move_to_the_index_when_others_are_decided(
-    index: Ended, monkeypatch: pytest.MonkeyPatch
+    index: EndedTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when those are journalled: nothing may fail after that."""
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
@@ -135,7 +135,7 @@ def test_oldest_ends_move_to_the_index_when_others_are_decided(
 
 
 def test_journalled_ends_are_no_longer_held_as_decided(
-    index: Ended, monkeypatch: pytest.MonkeyPatch
+    index: EndedTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would take the place of ends that must be remembered."""
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
@@ -147,7 +147,7 @@ def test_journalled_ends_are_no_longer_held_as_decided(
     assert [end.task for end in ends.done] == ["task 2", "task 3"]
 
 
-def test_oldest_rounds_are_forgotten(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_rounds_are_forgotten(index: EndedTasks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstream.updater.state._CONTROLS_REMEMBERED", 2)
     ends = Ends(index)
     for entry in ("1-0", "2-0", "3-0"):

@@ -28,7 +28,7 @@ from fedstream.core.messages import Trigger, Upload
 from fedstream.journal import Taken, segments
 from fedstream.journal.records import WIRE_FORMATS
 from fedstream.journal.replay import Replayer
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.strategies import FedBuffSettings
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import HALF, records

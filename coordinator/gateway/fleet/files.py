@@ -1,4 +1,4 @@
-"""What an operator gives a gateway for supernodes: the app that they run, and their keys."""
+"""The operator's files for supernodes: their Flower app and their public keys."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ConfigScalar = bool | int | float | str
 
 @dataclass(frozen=True)
 class FlowerApp:
-    """A Flower app as a file (FAB), which every supernode is given."""
+    """A Flower app bundle (FAB), which every supernode gets."""
 
     content: bytes
     digest: str
     name: str  # PUBLISHER/PROJECT
     version: str
-    config: Mapping[str, ConfigScalar]  # its run configuration
+    config: Mapping[str, ConfigScalar]  # the app's run configuration
 
     @classmethod
     def read(cls, file: str) -> FlowerApp:
-        """Read what `flwr build` made. Raises ConfigError."""
+        """Read a bundle made by `flwr build`. Raises ConfigError."""
         try:
             content = Path(file).read_bytes()
             with zipfile.ZipFile(io.BytesIO(content)) as packed:
@@ -58,7 +58,7 @@ class FlowerApp:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, ConfigScalar]:
-    """A table without tables in it, as Flower has it: ``a.b`` is b of a."""
+    """Flatten a table in Flower's way: ``a.b`` is key b of table a."""
     found: dict[str, ConfigScalar] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -71,15 +71,15 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, ConfigScalar]
 
 
 class Roster:
-    """Which supernode is which device: by its public key, which an operator has listed."""
+    """The device of each supernode, by its public key, as listed by the operator."""
 
     def __init__(self, devices: Mapping[bytes, tuple[int, ec.EllipticCurvePublicKey]]) -> None:
-        """``devices``: number and key, by the key as PEM."""
+        """``devices``: number and key, by the key in PEM."""
         self._devices = devices
 
     @classmethod
     def read(cls, file: str) -> Roster:
-        """Read a list of keys: one a line, a device's number and then the key as ssh-keygen has it.
+        """Read a list of keys: per line a device's number and a key in ssh-keygen's format.
 
         Raises ConfigError.
         """
@@ -113,7 +113,7 @@ class Roster:
         return cls(devices)
 
     def device_of(self, headers: Mapping[str, str], now: float) -> tuple[int, bytes]:
-        """Whose request it is, and by which key: Flower signs the time. Raises Refusal (401).
+        """The device of a request, and its key; Flower signs the time. Raises Refusal (401).
 
         ``now``: seconds since 1970.
         """

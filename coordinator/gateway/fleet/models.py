@@ -1,4 +1,4 @@
-"""Models as Flower's objects, and what a supernode replies as a model and numbers. Pure."""
+"""Models as Flower's objects, and supernodes' replies as models and numbers. Pure."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ if TYPE_CHECKING:
     from fedstream.core.layout import Layout, Tensor
 
 
-RECORDS: Final = 64  # of a reply, at most
-_WIDENED = {"bfloat16": "float32"}  # numpy has none
+RECORDS: Final = 64  # most records of a reply
+_WIDENED = {"bfloat16": "float32"}  # numpy has no bfloat16
 _NUMBERS = ("double", "sint64", "uint64")
-_WIDEST = 16  # bytes of one of numpy's numbers
+_WIDEST = 16  # bytes of numpy's largest number type
 _HEADER = 16 << 10  # most bytes before an array's numbers; numpy reads no more than 10,000
 _ERROR = re.compile(r"<class '(?:[\w.]*\.)?(\w{1,80})'>")
 
 
-# what a supernode is given
+# sent to a supernode
 
 
 def is_in_order(layout: Layout) -> bool:
-    """Whether the layout has the order of ``state_dict()``, which clients without names rely on."""
+    """Whether the layout has the order of ``state_dict()``, as clients without names need."""
     return not layout.integers and layout.floats == layout.parameters
 
 
 def memory_of(layout: Layout) -> int:
-    """Bytes of memory that a model takes with its objects, about: they are views of its own bytes,
-    but for arrays that Flower gets in another dtype.
+    """The approximate bytes of a model with its Flower objects.
+
+    Objects are views of the model's bytes, except arrays that Flower gets in another dtype.
     """
     copied = 0
     for tensor in layout.tensors:
@@ -56,7 +57,7 @@ def memory_of(layout: Layout) -> int:
 
 
 def arrays_of(model: Model) -> FlowerObject:
-    """A model as an ArrayRecord, whose arrays are views of the model: it may not change."""
+    """A model as an ArrayRecord of views of the model, which must not change."""
     return objects.refers(
         "ArrayRecord", {tensor.name: _array(tensor, values) for tensor, values in _views(model)}
     )
@@ -82,7 +83,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _cut(file: list[memoryview]) -> Iterator[list[memoryview]]:
-    """A file in chunks of Flower's length, each in pieces."""
+    """Split a file into chunks of Flower's length, each a list of pieces."""
     chunk: list[memoryview] = []
     room = objects.CHUNK
     for part in file:
@@ -121,10 +122,10 @@ def _array(tensor: Tensor, values: npt.NDArray[Any]) -> FlowerObject:
 def content_of(
     arrays: FlowerObject, config: Mapping[str, ConfigScalar], *, unnamed: bool
 ) -> FlowerObject:
-    """What a train message has: a RecordDict.
+    """The content of a train message, a RecordDict.
 
-    ``unnamed``: also under the names that a NumPyClient looks for, which gets arrays without
-    names. What is there twice is sent once.
+    ``unnamed``: also include the records under the names that a NumPyClient expects, which gets
+    arrays without names. Objects that occur twice are sent once.
     """
     items = [protobuf.message("Item", key=key, value=_value(one)) for key, one in config.items()]
     settings = objects.packed(
@@ -143,7 +144,7 @@ def _value(value: ConfigScalar) -> Any:
     return protobuf.message("Value", **{kinds[type(value)]: value})
 
 
-# what it replies
+# replied by a supernode
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,10 @@ class FlowerReply:
 
 
 def reply_of(received: Received, message: str, layout: Layout, who: str) -> FlowerReply:
-    """Read a reply from the objects that arrived; ``message``: the id of the topmost.
+    """Parse a reply from its received objects; ``message``: id of the topmost object.
 
-    Raises DataError, naming ``who``, if it is not an update of such a model. Values that are not
-    finite are taken: the updater refuses and counts them.
+    Raises DataError, naming ``who``, if the reply is no update of a model with this layout. Accepts
+    values that are not finite: the updater refuses and counts them.
     """
     _, contents, _ = received.body(message, "Message")
     if len(contents) != 1:
@@ -175,7 +176,7 @@ def reply_of(received: Received, message: str, layout: Layout, who: str) -> Flow
             arrays[name] = id_
         elif not name.endswith("res.status"):
             numbers |= _numbers(body)
-        elif code := _numbers(body).get("code"):  # a NumPyClient's; 0 is OK
+        elif code := _numbers(body).get("code"):  # status code of a NumPyClient; 0 is OK
             raise DataError(f"{who} answered with status {code}")
     if "arrays" not in arrays and len(arrays) != 1:
         raise DataError(f"{who} returned {len(arrays)} array records: expected one, named 'arrays'")
@@ -200,7 +201,7 @@ def _numbers(body: memoryview) -> dict[str, float]:
 
 
 def _fill(model: Model, received: Received, record: str, who: str) -> None:
-    """Copy arrays into a model: by name, or by place if they are only numbered."""
+    """Copy arrays into a model by name, or by position if they are only numbered."""
     given = received.named(record, "ArrayRecord")
     names = [tensor.name for tensor in model.layout.tensors]
     if [*given] == [str(n) for n in range(len(given))] and [*given] != names:
@@ -219,7 +220,7 @@ def _fill(model: Model, received: Received, record: str, who: str) -> None:
 
 
 def _read(data: bytes, tensor: Tensor, who: str) -> npt.NDArray[Any]:
-    """An array as numpy writes it. Its header is checked before anything is made of it."""
+    """Parse an array in numpy's format, checking its header before allocating anything."""
     what = f"{who}: array {tensor.name!r}"
     file = io.BytesIO(data)
     try:
@@ -240,6 +241,6 @@ def _read(data: bytes, tensor: Tensor, who: str) -> npt.NDArray[Any]:
 
 
 def error_of(reason: str) -> str:
-    """The reason of giving up, from that of a reply that is an error."""
+    """The reason to give up a task, from the reason in an error reply."""
     found = _ERROR.match(reason)
     return f"raised {found[1] if found else 'ClientAppError'}"

@@ -1,8 +1,8 @@
-"""Flower's objects: what a message consists of on the wire, each named by its SHA-256. Pure.
+"""Flower's objects, the parts of a message on the wire, each named by its SHA-256. Pure.
 
 An object is ``b"<kind> <ids of its parts> <length>\\0<body>"``. A message has one part, a
-RecordDict; that has records by name; an ArrayRecord has arrays by name, and an Array has chunks of
-a file in numpy's format.
+RecordDict, which has records by name. An ArrayRecord has arrays by name, and an Array has the
+chunks of a file in numpy's format.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, Final
 
 from fedstream.core.errors import DataError
 
-CHUNK: Final = 5 << 20  # bytes of an array in one object, as Flower has it
-_HEAD: Final = 1 << 20  # longest that a head may be, in bytes
+CHUNK: Final = 5 << 20  # bytes of an array per object, as in Flower
+_HEAD: Final = 1 << 20  # most bytes of a head
 
 
 @dataclass(frozen=True)
 class FlowerObject:
-    """An object as it travels, and its parts, each once."""
+    """An object in its wire form, and its parts, each once."""
 
     id: str
-    pieces: tuple[bytes | memoryview, ...]  # of its content; views are a model's own bytes
+    pieces: tuple[bytes | memoryview, ...]  # content; views share a model's bytes
     parts: tuple[FlowerObject, ...] = ()
 
     @property
     def content(self) -> bytes:
-        """What travels, made anew."""
+        """The object's bytes on the wire, as a copy."""
         return b"".join(self.pieces)
 
     def every(self) -> Iterator[FlowerObject]:
-        """The object and all that it consists of."""
+        """The object and all its parts, recursively."""
         for part in self.parts:
             yield from part.every()
         yield self
@@ -42,7 +42,7 @@ class FlowerObject:
 def packed(
     kind: str, body: bytes | Sequence[bytes | memoryview], parts: Sequence[FlowerObject] = ()
 ) -> FlowerObject:
-    """An object of this kind; ``body``: all of it, or in pieces, which are kept as they are."""
+    """Make an object; ``body``: whole, or in pieces that are not copied."""
     pieces = (body,) if isinstance(body, bytes) else tuple(body)
     once = {part.id: part for part in parts}
     size = sum(len(piece) for piece in pieces)
@@ -54,7 +54,7 @@ def packed(
 
 
 def refers(kind: str, parts: Mapping[str, FlowerObject]) -> FlowerObject:
-    """An ArrayRecord or a RecordDict: parts by name."""
+    """Make an ArrayRecord or a RecordDict, with parts by name."""
     return packed(
         kind, json.dumps({n: one.id for n, one in parts.items()}).encode(), [*parts.values()]
     )
@@ -62,7 +62,7 @@ def refers(kind: str, parts: Mapping[str, FlowerObject]) -> FlowerObject:
 
 @dataclass
 class Received:
-    """Objects as they arrived: nothing about them is known but their names."""
+    """Received objects by name, with unchecked content."""
 
     contents: dict[str, bytes] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Received:
         return found
 
     def json(self, id_: str, kind: str) -> dict[str, Any]:
-        """An object's body, which is JSON. Raises DataError."""
+        """Parse an object's body as JSON. Raises DataError."""
         _, _, body = self.body(id_, kind)
         try:
             found = json.loads(bytes(body))
@@ -96,9 +96,9 @@ class Received:
         return found
 
     def array(self, id_: str, most: int) -> bytes:
-        """The bytes of an Array, from its chunks. Raises DataError if there are more than ``most``.
+        """Join the chunks of an Array. Raises DataError above ``most`` bytes.
 
-        A chunk may be there many times, so few bytes can stand for any number.
+        The limit is needed because an array may name the same chunk many times.
         """
         places = self.json(id_, "Array").get("arraychunk_ids")
         _, chunks, _ = self.body(id_, "Array")

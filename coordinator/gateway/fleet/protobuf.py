@@ -1,8 +1,8 @@
-"""Flower's protobuf messages, as far as a supernode and a gateway need them.
+"""The part of Flower's protobuf messages that supernodes and gateways need.
 
 Names and numbers are those of the Fleet API in Flower 1.40 to 1.42 (package ``flwr.proto``);
-protobuf skips fields that are not described here. All fields are optional in the sense of proto2: a
-zero that was set is sent, which Flower wants in a ``oneof``, and which is the same bytes elsewhere.
+protobuf skips fields that are not described here. All fields are optional in the sense of proto2,
+so a field set to zero is sent, as Flower requires in a ``oneof``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FIELDS: Final = {
     "PushObjectResponse": "1 bool stored",
     "ConfirmMessageReceivedRequest": "1 Node node, 3 string message_object_id",
     "Nothing": "",
-    # The bodies of objects. A MetricRecord is a ConfigRecord with nothing but numbers.
+    # The bodies of objects. A MetricRecord is a ConfigRecord with only numbers.
     "Value": "1 double double, 2 sint64 sint64, 3 uint64 uint64, 4 bool bool, 5 string string",
     "Item": "1 string key, 2 Value value",
     "Values": "1 Item *items",
@@ -92,12 +92,12 @@ _CLASSES = _made()
 
 
 def message(name: str, **fields: Any) -> Any:
-    """A message of this name."""
+    """Make a message of this name."""
     return _CLASSES[name](**fields)
 
 
 def parsed(name: str, data: bytes | memoryview) -> Any:
-    """The message that was sent. Raises Refusal (400) if it is none."""
+    """Parse a received message. Raises Refusal (400) if it is invalid."""
     try:
         return _CLASSES[name].FromString(bytes(data))
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""The routes ``/v1/fleet/*``: what a supernode asks, answered from the desk, as any device is."""
+"""The routes ``/v1/fleet/*`` for Flower's supernodes, which share the device sessions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from fedstream.broker.newest import read_newest
-from fedstream.coordinator.gateway.bodies import body_of
-from fedstream.coordinator.gateway.desk import NotHeld
-from fedstream.coordinator.gateway.fleet import models, protobuf, works
+from fedstream.broker.published import read_newest
+from fedstream.coordinator.gateway.device_sessions import NotHeld
+from fedstream.coordinator.gateway.fleet import models, node_tasks, protobuf
 from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
+from fedstream.coordinator.gateway.fleet.node_tasks import (
+    GivenVersion,
+    Incoming,
+    NodeTask,
+    NodeTasks,
+)
 from fedstream.coordinator.gateway.fleet.objects import CHUNK, packed
-from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
-from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
+from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal, body_of
 from fedstream.coordinator.gateway.uploads import PLACE
 from fedstream.core import reasons
 from fedstream.core.digest import algorithm_of, digest_of
@@ -28,7 +32,7 @@ from fedstream.core.errors import BlobDamaged, BlobMissing, DataError
 from fedstream.core.layout import Model
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
-from fedstream.runtime.limits import Flood
+from fedstream.runtime.limits import LogLimiter
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -36,24 +40,24 @@ if TYPE_CHECKING:
     from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.coordinator.access import Handler
     from fedstream.coordinator.gateway.app import Opened
-    from fedstream.coordinator.gateway.current import Current
-    from fedstream.coordinator.gateway.desk import Desk, Held, Woken
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held, Woken
+    from fedstream.coordinator.gateway.run_cache import RunCache
     from fedstream.coordinator.gateway.settings import GatewaySettings
 
 _PATH = "/v1/fleet/"
 _SERVER = 1  # the SuperLink's node
-_FIRST_NODE = 2  # device 0's
-_WAIT_S = 10.0  # for a task; a supernode waits 30 s for an answer, and then 3 s to ask again
-_TTL_S = 86400.0  # of a message, which Flower wants to know; nothing ends by it
-# In which a supernode may find the replica that has its work: it tries again every 20 s or sooner.
+_FIRST_NODE = 2  # device 0's node
+_WAIT_S = 10.0  # wait for a task; a supernode waits 30 s for an answer and asks again after 3 s
+_TTL_S = 86400.0  # of a message; required by Flower, but without effect here
+# Time for a supernode to find the replica with its task: it retries at least every 20 s.
 _ELSEWHERE_S = 120.0
-_APART_S = 60.0  # between two misses: it found the replica meanwhile, and looks for other work now
+_APART_S = 60.0  # pause between misses after which a new search begins
 _VERSION = "flwr-package-version"  # header with the supernode's release of Flower
 _SMALL = 64 << 10
 _TREE = 4 << 20  # bytes of a message's tree of objects
-_AT_ONCE = 16  # requests of a device with long bodies, of which one is read; Flower sends 8
-# What a supernode understands: 401 stops it, after 403 it asks for something else, and after 503
-# the same again. Anything else ends it, with what it works on.
+_AT_ONCE = 16  # concurrent long bodies of a device, read one at a time; Flower sends 8
+# The status codes that a supernode handles: 401 stops it, after 403 it continues with its next
+# request, and after 503 it repeats the request. Any other code ends the supernode and its task.
 _UNDERSTOOD = (200, 400, 401, 403, 503)
 
 _OF_OBJECTS = ("PullObjectRequest", "PushObjectRequest")
@@ -62,13 +66,13 @@ FleetCall = Callable[[int, Any], Awaitable[Any]]
 
 
 class FleetRoutes:
-    """The routes. Until :meth:`open` they are answered 503."""
+    """The routes. Before :meth:`open` they answer 503."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        desk: Desk,
-        current: Current,
+        sessions: DeviceSessions,
+        run_cache: RunCache,
         client: Client,
         keys: Keys,
         ledger: GatewayLedger,
@@ -76,30 +80,30 @@ class FleetRoutes:
         roster: Roster,
     ) -> None:
         self._settings = settings
-        self._desk = desk
-        self._current = current
+        self._sessions = sessions
+        self._run_cache = run_cache
         self._client = client
         self._keys = keys
         self._ledger = ledger
         self._app = app
         self._roster = roster
-        self._works = NodeWorks(settings.model_bytes)
+        self._node_tasks = NodeTasks(settings.model_bytes)
         self._reading = asyncio.Lock()
-        self._missed: dict[int, tuple[float, float]] = {}  # by device: first and last miss
-        self._greetings = Flood(burst=3, per_s=1 / 60)  # of a device
-        self._sending = Counter[int]()  # by device: requests with long bodies
-        self._turns: dict[int, asyncio.Lock] = {}  # by device, while there are any
+        self._missed: dict[int, tuple[float, float]] = {}  # device -> first and last miss
+        self._greetings = LogLimiter(burst=3, per_s=1 / 60)  # log lines per device
+        self._sending = Counter[int]()  # device -> requests with long bodies
+        self._locks: dict[int, asyncio.Lock] = {}  # by device, while it has requests
         self._opened: Opened | None = None
 
     def open(self, opened: Opened) -> None:
-        """Begin to serve supernodes."""
+        """Start serving supernodes."""
         self._opened = opened
 
     def routes(
         self, answering: Callable[[Handler], Handler], charge: Callable[[int], None]
     ) -> Sequence[web.RouteDef]:
-        """All routes; ``answering``: turns errors into answers. ``charge``: counts a device's
-        request, and raises Refusal if there are too many.
+        """All routes. ``answering``: turns errors into answers. ``charge``: charges a request to a
+        device, and raises Refusal above the limit.
         """
         calls: tuple[tuple[str, str, FleetCall, int], ...] = (
             ("register-node", "RegisterNodeRequest", self._activate, _SMALL),
@@ -124,13 +128,13 @@ class FleetRoutes:
         ]
 
     def _understood(self, handler: Handler) -> Handler:
-        """Whatever goes wrong: an answer after which a supernode goes on."""
+        """Wrap a handler: every error becomes an answer after which a supernode continues."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 response = await handler(request)
             except ConnectionError:
-                raise  # the supernode left amid its request: nobody reads an answer
+                raise  # the supernode has disconnected
             except Exception:
                 if self._opened is not None:
                     self._opened.context.log.exception("request failed", path=request.path)
@@ -157,9 +161,9 @@ class FleetRoutes:
         _, is_revoked = await self._ledger.registration(device)
         if is_revoked:
             raise Refusal(401, "revoked", f"device {device} is revoked")
-        work = self._works.get(device)
-        if kind in _OF_OBJECTS and work is not None and work.expected > 0:
-            work.expected -= 1  # what was offered or announced may come as fast as it can
+        node_task = self._node_tasks.get(device)
+        if kind in _OF_OBJECTS and node_task is not None and node_task.expected > 0:
+            node_task.expected -= 1  # expected requests are free of charge
         else:
             charge(device)
         if most <= _SMALL:
@@ -183,38 +187,38 @@ class FleetRoutes:
                 is_own = said.node.node_id == node
         if not is_own:
             raise Refusal(401, "key", f"the key is device {device}'s, the request another's")
-        self._desk.heard(device, time.monotonic())
+        self._sessions.heard(device, time.monotonic())
         return _response(await answer(device, said))
 
-    # long bodies: only of a reply that is expected, one a device, within what uploads may take
+    # long bodies: only for an expected reply, one per device, within the uploads' memory
 
     @asynccontextmanager
     async def _turn(self, device: int) -> AsyncIterator[None]:
-        """Let a device's requests with long bodies have their turns. Raises Refusal."""
+        """Serialise a device's requests with long bodies. Raises Refusal above the limit."""
         if self._sending[device] >= _AT_ONCE:
             raise self._later(f"device {device} sends too much at once")
         self._sending[device] += 1
         try:
-            async with self._turns.setdefault(device, asyncio.Lock()):
+            async with self._locks.setdefault(device, asyncio.Lock()):
                 yield
         finally:
             self._sending[device] -= 1
             if not self._sending[device]:
-                del self._sending[device], self._turns[device]
+                del self._sending[device], self._locks[device]
 
     def _unexpected(self, kind: str, device: int) -> Any:
-        """The answer to a reply, or a part of one, that nobody waits for; None if it is awaited."""
-        work = self._works.get(device)
-        if kind == "PushMessagesRequest" and work is None:
+        """The answer to an unexpected reply or part of one; None if it is expected."""
+        node_task = self._node_tasks.get(device)
+        if kind == "PushMessagesRequest" and node_task is None:
             self._miss(device)
             return protobuf.message("PushMessagesResponse")
-        if kind == "PushObjectRequest" and (work is None or work.reply is None):
+        if kind == "PushObjectRequest" and (node_task is None or node_task.reply is None):
             self._miss(device)
             return protobuf.message("PushObjectResponse", stored=False)
         return None
 
     async def _long_body(self, request: web.Request, most: int) -> bytes:
-        """Read a body that takes places of uploads, as many as it is long. Raises Refusal."""
+        """Read a body, taking as many upload places as its length needs. Raises Refusal."""
         length = most if request.content_length is None else min(most, request.content_length)
         with self._running.uploads.place(1 + length // PLACE):
             return await body_of(request, within_s=self._settings.chunk_s, most=most)
@@ -222,61 +226,61 @@ class FleetRoutes:
     # coming and going
 
     def _greet(self, device: int, version: str) -> None:
-        """Say in the log who has come, and whether with a release that was tested."""
+        """Log an arriving supernode, and whether its release of Flower is tested."""
         if self._greetings.passes(device) is None:
             return
         log = self._running.context.log.bind(device=device, flower=version[:40])
-        log.info("supernode came")
+        log.info("supernode arrived")
         if not f"{version}.".startswith(tuple(f"{one}." for one in protobuf.TESTED)):
-            log.warning("supernode of a Flower that was not tested", tested=protobuf.TESTED)
+            log.warning("supernode of an untested release of Flower", tested=protobuf.TESTED)
 
     async def _activate(self, device: int, _said: Any) -> Any:
         return protobuf.message("NodeResponse", node_id=device + _FIRST_NODE)
 
     async def _deactivate(self, device: int, _said: Any) -> Any:
-        """The supernode ends, and with it what it works on."""
-        self._works.end(device)
-        while (held := self._desk.first(device)) is not None:
+        """Handle a supernode's end, and give up its task."""
+        self._node_tasks.end(device)
+        while (held := self._sessions.first(device)) is not None:
             await self._running.tasks.give_up(held, reasons.DROPPED_OUT)
-        self._desk.leave(device)
+        self._sessions.leave(device)
         return protobuf.message("Nothing")
 
     async def _heartbeat(self, device: int, _said: Any) -> Any:
-        if self._current.has_begun:
+        if self._run_cache.has_begun:
             await self._running.tasks.due(device)
         return protobuf.message("HeartbeatResponse", success=True)
 
     # tasks
 
     async def _pull_messages(self, device: int, _said: Any) -> Any:
-        run, head = self._current.run, self._current.head
+        run, head = self._run_cache.run, self._run_cache.head
         if device >= run.devices:
             raise Refusal(
                 403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
             )
-        self._works.end(device)  # it asks, so it has nothing left to do
+        self._node_tasks.end(device)  # it asks for a task, so it has none
         self._end_search(device)
-        self._works.keep(self._desk.present())
-        if self._current.is_over or device in head.quarantines.by_device:
-            self._desk.leave(device)
+        self._node_tasks.keep(self._sessions.present())
+        if self._run_cache.is_over or device in head.quarantines.by_device:
+            self._sessions.leave(device)
             return protobuf.message("PullMessagesResponse")
-        self._desk.arrive(device, time.monotonic())
+        self._sessions.arrive(device, time.monotonic())
         held = await self._waited(device)
         if held is None:
             return protobuf.message("PullMessagesResponse")
         return await self._task(device, held)
 
     async def _waited(self, device: int) -> Held | None:
-        """The device's task, as soon as there is one; None if there is none in time."""
+        """Wait for the device's task; None if there is none in time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + min(_WAIT_S, self._settings.poll_s)
-        if self._desk.first(device) is not None:
-            await self._current.look()  # the task may have come a while ago
+        if self._sessions.first(device) is not None:
+            await self._run_cache.look()  # the task may have come a while ago
         while (held := await self._running.tasks.due(device)) is None:
-            if self._current.is_over or self._running.context.stop.is_set():
+            if self._run_cache.is_over or self._running.context.stop.is_set():
                 return None
             poll: asyncio.Future[Woken] = loop.create_future()
-            self._desk.park(device, poll, time.monotonic())
+            self._sessions.park(device, poll, time.monotonic())
             try:
                 async with asyncio.timeout_at(until):
                     if await poll == "replaced":
@@ -284,8 +288,8 @@ class FleetRoutes:
             except TimeoutError:
                 return None
             finally:
-                self._desk.unpark(device, poll)
-                self._desk.heard(device, time.monotonic())
+                self._sessions.unpark(device, poll)
+                self._sessions.heard(device, time.monotonic())
         return held
 
     async def _task(self, device: int, held: Held) -> Any:
@@ -311,11 +315,11 @@ class FleetRoutes:
         message = protobuf.message("Message", metadata=about)
         whole = packed("Message", message.SerializeToString(), [content])
         message.metadata.message_id = whole.id
-        message.content.SetInParent()  # Flower wants one, though the objects have it
+        message.content.SetInParent()  # required by Flower, although the objects contain it
         held.tau = head.version
-        self._works.begin(
+        self._node_tasks.begin(
             device,
-            NodeWork(
+            NodeTask(
                 task.task,
                 whole.id,
                 given,
@@ -329,30 +333,30 @@ class FleetRoutes:
         )
 
     async def _given(self) -> GivenVersion:
-        """The newest version's model, which is read once for all. Raises Refusal."""
+        """The newest version's model, read once for all supernodes. Raises Refusal."""
         async with self._reading:
-            run, head = self._current.run, self._current.head
-            found = self._works.given(head.given)
+            run, head = self._run_cache.run, self._run_cache.head
+            found = self._node_tasks.given(head.given)
             if found is not None and found.head == head:
                 return found
             if found is not None:  # a newer version with the same bits
                 given = GivenVersion(head, found.model, found.arrays)
-                self._works.give(given)
+                self._node_tasks.give(given)
                 return given
-            self._works.check_room(models.memory_of(run.layout))
+            self._node_tasks.check_room(models.memory_of(run.layout))
             model = Model(run.layout)
             try:
                 await read_newest(self._client, self._keys, head, model)
             except (BlobMissing, BlobDamaged) as error:
-                await self._current.look()
+                await self._run_cache.look()
                 raise self._later("the newest version can't be read now") from error
             arrays = await asyncio.to_thread(models.arrays_of, model)
             given = GivenVersion(head, model, arrays)
-            self._works.give(given)
+            self._node_tasks.give(given)
             return given
 
     def _config(self, held: Held, version: int) -> dict[str, Any]:
-        """The configuration that a client is sent; the app's own takes precedence."""
+        """The configuration for a client; the app's own values take precedence."""
         task = held.task
         hints: dict[str, Any] = {"server-round": version + 1}
         lengths = {"epochs": task.epochs, "steps": task.steps, "seconds": task.seconds}
@@ -363,8 +367,8 @@ class FleetRoutes:
         return {**either, **hints, **self._app.config}
 
     async def _pull_object(self, device: int, said: Any) -> Any:
-        work = self._works.get(device)
-        found = work.objects.get(said.object_id) if work is not None else None
+        node_task = self._node_tasks.get(device)
+        found = node_task.objects.get(said.object_id) if node_task is not None else None
         if found is None:
             self._miss(device)
             return protobuf.message("PullObjectResponse", object_found=False)
@@ -377,9 +381,9 @@ class FleetRoutes:
         )
 
     async def _confirm(self, device: int, said: Any) -> Any:
-        work = self._works.get(device)
-        if work is not None and said.message_object_id == work.message:
-            work.objects = {}
+        node_task = self._node_tasks.get(device)
+        if node_task is not None and said.message_object_id == node_task.message:
+            node_task.objects = {}
         return protobuf.message("Nothing")
 
     async def _get_run(self, _device: int, _said: Any) -> Any:
@@ -399,102 +403,102 @@ class FleetRoutes:
         return protobuf.message("GetFabResponse", fab=about)
 
     def _run_id(self) -> int:
-        """A number for this run, which another run of the same name does not have."""
-        text = f"{self._keys.name} {self._current.run.created!r}"
+        """A number for this run, different from that of another run with the same name."""
+        text = f"{self._keys.name} {self._run_cache.run.created!r}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
     # replies
 
     async def _push_messages(self, device: int, said: Any) -> Any:
-        reply = works.reply(said)
-        message, work = said.messages_list[0], self._works.get(device)
-        if work is None or message.metadata.reply_to_message_id != work.message:
+        reply = node_tasks.reply(said)
+        message, node_task = said.messages_list[0], self._node_tasks.get(device)
+        if node_task is None or message.metadata.reply_to_message_id != node_task.message:
             self._miss(device)
-            # This gateway restarted, or gave the task up: nobody waits for the reply. A device can
-            # cause any number of these lines.
+            # This gateway restarted or gave the task up. Only a debug line, as a device can cause
+            # any number of these.
             self._running.context.log.debug("reply to no task", device=device)
             return protobuf.message("PushMessagesResponse")
         self._end_search(device)
         if message.HasField("error"):
-            await self._refuse(device, work, message.error.reason)
+            await self._refuse(device, node_task, message.error.reason)
             return protobuf.message("PushMessagesResponse")
-        if len(reply.wanted) > works.most_objects(work.given.model):
+        if len(reply.wanted) > node_tasks.most_objects(node_task.given.model):
             why = f"<class 'DataError'>: the reply has {len(reply.wanted)} objects"
-            await self._refuse(device, work, why)
+            await self._refuse(device, node_task, why)
             return protobuf.message("PushMessagesResponse")
-        self._works.expect(work, reply)
+        self._node_tasks.expect(node_task, reply)
         return protobuf.message(
             "PushMessagesResponse", objects_to_push=sorted(reply.wanted), session_id=reply.session
         )
 
-    async def _refuse(self, device: int, work: NodeWork, why: str) -> None:
-        """Give a task up whose reply is an error, or nothing that can be used."""
-        self._works.end(device)
+    async def _refuse(self, device: int, node_task: NodeTask, why: str) -> None:
+        """Give up a task whose reply is an error or unusable."""
+        self._node_tasks.end(device)
         log = self._running.context.log
-        log.warning("supernode failed", device=device, task=work.task, reason=why[:300])
+        log.warning("supernode failed", device=device, task=node_task.task, reason=why[:300])
         try:
-            held = await self._running.moves.find(work.task, device)
+            held = await self._running.moves.find(node_task.task, device)
         except NotHeld:
             return
         await self._running.tasks.give_up(held, models.error_of(why))
 
     async def _push_object(self, device: int, said: Any) -> Any:
-        work = self._works.get(device)
-        reply = work.reply if work is not None else None
+        node_task = self._node_tasks.get(device)
+        reply = node_task.reply if node_task is not None else None
         is_stored = False
-        if work is None or reply is None or said.session_id != reply.session:
+        if node_task is None or reply is None or said.session_id != reply.session:
             self._miss(device)
         else:
             self._end_search(device)
             is_stored = reply.take(said.object_id, said.object_content)
             if reply.size > reply.most:
-                await self._refuse(device, work, "<class 'DataError'>: the reply is too large")
+                await self._refuse(device, node_task, "<class 'DataError'>: the reply is too large")
             elif is_stored and reply.is_whole:
                 async with reply.turn:
                     if not reply.is_done:
-                        await self._deliver(device, work, reply)
+                        await self._deliver(device, node_task, reply)
                         reply.is_done = True
                         reply.received.contents.clear()
         return protobuf.message("PushObjectResponse", stored=is_stored)
 
-    async def _deliver(self, device: int, work: NodeWork, reply: Incoming) -> None:
-        """Answer the task with a whole reply. Raises BrokerError, after which it may come again."""
-        running, layout = self._running, work.given.model.layout
+    async def _deliver(self, device: int, node_task: NodeTask, reply: Incoming) -> None:
+        """Answer the task with a whole reply. Raises BrokerError; the supernode may then retry."""
+        running, layout = self._running, node_task.given.model.layout
         try:
-            held = await running.moves.find(work.task, device)
+            held = await running.moves.find(node_task.task, device)
         except NotHeld:
-            running.context.log.info("reply to no task", device=device, task=work.task)
+            running.context.log.info("reply to no task", device=device, task=node_task.task)
             return
         try:
             found = await asyncio.to_thread(
                 models.reply_of, reply.received, reply.message, layout, f"device {device}"
             )
         except DataError as error:
-            await self._refuse(device, work, f"<class 'DataError'>: {error}")
+            await self._refuse(device, node_task, f"<class 'DataError'>: {error}")
             return
-        if self._current.run.sends == "delta":
-            found.model.parameters[:] -= work.given.model.parameters
+        if self._run_cache.run.sends == "delta":
+            found.model.parameters[:] -= node_task.given.model.parameters
         data = found.model.buffer.data
         await running.uploads.deliver(
             held,
             UpdateReport(
-                digest=digest_of(data, algorithm_of(work.given.head.given)),
+                digest=digest_of(data, algorithm_of(node_task.given.head.given)),
                 samples=found.samples,
                 steps=0,
-                lr=work.lr,
+                lr=node_task.lr,
                 loss=found.loss,
                 seconds=reply.seconds,
-                tau=work.given.head.version,
-                base=work.given.head.given,
+                tau=node_task.given.head.version,
+                base=node_task.given.head.given,
                 layout=layout.signature,
             ),
             data,
         )
 
     def _miss(self, device: int) -> None:
-        """Have a supernode try again whose work another replica may have. Raises Refusal (503).
+        """Tell a supernode to retry at another replica. Raises Refusal (503).
 
-        Whatever it asks for counts as one search: it asks for several objects in turn.
+        Several requests in a row count as one search for the replica.
         """
         if not self._running.moves.others:
             return
@@ -508,7 +512,7 @@ class FleetRoutes:
         raise self._later("another replica may have what this supernode works on")
 
     def _end_search(self, device: int) -> None:
-        """Begin anew the next time that something is not here."""
+        """End a device's search for its replica."""
         self._missed.pop(device, None)
 
     @property
@@ -526,7 +530,7 @@ def _response(reply: Any) -> web.Response:
 
 
 def _tree(whole: Any) -> Any:
-    """An object's tree, as Flower names it."""
+    """An object's tree of ids, as Flower's message."""
     return protobuf.message(
         "ObjectTree", object_id=whole.id, children=[_tree(part) for part in whole.parts]
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 
-from fedstream.broker.ledger.onlooker import (
+from fedstream.broker.ledger.live_page import (
     BEGINNING,
     Described,
     HeldEntries,
-    Onlooker,
+    LivePageLedger,
     OpenTask,
 )
 from fedstream.core.errors import FedstreamError
@@ -43,7 +43,7 @@ class Glance:
 class Collector:
     """Reads the run, each time what is new."""
 
-    def __init__(self, ledger: Onlooker, settings: Settings) -> None:
+    def __init__(self, ledger: LivePageLedger, settings: Settings) -> None:
         self._ledger = ledger
         self._settings = settings
         self._began = 0.0

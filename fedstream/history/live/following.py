@@ -21,9 +21,9 @@ from fedstream.history.live.scene import PUSHED, SeenPushes
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.table import whole
 from fedstream.journal import SUFFIX, Cut, Record, Segment, SegmentEnd
+from fedstream.journal.contributions import cosine, direction, sampled
 from fedstream.journal.rebuild import Rebuild, rule_of
 from fedstream.journal.records import is_used
-from fedstream.journal.shares import cosine, direction, sampled
 from fedstream.journal.updates import update_of
 from fedstream.strategies.mixing import norm
 

@@ -16,7 +16,7 @@ from fedstream.history.live.recent import Told
 from fedstream.history.live.scene import Note, Scene, SeenMetrics, TaskEnd
 from fedstream.history.ui.templating import rendered
 from fedstream.operate.dead import DeadLetters
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.terminal import measure, number, spaced
 
 HEADLINE = "headline"
@@ -28,7 +28,7 @@ def drawn(look: Glance) -> DrawnGlance:
     began = thread_time()
     run = look.scene.tally.run
     state = f"{run.state}: {run.why}" if run.why else run.state
-    parts = {"state": str(markupsafe.escape(visible(state))), HEADLINE: headline_html(look.scene)}
+    parts = {"state": str(markupsafe.escape(escaped(state))), HEADLINE: headline_html(look.scene)}
     parts |= {panel.name: panel.html(look.scene) for panel in PANELS}
     rows = [(id_, row(told)) for id_, told in look.news]
     return DrawnGlance(parts, rows, thread_time() - began)
@@ -52,13 +52,13 @@ def row(told: Told) -> list[object]:
     if isinstance(told, Note):
         text = told.text.strip().rpartition("\n")[2][:_TEXT]
         words = [told.service, *where, spaced(told.reason), text]
-        return [told.time, told.what, visible(" · ".join(filter(None, words)))]
+        return [told.time, told.what, escaped(" · ".join(filter(None, words)))]
     words = [*where, f"because {spaced(told.reason)}" if told.reason else ""]
     if told.staleness is not None:
         words.append(f"staleness {told.staleness}")
     if told.weight is not None:
         words.append(f"weight {number(told.weight, 3)}")
-    return [told.time, spaced(told.outcome), visible(" · ".join(filter(None, words)))]
+    return [told.time, spaced(told.outcome), escaped(" · ".join(filter(None, words)))]
 
 
 def page(

@@ -17,9 +17,9 @@ from prometheus_client import Counter
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.broker.ledger.live_page import LivePageLedger
 from fedstream.coordinator.access import Tokens
-from fedstream.coordinator.page import LivePage, MakePage, has_page
+from fedstream.coordinator.settings import LivePage, MakePage, has_page
 from fedstream.core.errors import FedstreamError, NoRun
 from fedstream.history.live.acting import Acting
 from fedstream.history.live.broadcast import Broadcast, DrawnGlance
@@ -37,7 +37,7 @@ from fedstream.history.ui.http import (
     send_static,
 )
 from fedstream.runtime.http import NOWHERE
-from fedstream.runtime.limits import Buckets, network_of
+from fedstream.runtime.limits import TokenBuckets, network_of
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 
@@ -80,8 +80,8 @@ class LiveService:
         keys = Keys(settings.run.name)
         self._sessions = Sessions(self._run, tokens, settings.page.operator_token)
         self._now = client.clock.now  # on which replicas agree
-        self._collector = Collector(Onlooker(client, keys, "page"), settings)
-        self._guesses = Buckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
+        self._collector = Collector(LivePageLedger(client, keys, "page"), settings)
+        self._guesses = TokenBuckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
         self._broadcast = Broadcast(self._looked, self._drawn, self._away, self._failing)
         self._past = Pasts(settings, self._asker, self._measured, self._pushed)
         self._acting = Acting(settings, client, keys)

@@ -221,7 +221,7 @@ def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
         raise NotThere("no other run: give its folder too, as in fedstream ui RUN OTHER")
     views: list[VersionView | None] = [None, None]
     try:
-        found = run.parting
+        found = run.divergence
         told = "" if found is None else found.text
         at = None if found is None else found.version
         if at is not None:

@@ -23,7 +23,7 @@ from fedstream.history.ui.jobs import PageJobs, Workplace
 from fedstream.history.ui.pages import NotThere, Selection
 from fedstream.history.ui.work import TaskAccess
 from fedstream.runtime.http import HttpSettings, listening
-from fedstream.runtime.limits import Crowd
+from fedstream.runtime.limits import ConnectionLimit
 from fedstream.runtime.process import Stop
 
 T = TypeVar("T")
@@ -277,7 +277,9 @@ async def serve(
     try:
         with Stop() as stop:
             stop.listen(lambda _name: loop.call_soon_threadsafe(ended.set))
-            async with listening(app, settings, port, Crowd(settings.connections), log) as at:
+            async with listening(
+                app, settings, port, ConnectionLimit(settings.connections), log
+            ) as at:
                 ready(at)
                 await ended.wait()
                 site.is_ending = True

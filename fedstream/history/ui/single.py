@@ -23,7 +23,7 @@ from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import pages
 from fedstream.history.ui.http import static
 from fedstream.journal import opened
-from fedstream.journal.shares import Share, stats
+from fedstream.journal.contributions import DeviceContribution, stats
 
 NAME = "report.html"
 _MODULES = ("charts.js", "page.js", "report.js")
@@ -90,7 +90,7 @@ def _joined(*modules: str) -> str:
     return re.sub(r"^import .*\n|^export ", "", text, flags=re.MULTILINE)
 
 
-def _shares(run: RecordedRun) -> dict[int, Share] | None:
+def _shares(run: RecordedRun) -> dict[int, DeviceContribution] | None:
     """What all models say of each device; None if they can't be made again."""
     try:
         with opened(run.journal) as chain:

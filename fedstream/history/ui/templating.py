@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from fedstream import __version__
 from fedstream.history.devices import OUTLIER, mark_of_score, style_of_score
-from fedstream.runtime.text import visible
+from fedstream.runtime.text import escaped
 from fedstream.terminal import counted, number
 
 LACKING = "–"  # noqa: RUF001  (a table's sign for no value)
@@ -52,7 +52,7 @@ def _templates() -> Environment:
 
 def _shown(value: object) -> object:
     """A value without what could hide or reorder the text around it."""
-    return value if isinstance(value, Markup) else visible(value)
+    return value if isinstance(value, Markup) else escaped(value)
 
 
 def shown_number(value: float | None) -> str:

@@ -19,9 +19,9 @@ from fedstream.history.bisect import Search, search
 from fedstream.history.model_stats import AHEAD, MeasuredShares
 from fedstream.history.ui.questions import Bisection, Distances, OtherRule, Question
 from fedstream.journal import counted_bytes, journal_of, newest_version, opened
-from fedstream.journal.shares import stats
-from fedstream.runtime.parent import VARIABLE, death_with_parent, end_with_parent
+from fedstream.journal.contributions import stats
 from fedstream.runtime.plugins import allowing
+from fedstream.runtime.process import PARENT_VARIABLE, death_with_parent, end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -107,7 +107,7 @@ def _end_with_server(access: TaskAccess) -> None:
     if access.own is not None:  # a service's passwords are no business of the task's
         for name in [name for name in os.environ if name.startswith(_OURS)]:
             del os.environ[name]
-    os.environ[VARIABLE] = str(os.getppid())  # the server, or what ends with it
+    os.environ[PARENT_VARIABLE] = str(os.getppid())  # the server, or what ends with it
     end_with_parent()
     # The system means the thread that began it: the question's own, which outlasts this process.
     if (die := death_with_parent()) is not None:

@@ -9,7 +9,7 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.started import Started
+from fedstream.broker.link import Started
 from fedstream.broker.streams import Look
 from fedstream.core.messages import (
     Version,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.coordinator.rests import rest_after
+from fedstream.coordinator.cooldowns import rest_after
 from fedstream.core.messages import GiveUp, Trigger, Withdraw
 from fedstream.core.reasons import DEADLINE_PASSED
 from fedstream.core.records import Commit, End, Failing

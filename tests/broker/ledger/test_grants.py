@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker import custody, lease, streams
+from fedstream.broker import cleanup, lease, streams
 from fedstream.broker.ledger import operator, scheduler, trainer
+from fedstream.broker.ledger.base import Ledger
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
 from fedstream.broker.ledger.gateway import ENROL, GatewayLedger
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.broker.ledger.plumbing import Ledger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.ledger.sinks import SinksLedger
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
@@ -34,7 +34,7 @@ CLASSES: dict[str, tuple[type, ...]] = {
 }
 # What the services run besides: leases, groups and clean-up; an operator feeds recorded updates.
 BESIDES: dict[str, tuple[Script, ...]] = {
-    "coordinator": (streams.CLAIM, streams.REAP, *custody.SCRIPTS),
+    "coordinator": (streams.CLAIM, streams.REAP, *cleanup.SCRIPTS),
     "scheduler": lease.SCRIPTS,
     "updater": lease.SCRIPTS,
     "operator": (

@@ -24,9 +24,9 @@ from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.core.formats import F32, Format
 from fedstream.protocol.messages import Offer
 from fedstream.runtime.http import HttpSettings, application, listening
-from fedstream.runtime.limits import Crowd
+from fedstream.runtime.limits import ConnectionLimit
 from fedstream.runtime.service import Context
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.runtime.tls import CurrentTls
 from tests.support import Hand, context, running, wait_until
 
@@ -68,7 +68,7 @@ class Place:
     url: str
     gateway: Gateway
     context: Context
-    crowd: Crowd  # that is connected
+    connection_limit: ConnectionLimit  # that is connected
     session: aiohttp.ClientSession
     work: asyncio.Task[None] = field(repr=False)
 
@@ -140,8 +140,8 @@ async def serving(
     app = application(gateway.routes(), its.stop.is_set, its.refused)
     async with AsyncExitStack() as stack:
         log = structlog.get_logger()
-        crowd = Crowd(http.connections)
-        at = listening(app, http, 0, crowd, log, its.tls, its.refused)
+        connection_limit = ConnectionLimit(http.connections)
+        at = listening(app, http, 0, connection_limit, log, its.tls, its.refused)
         port = await stack.enter_async_context(at)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -149,7 +149,7 @@ async def serving(
         work = await stack.enter_async_context(running(gateway, its))
         if is_open:
             await wait_until(lambda: gateway._app._opened)
-        yield Place(f"http://127.0.0.1:{port}", gateway, its, crowd, session, work)
+        yield Place(f"http://127.0.0.1:{port}", gateway, its, connection_limit, session, work)
 
 
 @asynccontextmanager

@@ -196,7 +196,7 @@ async def asked(hand: Hand, node: Node, **task: Any) -> tuple[Any, Received]:
     assert not said.messages_list
     await owned_by(hand, DEVICE, "gw-0")
     await hand.open(device=DEVICE, **task)
-    await wait_until(lambda: len(node.place.gateway._desk) == 1)
+    await wait_until(lambda: len(node.place.gateway._sessions) == 1)
     return await node.pull()
 
 

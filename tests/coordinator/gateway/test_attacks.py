@@ -148,7 +148,7 @@ async def test_slow_connections_do_not_keep_honest_devices_waiting(
     ):
         trickling = partial(trickle, port_of(place), every_s=0.2)
         slow = [asyncio.create_task(trickling(first)) for first in (*BEGUN, *BODIES)]
-        await wait_until(lambda: len(place.crowd) == len(slow))
+        await wait_until(lambda: len(place.connection_limit) == len(slow))
         for _ in range(20):
             assert (await place.check_in(4)).status == 204
         await owned_by(hand, 4, "gw-0")  # and the gateway's own loops go on

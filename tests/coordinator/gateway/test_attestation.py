@@ -24,7 +24,7 @@ from fedstream.coordinator.gateway.attestation import (
 )
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.core.errors import ConfigError
-from fedstream.device.attested import attestation_in
+from fedstream.device.process import attestation_in
 from fedstream.protocol.messages import ATTESTATION, Attestation, Enrolment
 from fedstream.protocol.signatures import pem_of
 from fedstream.settings.config import read

@@ -11,8 +11,8 @@ import pytest
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway import changes as made
+from fedstream.coordinator.gateway.byte_cache import CachedBytes
 from fedstream.coordinator.gateway.changes import ModelChanges, NotWorthIt
-from fedstream.coordinator.gateway.shelf import Volume
 from fedstream.core import changes, compressed
 from fedstream.core.digest import DigestAlgorithm, digest_of
 from fedstream.core.formats import format_of
@@ -72,7 +72,7 @@ async def commit(place: Place, hand: Hand, *versions: Version) -> None:
     """Versions come, one after the other, and the gateway sees each."""
     for version in versions:
         assert await hand.commit(version.version, write=False, versions=[version]) == "done"
-        await place.gateway._current.look()
+        await place.gateway._run_cache.look()
 
 
 async def downloaded(place: Place, hand: Hand, *versions: Version) -> list[bytes]:
@@ -142,7 +142,7 @@ async def test_offer_names_no_changes_that_there_are_not(redis: RedisSettings, h
     old, new = await publish(hand, trained(hand.layout, 2))
     async with serving(hand, redis) as place:
         await commit(place, hand, old, new)
-        models, head = place.gateway._models, place.gateway._current.head
+        models, head = place.gateway._models, place.gateway._run_cache.head
         assert models.changes_url(head, old.digest) is None, "it is not in memory"
         assert (await place.ask("GET", f"/v1/models/{old.digest}", 9)).status == 200
         assert models.changes_url(head, old.digest) == between(old, new)
@@ -155,7 +155,7 @@ async def test_setting_of_zero_bytes_turns_changes_off(redis: RedisSettings, han
     old, new = await publish(hand, trained(hand.layout, 2))
     async with serving(hand, redis, changes_bytes=0) as place:
         await downloaded(place, hand, old, new)
-        models, head = place.gateway._models, place.gateway._current.head
+        models, head = place.gateway._models, place.gateway._run_cache.head
         assert models.changes_url(head, old.digest) is None
         answer = await place.ask("GET", between(old, new), 3)
         assert (answer.status, answer.json["reason"]) == (404, "no changes")
@@ -171,7 +171,7 @@ async def test_changes_that_save_nothing_are_made_once(
     async with serving(hand, redis) as place:
         await downloaded(place, hand, old)
         await commit(place, hand, new)
-        models, head = place.gateway._models, place.gateway._current.head
+        models, head = place.gateway._models, place.gateway._run_cache.head
         assert models.changes_url(head, old.digest) is not None
         for _ in range(2):
             answer = await place.ask("GET", between(old, new), 3)
@@ -205,7 +205,7 @@ async def test_device_cannot_have_changes_made_between_any_two_models(
     first, second, third, fourth = await publish(hand, trained(hand.layout, 4))
     makes = counted_makes(monkeypatch)
     async with serving(hand, redis) as place:
-        models, current = place.gateway._models, place.gateway._current
+        models, run_cache = place.gateway._models, place.gateway._run_cache
 
         async def asks(old: Version, new: Version) -> int:
             return (await place.ask("GET", between(old, new), 3)).status
@@ -214,7 +214,7 @@ async def test_device_cannot_have_changes_made_between_any_two_models(
         assert [await asks(first, second), await asks(third, second)] == [404, 404]
         assert makes == []
         assert await asks(first, third) == 200
-        assert models.changes_url(current.head, second.digest) == between(second, third)
+        assert models.changes_url(run_cache.head, second.digest) == between(second, third)
         await downloaded(place, hand, fourth)
         assert await asks(second, third) == 200, "offered before there was a newer one"
         assert await asks(first, third) == 200, "made before"
@@ -287,7 +287,7 @@ async def test_changes_in_memory_have_a_budget(redis: RedisSettings, hand: Hand)
 async def test_no_room_for_changes_means_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not for good: there may be room the next time."""
     layout = layout_of(SIZE)
-    a, b, c = (Volume(one.buffer.data, one.digest(), "f32") for one in trained(layout, 3))
+    a, b, c = (CachedBytes(one.buffer.data, one.digest(), "f32") for one in trained(layout, 3))
     store = ModelChanges(layout.nbytes)
     found = await store.get(a, c, layout)
     with found.read(), pytest.raises(NotWorthIt, match="no room"):
@@ -322,7 +322,7 @@ async def test_base_that_was_published_otherwise_is_no_base(
     async with serving(hand, redis) as place:
         await downloaded(place, hand, old)
         await commit(place, hand, new)
-        head = place.gateway._current.head
+        head = place.gateway._run_cache.head
         assert head.given == known_as(new)
         assert place.gateway._models.changes_url(head, old.digest) is None
         answer = await place.ask("GET", between(old, new), 3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.coordinator.gateway.current import Current
+from fedstream.coordinator.gateway.run_cache import RunCache
 from fedstream.core.errors import Unavailable
 from fedstream.core.formats import F32
 from fedstream.core.records import Head
@@ -40,13 +40,13 @@ class Slow:
         return found
 
 
-def current(ledger: Slow) -> Current:
-    return Current(ledger, F32)  # type: ignore[arg-type]
+def run_cache(ledger: Slow) -> RunCache:
+    return RunCache(ledger, F32)  # type: ignore[arg-type]
 
 
 async def test_look_does_not_share_a_read_that_began_before(hand: Hand) -> None:
     ledger = Slow(hand)
-    one = current(ledger)
+    one = run_cache(ledger)
     first = asyncio.create_task(one.look())
     await asyncio.sleep(0)  # it has read version 0, which is on its way
     await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def test_look_does_not_share_a_read_that_began_before(hand: Hand) -> None:
 
 async def test_version_seen_meanwhile_is_not_taken_back(hand: Hand) -> None:
     ledger = Slow(hand)
-    one = current(ledger)
+    one = run_cache(ledger)
     ledger.go_on.set()
     await one.look()
     ledger.go_on.clear()
@@ -80,7 +80,7 @@ async def test_version_seen_meanwhile_is_not_taken_back(hand: Hand) -> None:
 
 async def test_redis_that_fell_back_is_believed(hand: Hand) -> None:
     ledger = Slow(hand)
-    one = current(ledger)
+    one = run_cache(ledger)
     ledger.go_on.set()
     ledger.newest = head(5)
     await one.look()
@@ -91,7 +91,7 @@ async def test_redis_that_fell_back_is_believed(hand: Hand) -> None:
 
 async def test_read_that_fails_is_repeated_for_the_next(hand: Hand) -> None:
     ledger = Slow(hand)
-    one = current(ledger)
+    one = run_cache(ledger)
     ledger.go_on.set()
     ledger.fails = 1
     failing, waiting = (asyncio.create_task(one.look()) for _ in range(2))

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.streams import Entry
-from fedstream.coordinator.gateway.desk import Desk, Held, NotHeld, Woken
+from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held, NotHeld, Woken
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.messages import Assignment
 
 AWAY_S, LEASE_S = 10.0, 30.0
 
 
-def desk(most: int = 100) -> Desk:
-    return Desk(away_s=AWAY_S, lease_s=LEASE_S, most=most)
+def sessions(most: int = 100) -> DeviceSessions:
+    return DeviceSessions(away_s=AWAY_S, lease_s=LEASE_S, most=most)
 
 
 def task(name: str, device: int, entry: str = "1-0") -> Held:
@@ -29,7 +29,7 @@ def poll() -> asyncio.Future[Woken]:
 
 
 def test_device_is_present_until_it_was_away() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     assert one.present() == (3,)
     one.heard(3, 6.0)
@@ -41,7 +41,7 @@ def test_device_is_present_until_it_was_away() -> None:
 
 def test_list_of_those_present_is_the_same_object_until_it_changes() -> None:
     """An announcement's digest is computed once for each list."""
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     one.arrive(1, 0.0)
     before = one.present()
@@ -53,7 +53,7 @@ def test_list_of_those_present_is_the_same_object_until_it_changes() -> None:
 
 
 def test_present_devices_are_limited() -> None:
-    one = desk(most=2)
+    one = sessions(most=2)
     one.arrive(1, 0.0)
     one.arrive(2, 0.0)
     with pytest.raises(Refusal) as refused:
@@ -63,7 +63,7 @@ def test_present_devices_are_limited() -> None:
 
 
 def test_device_with_a_task_stays_until_its_lease_ends() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     held = task("a", 3)
     one.hold(held, 0.0)
@@ -78,7 +78,7 @@ def test_device_with_a_task_stays_until_its_lease_ends() -> None:
 
 def test_device_whose_task_is_given_up_is_sent_no_other_until_it_comes() -> None:
     """Else the scheduler would replace the task by one for the same device, and so on."""
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     one.hold(task("a", 3), 0.0)
     one.gone(LEASE_S)
@@ -93,7 +93,7 @@ def test_device_whose_task_is_given_up_is_sent_no_other_until_it_comes() -> None
 
 
 def test_device_that_left_is_not_brought_back_by_a_task_on_its_way() -> None:
-    one = desk()
+    one = sessions()
     late = task("a", 3)
     late.is_new = True
     one.hold(late, 0.0)
@@ -103,7 +103,7 @@ def test_device_that_left_is_not_brought_back_by_a_task_on_its_way() -> None:
 
 
 def test_task_that_its_device_never_came_for_is_given_up_once_it_is_away() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     begun, new = task("a", 3), task("b", 3, "2-0")
     new.is_new = True
@@ -115,7 +115,7 @@ def test_task_that_its_device_never_came_for_is_given_up_once_it_is_away() -> No
 
 
 def test_task_of_an_absent_device_is_kept_for_it() -> None:
-    one = desk()
+    one = sessions()
     one.hold(task("a", 3), 0.0)
     assert one.present() == (3,)
     one.arrive(3, 20.0)
@@ -124,7 +124,7 @@ def test_task_of_an_absent_device_is_kept_for_it() -> None:
 
 
 def test_ineligible_device_does_not_prolong_its_task() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     held = task("a", 3)
     one.hold(held, 1.0)
@@ -135,7 +135,7 @@ def test_ineligible_device_does_not_prolong_its_task() -> None:
 
 async def test_older_check_in_of_an_ineligible_device_does_not_bring_it_back() -> None:
     """Its connection may have been cut unnoticed."""
-    one, waits = desk(), poll()
+    one, waits = sessions(), poll()
     one.park(3, waits, 0.0)
     one.leave(3)
     assert waits.result() == "replaced"
@@ -143,7 +143,7 @@ async def test_older_check_in_of_an_ineligible_device_does_not_bring_it_back() -
 
 
 async def test_expelled_device_is_gone_once_its_tasks_are_given_up() -> None:
-    one, waits = desk(), poll()
+    one, waits = sessions(), poll()
     one.arrive(3, 0.0)
     one.park(4, waits, 0.0)
     one.arrive(5, 0.0)
@@ -159,14 +159,14 @@ async def test_expelled_device_is_gone_once_its_tasks_are_given_up() -> None:
 
 
 def test_ineligible_device_without_a_task_is_gone_at_once() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     one.leave(3)
     assert one.present() == ()
 
 
 def test_tasks_of_a_device_are_done_in_order() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     one.hold(task("a", 3), 0.0)
     one.hold(task("b", 3, "2-0"), 0.0)
@@ -179,7 +179,7 @@ def test_tasks_of_a_device_are_done_in_order() -> None:
 
 
 def test_task_that_was_sent_again_replaces_the_one_before() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     first, second = task("a", 3, "1-0"), task("a", 3, "2-0")
     one.hold(first, 0.0)
@@ -191,7 +191,7 @@ def test_task_that_was_sent_again_replaces_the_one_before() -> None:
 
 
 def test_another_devices_task_is_not_found() -> None:
-    one = desk()
+    one = sessions()
     one.hold(task("a", 3), 0.0)
     assert one.held("a", 3) == task("a", 3)
     for name, device in (("a", 4), ("b", 3)):
@@ -200,7 +200,7 @@ def test_another_devices_task_is_not_found() -> None:
 
 
 async def test_task_wakes_the_check_in_that_waits() -> None:
-    one = desk()
+    one = sessions()
     waits, other = poll(), poll()
     one.park(3, waits, 0.0)
     one.park(4, other, 0.0)
@@ -214,7 +214,7 @@ async def test_task_wakes_the_check_in_that_waits() -> None:
 
 
 async def test_newest_check_in_of_a_device_waits_alone() -> None:
-    one = desk()
+    one = sessions()
     older, newer = poll(), poll()
     one.park(3, older, 0.0)
     one.park(3, newer, 1.0)
@@ -226,7 +226,7 @@ async def test_newest_check_in_of_a_device_waits_alone() -> None:
 
 
 async def test_device_that_waits_is_not_away() -> None:
-    one = desk()
+    one = sessions()
     waits = poll()
     one.park(3, waits, 0.0)
     assert one.gone(LEASE_S * 2) == []
@@ -237,7 +237,7 @@ async def test_device_that_waits_is_not_away() -> None:
 
 
 def test_nobody_is_away_who_could_not_be_heard() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     one.arrive(4, 0.0)
     held = task("a", 4)
@@ -250,7 +250,7 @@ def test_nobody_is_away_who_could_not_be_heard() -> None:
 
 
 def test_answer_is_repeated_for_its_nonce_alone() -> None:
-    one = desk()
+    one = sessions()
     one.arrive(3, 0.0)
     assert one.answered(3, "n") == (False, None)
     one.answer(3, "n", b"offer")
@@ -278,7 +278,7 @@ def test_desk_agrees_with_itself_whatever_happens(
     steps: list[tuple[str, int, str, float]],
 ) -> None:
     """Each task is in hand once, for its device; nobody stays for ever."""
-    one, now, places = desk(), 0.0, dict[str, int]()
+    one, now, places = sessions(), 0.0, dict[str, int]()
     for what, device, name, later in steps:
         now += later
         match what:

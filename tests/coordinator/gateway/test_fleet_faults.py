@@ -17,12 +17,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway import moves, replicas
-from fedstream.coordinator.gateway.fleet import models, objects, protobuf, routes, works
+from fedstream.coordinator.gateway import handover
+from fedstream.coordinator.gateway.fleet import models, node_tasks, objects, protobuf, routes
+from fedstream.coordinator.gateway.fleet.node_tasks import (
+    GivenVersion,
+    Incoming,
+    NodeTask,
+    NodeTasks,
+)
 from fedstream.coordinator.gateway.fleet.objects import Received
-from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
+from fedstream.coordinator.gateway.handover import OtherReplicas
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.replicas import OtherReplicas
 from fedstream.core.errors import ConfigError, DataError
 from tests.coordinator.gateway.places import Place, serving
 from tests.coordinator.gateway.supernodes import (
@@ -183,7 +188,7 @@ async def test_a_device_has_one_long_body_read_of_a_reply_that_is_expected(
         assert await status(await begun("push-object")) == 503
         assert not any(reader._buffer for reader in waiting)  # type: ignore[attr-defined]
         await stack.aclose()
-        await wait_until(lambda: not uploads._receiving and not fleet_._turns)
+        await wait_until(lambda: not uploads._receiving and not fleet_._locks)
         assert not await node.push(session, b"x")  # of none of its objects: it was read
 
 
@@ -242,8 +247,8 @@ async def test_replicas_know_of_each_other_until_one_leaves(
     redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of one without devices. Nobody waits for what only a replica had that is gone."""
-    monkeypatch.setattr(moves, "GREET_S", 0.1)
-    monkeypatch.setattr(replicas, "_SILENT_S", 3.2)  # above _DEAF_S
+    monkeypatch.setattr(handover, "GREET_S", 0.1)
+    monkeypatch.setattr(handover, "_SILENT_S", 3.2)  # above _DEAF_S
     await hand.create()
     async with fleet(hand, redis, tmp_path) as node:
         look = looks_for(node, "a")
@@ -325,9 +330,9 @@ async def test_replies_have_their_room_before_they_come(hand: Hand) -> None:
     head, model = await hand.ledger.head(), changed(hand, 0.5)
     assert head is not None
     given = GivenVersion(head, model, models.arrays_of(model))
-    known = NodeWorks(given.nbytes + works.most(model))
+    known = NodeTasks(given.nbytes + node_tasks.most(model))
     known.give(given)
-    mine, yours = (NodeWork(f"task-{n}", "", given, 0.1, {}) for n in range(2))
+    mine, yours = (NodeTask(f"task-{n}", "", given, 0.1, {}) for n in range(2))
     for device, work in enumerate((mine, yours)):
         known.begin(device, work)
     known.expect(mine, Incoming("a", {"a"}, 1.0))
@@ -381,7 +386,7 @@ async def test_releases_that_were_not_tested_are_named_in_the_log(
                 node.release = release
                 activate = "/v1/fleet/activate-node", "ActivateNodeRequest"
                 assert await node.status(*activate, public_key=pem(node.key)) == 200
-    came = [one["flower"] for one in logs if one["event"] == "supernode came"]
+    came = [one["flower"] for one in logs if one["event"] == "supernode arrived"]
     assert came == ["1.40.0", "1.4.0", "2.0.0"]
     warned = [one["flower"] for one in logs if one["log_level"] == "warning"]
     assert warned == ["1.4.0", "2.0.0"]

@@ -34,7 +34,7 @@ async def wait(stack: ExitStack, place: Place, devices: range) -> None:
         one.setblocking(False)
         await loop.sock_connect(one, (host, int(port)))
         await loop.sock_sendall(one, check_in(device))
-    await wait_until(lambda: place.gateway._desk.polls == devices.stop)
+    await wait_until(lambda: place.gateway._sessions.polls == devices.stop)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory")
@@ -48,7 +48,7 @@ async def test_device_that_waits_costs_little(redis: RedisSettings, hand: Hand) 
         return sum(not handle.cancelled() for handle in scheduled)
 
     async with serving(hand, redis, address_rate=1e6) as place:
-        desk = place.gateway._desk
+        sessions = place.gateway._sessions
         with ExitStack() as stack:
             await wait(stack, place, range(DEVICES))  # what is grown once is there from now on
             gc.collect()
@@ -61,33 +61,35 @@ async def test_device_that_waits_costs_little(redis: RedisSettings, hand: Hand) 
             assert timers() - timers_before <= 2 * DEVICES + 5
             # Nothing was said to anybody yet, and a stop tells all of them.
             place.context.stop.set()
-            await wait_until(lambda: desk.polls == 0)
+            await wait_until(lambda: sessions.polls == 0)
 
 
 async def test_crowd_gets_its_tasks(redis: RedisSettings, hand: Hand) -> None:
     """All of a crowd's tasks at once: read, offered, given up, and counted."""
-    crowd = 150
-    await hand.create(devices=crowd)
+    connection_limit = 150
+    await hand.create(devices=connection_limit)
     async with (
         coordinating(hand, redis),
         serving(hand, redis, address_rate=1e6, device_rate=1e6) as place,
     ):
-        checks = [asyncio.create_task(place.check_in(n, wait_s=50)) for n in range(crowd)]
-        for device in (0, crowd - 1):
+        checks = [
+            asyncio.create_task(place.check_in(n, wait_s=50)) for n in range(connection_limit)
+        ]
+        for device in (0, connection_limit - 1):
             await owned_by(hand, device, "gw-0")
-        await wait_until(lambda: place.gateway._desk.polls == crowd)
+        await wait_until(lambda: place.gateway._sessions.polls == connection_limit)
 
         async def all_owned() -> bool:
-            return len(await hand.ledger.owners()) == crowd
+            return len(await hand.ledger.owners()) == connection_limit
 
         await wait_until(all_owned)
-        for device in range(crowd):
+        for device in range(connection_limit):
             await hand.open(device=device)
         offers = [answer.offer for answer in await asyncio.gather(*checks)]
-        assert sorted(offer.task.device for offer in offers) == list(range(crowd))
-        assert len({offer.task.id for offer in offers}) == crowd
+        assert sorted(offer.task.device for offer in offers) == list(range(connection_limit))
+        assert len({offer.task.id for offer in offers}) == connection_limit
         await asyncio.gather(*(place.give_up(one.task.device, one) for one in offers))
-        await ends(hand, "given_up", "dropped out", crowd)
+        await ends(hand, "given_up", "dropped out", connection_limit)
 
 
 async def test_devices_that_were_sent_away_together_come_back_apart(

@@ -6,20 +6,20 @@ import weakref
 from typing import cast
 
 from fedstream.broker.blobs import CHUNK
+from fedstream.coordinator.gateway.byte_cache import CachedBytes
 from fedstream.coordinator.gateway.model_source import (
     InRedis,
     ModelSource,
     RedisReaders,
 )
-from fedstream.coordinator.gateway.shelf import Volume
 
 
 class Chunk(bytearray):
     """One that can be seen to go."""
 
 
-def volume(data: bytes) -> Volume:
-    return Volume(memoryview(data), "digest", "f32")
+def cached(data: bytes) -> CachedBytes:
+    return CachedBytes(memoryview(data), "digest", "f32")
 
 
 async def test_chunk_of_redis_goes_before_the_next_is_read() -> None:
@@ -49,7 +49,7 @@ async def test_copy_that_is_wanted_back_is_kept_until_there_is_room_in_redis() -
     async def chunk(number: int) -> bytes:
         return bytes([number + 10]) * CHUNK
 
-    readers, copy = RedisReaders(1), volume(bytes(2 * CHUNK))
+    readers, copy = RedisReaders(1), cached(bytes(2 * CHUNK))
     with ModelSource(copy, InRedis(chunk, readers)) as source:
         copy.is_wanted_back = True
         with readers.place():

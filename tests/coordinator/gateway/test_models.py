@@ -122,16 +122,16 @@ async def test_models_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) 
     hand.layout = layout_of(1000)
     versions = [await hand.create()]
     async with serving(hand, redis, model_bytes=2 * hand.layout.nbytes + 1) as place:
-        models, current = place.gateway._models, place.gateway._current
+        models, run_cache = place.gateway._models, place.gateway._run_cache
         for number in (1, 2, 3):
             versions.append(await hand.publish(number, float(number)))
             assert await hand.commit(number, write=False, versions=versions[-1:]) == "done"
-            await current.look()
+            await run_cache.look()
         for version in (*versions, versions[0]):
             answer = await place.ask("GET", f"/v1/models/{version.digest}", 3)
             assert hashlib.sha256(answer.body).hexdigest() == version.digest
-            assert len(models._copies._volumes) <= 2
-        assert list(models._copies._volumes) == [versions[3].digest, versions[0].digest]
+            assert len(models._copies._entries) <= 2
+        assert list(models._copies._entries) == [versions[3].digest, versions[0].digest]
 
 
 async def test_model_that_was_offered_is_served_though_redis_has_newer_ones(
@@ -158,7 +158,7 @@ async def test_model_that_its_device_has_is_not_read(redis: RedisSettings, hand:
         await hand.open(device=3)
         assert (await waiting).status == 200
         copies = place.gateway._models._copies
-        assert (copies._making, copies._volumes) == ({}, {})
+        assert (copies._making, copies._entries) == ({}, {})
 
 
 async def test_model_that_is_gone_is_superseded(redis: RedisSettings, hand: Hand) -> None:
@@ -233,14 +233,14 @@ async def test_slow_readers_keep_no_others_from_newer_versions(
             "GET", f"/v1/models/{versions[1].digest}", 4, headers={"Range": "bytes=3000000-3000009"}
         )
         assert (part.status, part.body) == (206, answer.body[3_000_000:3_000_010])
-        assert list(copies._volumes) == [versions[0].digest], "of which its reader is not done"
+        assert list(copies._entries) == [versions[0].digest], "of which its reader is not done"
 
         rest = asyncio.create_task(slow.read())
-        await wait_until(lambda: not copies._volumes[versions[0].digest].readers)
+        await wait_until(lambda: not copies._entries[versions[0].digest].readers)
         assert hashlib.sha256(await rest).hexdigest() == versions[0].digest
         again = await place.ask("GET", f"/v1/models/{versions[1].digest}", 4)
         assert again.body == answer.body
-        assert list(copies._volumes) == [versions[1].digest]
+        assert list(copies._entries) == [versions[1].digest]
         assert place.gateway._models.downloads == 0
 
 

@@ -14,7 +14,7 @@ from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
 from fedstream.core import reasons
-from fedstream.core.messages import HandOver, Seating
+from fedstream.core.messages import ArrivedDevices, HandOver
 from fedstream.core.records import NO_QUARANTINES
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
 from tests.coordinator.gateway.uploading import SEVERAL, Scene, trained
@@ -40,7 +40,7 @@ async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> 
         offer = (await one.check_in(3, wait_s=50)).offer
         moved = (await other.check_in(3, wait_s=50)).offer
         assert (moved.task, moved.attempt) == (offer.task, offer.attempt)
-        assert (len(one.gateway._desk), len(other.gateway._desk)) == (0, 1)
+        assert (len(one.gateway._sessions), len(other.gateway._sessions)) == (0, 1)
         assert (await other.beat(3, offer)).json["go_on"]
         assert await hand.ledger.owners() == {3: member(SITE, "gw-0")}, "as long as it has its task"
         await other.give_up(3, offer)
@@ -85,12 +85,12 @@ async def test_task_that_was_on_its_way_follows_the_device(
             await one.check_in(device)
             await owned_by(hand, device, "gw-0")
         second = asyncio.create_task(other.check_in(3, wait_s=50))
-        await wait_until(lambda: not one.gateway._desk.is_present(3))
+        await wait_until(lambda: not one.gateway._sessions.is_present(3))
         # The coordinators still know the device at the first replica.
         assert (await hand.ledger.owners())[3] == member(SITE, "gw-0")
         [trigger] = await hand.open(device=3)
         assert (await second).offer.task.id == trigger.task
-        assert not one.gateway._desk.is_present(3)
+        assert not one.gateway._sessions.is_present(3)
 
 
 async def test_restarted_replica_leaves_tasks_to_where_their_devices_came(
@@ -103,15 +103,15 @@ async def test_restarted_replica_leaves_tasks_to_where_their_devices_came(
                 await one.check_in(device)
                 await owned_by(hand, device, "gw-0")
                 await hand.open(device=device)
-            await wait_until(lambda: len(one.gateway._desk) == 2)
+            await wait_until(lambda: len(one.gateway._sessions) == 2)
             offer = (await one.check_in(3)).offer
         async with serving(hand, redis, "gw-1") as other:
             assert (await other.check_in(3)).status == 204
-            await wait_until(lambda: not other.gateway._desk.newcomers)
+            await wait_until(lambda: not other.gateway._sessions.newcomers)
             async with serving(hand, redis, "gw-0") as one:
                 assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
                 assert (await one.check_in(4, wait_s=50)).offer.task.device == 4
-                assert {held.task.device for held in one.gateway._desk} == {4}
+                assert {held.task.device for held in one.gateway._sessions} == {4}
 
 
 async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
@@ -180,7 +180,7 @@ async def test_nothing_is_lost_while_the_replica_that_had_the_task_is_away(
     redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It restarts, or has crashed: the task is open, and nobody says that it were over."""
-    monkeypatch.setattr("fedstream.coordinator.gateway.moves._SETTLE_S", 0.3)
+    monkeypatch.setattr("fedstream.coordinator.gateway.handover._SETTLE_S", 0.3)
     await hand.create()
     async with (
         coordinating(hand, redis, trainer_silence_s=60.0),
@@ -242,7 +242,7 @@ async def test_open_task_may_be_elsewhere_for_no_longer_than_a_lease(
     redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that Redis does not know, or has forgotten, is nowhere."""
-    monkeypatch.setattr("fedstream.coordinator.gateway.moves._SETTLE_S", 0.1)
+    monkeypatch.setattr("fedstream.coordinator.gateway.handover._SETTLE_S", 0.1)
     await hand.create()
     [task] = await hand.open()
     async with serving(hand, redis, lease_s=1.5, device_rate=1e6) as place:
@@ -267,19 +267,19 @@ async def test_nobody_becomes_present_who_could_not_check_in(
     async with serving(hand, redis) as place:
         barred = NO_QUARANTINES.quarantined([4], "odd", 1.0, 0)
         await hand.commit(1, quarantines=barred)
-        await place.gateway._current.look()
+        await place.gateway._run_cache.look()
         assert (await place.check_in(3, eligible=False)).status == 204
         path, body = "/v1/tasks/nope/heartbeat", {"attempt": "0123456789ab"}
         for device in (3, 4, 10, 5000):
             answer = await place.ask("POST", path, device, json=body)
             assert answer.json == {"go_on": False, "why": "given up"}
-        assert place.gateway._desk.present() == ()
-        assert place.gateway._desk.newcomers == set()
+        assert place.gateway._sessions.present() == ()
+        assert place.gateway._sessions.newcomers == set()
         [task] = await hand.open()
         path = f"/v1/tasks/{task.task}/heartbeat"
         assert (await place.ask("POST", path, 5, json=body)).status == 503
         assert (await place.check_in(3)).status == 204
-        assert set(place.gateway._desk.present()) == {3, 5}
+        assert set(place.gateway._sessions.present()) == {3, 5}
 
 
 async def test_move_that_is_told_while_another_is_on_its_way_counts(
@@ -292,14 +292,14 @@ async def test_move_that_is_told_while_another_is_on_its_way_counts(
         ledger, told = moves.moves._ledger, asyncio.Event()
         move = ledger.move
 
-        async def slow(message: Seating | HandOver) -> str:
+        async def slow(message: ArrivedDevices | HandOver) -> str:
             place = await move(message)
             await told.wait()  # its reply is on its way
             return place
 
         ledger.move = slow  # type: ignore[method-assign]
         assert (await one.check_in(3)).status == 204
-        assert one.gateway._desk.newcomers == {3}
+        assert one.gateway._sessions.newcomers == {3}
 
         async def is_told() -> bool:
             return bool(await ledger.moves())
@@ -308,7 +308,7 @@ async def test_move_that_is_told_while_another_is_on_its_way_counts(
         assert (await other.check_in(3)).status == 204
         await wait_until(lambda: 3 in moves.moves._meanwhile)
         told.set()
-        await wait_until(lambda: not one.gateway._desk.is_present(3))
+        await wait_until(lambda: not one.gateway._sessions.is_present(3))
         await owned_by(hand, 3, "gw-1")
 
 
@@ -317,7 +317,7 @@ async def test_unreadable_message_of_another_release_is_passed_over(
 ) -> None:
     """While replicas are upgraded one by one, or whatever is in the stream."""
     stream = hand.keys.moves(SITE)
-    newer = Seating(gateway="gw-9", devices=(3,)).encode().replace(b"seating", b"sitting")
+    newer = ArrivedDevices(gateway="gw-9", devices=(3,)).encode().replace(b"seating", b"sitting")
     for name, value in (("m", newer), ("m", b"junk"), ("x", b"y")):
         await hand.client.call("XADD", stream, "*", name, value)
     async with two(hand, redis) as (one, other):

@@ -12,9 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import ValidationError
 
-from fedstream.coordinator.gateway.auth import TOKEN
+from fedstream.coordinator.gateway.auth import TOKEN, AcceptedNames
 from fedstream.coordinator.gateway.certificate import ServedCertificate
-from fedstream.coordinator.gateway.names import OwnNames
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import NAME, Phone, Replica, invite, said
@@ -57,7 +56,7 @@ def _as_said(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def names_of(folder: Path, *names: str) -> OwnNames:
+def names_of(folder: Path, *names: str) -> AcceptedNames:
     """Of a gateway with a certificate for these."""
     key, now = Ed25519PrivateKey.generate(), datetime.now(UTC)
     nobody = x509.Name([])
@@ -69,7 +68,7 @@ def names_of(folder: Path, *names: str) -> OwnNames:
     file = folder / "cert.pem"
     file.write_bytes(certificate.public_bytes(Encoding.PEM))
     settings = GatewaySettings(tls_cert=str(file), tls_key=str(file))
-    return OwnNames(settings, ServedCertificate(settings))
+    return AcceptedNames(settings, ServedCertificate(settings))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fedstream.coordinator.gateway.parts import Chunks, Flaw, TooLong, UploadPart
+from fedstream.coordinator.gateway.upload_requests import Chunks, Flaw, TooLong, UploadPart
 
 CHUNK = 8  # bytes, instead of nearly 1 MiB
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedstream.coordinator.gateway.quotas import Quota
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import Quota, Refusal
 from fedstream.runtime.limits import network_of
 
 

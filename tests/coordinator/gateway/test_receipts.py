@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.broker.ledger.gateway import Fate
 from fedstream.coordinator.gateway.receipts import ADMITTED, RECEIVED, Receipts, receipt_of
-from fedstream.coordinator.gateway.turns import Turn
+from fedstream.coordinator.gateway.upload_locks import UploadLock
 from fedstream.core.errors import Unavailable
 from fedstream.protocol.messages import Receipt
 
@@ -57,7 +57,7 @@ async def test_all_who_wait_are_asked_for_together() -> None:
         return [fates[task] for task in tasks]
 
     receipts = Receipts(look, is_waiting)
-    told = await asyncio.gather(*(receipts.of(task, OWN, Turn()) for task in fates))
+    told = await asyncio.gather(*(receipts.of(task, OWN, UploadLock()) for task in fates))
     assert [receipt and receipt.reason for receipt in told] == ["answered twice", "timed out", None]
     assert asked == [["a", "b", "c"], ["a", "b"], ["a", "b"], ["b"], ["b"]]
 
@@ -73,11 +73,11 @@ async def test_who_waits_hears_that_redis_is_away() -> None:
 
     receipts = Receipts(look, is_waiting)
     ends = await asyncio.gather(
-        *(receipts.of(task, OWN, Turn()) for task in "ab"), return_exceptions=True
+        *(receipts.of(task, OWN, UploadLock()) for task in "ab"), return_exceptions=True
     )
     assert [type(end) for end in ends] == [Unavailable, Unavailable]
     away = False
-    assert await receipts.of("a", OWN, Turn()) == ADMITTED
+    assert await receipts.of("a", OWN, UploadLock()) == ADMITTED
 
 
 @pytest.mark.usefixtures("impatient")
@@ -99,4 +99,4 @@ async def test_what_is_not_decided_in_time_is_open_or_forgotten(
         fates[task] = fate
         return open_
 
-    assert await Receipts(look, is_open).of("a", OWN, Turn()) == said
+    assert await Receipts(look, is_open).of("a", OWN, UploadLock()) == said

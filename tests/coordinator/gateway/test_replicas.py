@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.coordinator.gateway.replicas import GREET_S, OtherReplicas
+from fedstream.coordinator.gateway.handover import GREET_S, OtherReplicas
 
 
 def listening(others: OtherReplicas, since: float, until: float) -> bool:

@@ -56,7 +56,7 @@ async def test_task_is_kept_for_a_device_that_does_not_wait(
         assert first.headers["Retry-After"] in ("1", "2")
         await owned_by(hand, 3, "gw-0")
         triggers = await hand.open(2, device=3)
-        await wait_until(lambda: len(place.gateway._desk) == 2)
+        await wait_until(lambda: len(place.gateway._sessions) == 2)
         await hand.commit(1)  # a newer version by now
         offer = (await place.check_in(3)).offer
         assert (offer.task.id, offer.model.version) == (triggers[0].task, 1)
@@ -73,7 +73,7 @@ async def test_same_nonce_gets_the_same_answer(redis: RedisSettings, hand: Hand)
         assert (await place.check_in(3, nonce=one)).status == 204
         await owned_by(hand, 3, "gw-0")
         await hand.open(device=3)
-        await wait_until(lambda: len(place.gateway._desk))
+        await wait_until(lambda: len(place.gateway._sessions))
         assert (await place.check_in(3, nonce=one)).status == 204
         offered = await place.check_in(3, nonce=two)
         await hand.commit(1)
@@ -91,7 +91,7 @@ async def test_newer_check_in_of_a_device_waits_in_the_place_of_the_older(
     async with coordinating(hand, redis), serving(hand, redis) as place:
         nonce = "a" * 22
         older = asyncio.create_task(place.check_in(3, nonce=nonce, wait_s=50))
-        await wait_until(lambda: place.gateway._desk.polls == 1)
+        await wait_until(lambda: place.gateway._sessions.polls == 1)
         newer = asyncio.create_task(place.check_in(3, nonce=nonce, wait_s=50))
         assert (await older).status == 204
         await owned_by(hand, 3, "gw-0")
@@ -103,20 +103,20 @@ async def test_device_that_hung_up_is_offered_nothing(redis: RedisSettings, hand
     """Or its task would count as begun, and wait for it for the whole lease."""
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        desk = place.gateway._desk
+        sessions = place.gateway._sessions
         waiting = asyncio.create_task(place.check_in(3, wait_s=50))
-        await wait_until(lambda: desk.polls)
+        await wait_until(lambda: sessions.polls)
         await owned_by(hand, 3, "gw-0")
         waiting.cancel()
         await asyncio.wait({waiting})
         for _ in range(3):  # the gateway has heard of the end by then
             await place.check_in(4)
         [trigger] = await hand.open(device=3)
-        await wait_until(lambda: len(desk) and not desk.polls)
+        await wait_until(lambda: len(sessions) and not sessions.polls)
         for _ in range(3):
             await place.check_in(4)
         assert counted(place.context, "fedstream_gateway_offered_total") == 0
-        held = desk.first(3)
+        held = sessions.first(3)
         assert held is not None
         assert held.is_new
         assert (await place.check_in(3)).offer.task.id == trigger.task
@@ -193,10 +193,10 @@ async def test_restarts_do_not_make_a_task_poison(redis: RedisSettings, hand: Ha
             await place.check_in(3)
             await owned_by(hand, 3, "gw-0")
             await hand.open(device=3)
-            await wait_until(lambda: len(place.gateway._desk))
+            await wait_until(lambda: len(place.gateway._sessions))
         for _ in range(5):
             async with serving(hand, redis) as place:
-                await wait_until(lambda: len(place.gateway._desk))
+                await wait_until(lambda: len(place.gateway._sessions))
         async with serving(hand, redis) as place:
             assert (await place.check_in(3, wait_s=50)).status == 200
 
@@ -205,7 +205,7 @@ async def test_stop_answers_waiting_devices_at_once(redis: RedisSettings, hand: 
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
         waiting = asyncio.create_task(place.check_in(3, wait_s=50))
-        await wait_until(lambda: place.gateway._desk.polls)
+        await wait_until(lambda: place.gateway._sessions.polls)
         await owned_by(hand, 3, "gw-0")
         begun = time.monotonic()
         place.context.stop.set()
@@ -223,7 +223,7 @@ async def test_task_in_hand_outlasts_a_stop(redis: RedisSettings, hand: Hand) ->
             await place.check_in(3)
             await owned_by(hand, 3, "gw-0")
             [trigger] = await hand.open(device=3)
-            await wait_until(lambda: len(place.gateway._desk))
+            await wait_until(lambda: len(place.gateway._sessions))
             place.context.stop.set()
             await place.work
         assert (await hand.ledger.owners())[3] == member(SITE, "gw-0")
@@ -239,7 +239,7 @@ async def test_finished_run_sends_devices_home(redis: RedisSettings, hand: Hand)
         await hand.open(device=3)
         offer = (await place.check_in(3, wait_s=50)).offer
         waiting = asyncio.create_task(place.check_in(4, wait_s=50))
-        await wait_until(lambda: place.gateway._desk.polls)
+        await wait_until(lambda: place.gateway._sessions.polls)
         await hand.commit(1, finish="done")
         assert ((await waiting).status, (await waiting).json["reason"]) == (410, "run over")
         assert (await place.beat(3, offer)).json == {"go_on": False, "why": "run over"}
@@ -255,7 +255,7 @@ async def test_task_of_a_round_that_ended_is_not_offered(redis: RedisSettings, h
         await place.check_in(3)
         await owned_by(hand, 3, "gw-0")
         await hand.open(device=3, version=0, deadline=await hand.client.time() + 600)
-        await wait_until(lambda: len(place.gateway._desk))
+        await wait_until(lambda: len(place.gateway._sessions))
         offer = (await place.check_in(3)).offer
         assert offer.task.left_s is not None
         assert 590 < offer.task.left_s <= 600
@@ -273,15 +273,15 @@ async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
     async with coordinating(hand, redis), serving(hand, redis) as place:
         await place.check_in(3)
         await owned_by(hand, 3, "gw-0")
-        current = place.gateway._current
-        older = current.head
+        run_cache = place.gateway._run_cache
+        older = run_cache.head
         await hand.commit(1)
         await hand.open(device=3, version=1)
-        await wait_until(lambda: len(place.gateway._desk))
-        current._head = older  # between two looks
+        await wait_until(lambda: len(place.gateway._sessions))
+        run_cache._head = older  # between two looks
         offer = (await place.check_in(3)).offer
         assert offer.model.version == 1
-        current._head = older
+        run_cache._head = older
         assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
     assert (await hand.ledger.tally()).reasons("given_up") == {}
 
@@ -326,10 +326,10 @@ async def test_device_hears_that_its_task_is_too_stale(redis: RedisSettings, han
         await hand.open(device=3)
         offer = (await place.check_in(3, wait_s=50)).offer
         await hand.commit(1)
-        await place.gateway._current.look()
+        await place.gateway._run_cache.look()
         assert (await place.beat(3, offer)).json["go_on"]
         await hand.commit(2)
-        await place.gateway._current.look()
+        await place.gateway._run_cache.look()
         assert (await place.beat(3, offer)).json == {"go_on": False, "why": "too stale"}
         await ends(hand, "given_up", reasons.BECAME_STALE)
         assert (await place.check_in(3)).status == 204, "it would be too stale again"
@@ -342,7 +342,7 @@ async def test_quarantined_device_is_not_kept_waiting(redis: RedisSettings, hand
         await owned_by(hand, 3, "gw-0")
         barred = NO_QUARANTINES.quarantined([3], "odd", 1.0, 0)
         await hand.commit(1, quarantines=barred)
-        await place.gateway._current.look()
+        await place.gateway._run_cache.look()
         assert (await place.check_in(3, wait_s=50)).status == 204
         await owned_by(hand, 3, None)
 
@@ -452,13 +452,13 @@ async def test_long_list_is_announced_every_two_seconds_however_often_it_changes
         return [len(one.owns) for one in said if len(one.owns) > 1000]
 
     async with serving(hand, redis) as place:
-        desk, counts = place.gateway._desk, list[int]()
+        sessions, counts = place.gateway._sessions, list[int]()
         begun = time.monotonic()
         for device in range(1200):
-            desk.arrive(device, time.monotonic())
+            sessions.arrive(device, time.monotonic())
         for device in range(1200, 1225):
             await asyncio.sleep(0.1)
-            desk.arrive(device, time.monotonic())
+            sessions.arrive(device, time.monotonic())
             counts += await announced()
 
         async def are_all() -> bool:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fedstream.coordinator.gateway.turns import TakenOver, Turn, Turns
+from fedstream.coordinator.gateway.upload_locks import TakenOver, UploadLock, UploadLocks
 
 LONG_S = 60.0
 
@@ -16,13 +16,13 @@ def soon(seconds: float = LONG_S) -> float:
 
 
 async def test_a_request_that_waits_is_taken_over() -> None:
-    turns, never, log = Turns(), asyncio.Event(), []
+    turns, never, log = UploadLocks(), asyncio.Event(), []
 
     async def first() -> None:
-        async with turns.taken("a") as turn:
+        async with turns.taken("a") as lock:
             log.append("first")
             try:
-                await turn.within(soon(), never.wait)
+                await lock.within(soon(), never.wait)
             finally:
                 log.append("first left")
 
@@ -39,7 +39,7 @@ async def test_a_request_that_waits_is_taken_over() -> None:
 
 async def test_of_several_only_the_newest_gets_its_turn() -> None:
     """Those between were taken over before they began."""
-    turns, got, hold = Turns(), [], asyncio.Event()
+    turns, got, hold = UploadLocks(), [], asyncio.Event()
 
     async def ask(name: str) -> None:
         async with turns.taken("a"):
@@ -56,15 +56,15 @@ async def test_of_several_only_the_newest_gets_its_turn() -> None:
 
 async def test_what_has_arrived_is_still_taken() -> None:
     """The older request ends when it has to wait, not before."""
-    turns, pieces, taken = Turns(), asyncio.Queue[int](), []
+    turns, pieces, taken = UploadLocks(), asyncio.Queue[int](), []
     for piece in range(5):
         pieces.put_nowait(piece)
 
     async def first() -> None:
-        async with turns.taken("a") as turn:
+        async with turns.taken("a") as lock:
             await asyncio.sleep(0)  # the newer one comes now
             while True:
-                taken.append(await turn.within(soon(), pieces.get))
+                taken.append(await lock.within(soon(), pieces.get))
 
     older = asyncio.create_task(first())
     await asyncio.sleep(0)
@@ -75,16 +75,16 @@ async def test_what_has_arrived_is_still_taken() -> None:
 
 
 async def test_who_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstream.coordinator.gateway.turns._LONGEST_S", 0.05)
-    turns = Turns()
+    monkeypatch.setattr("fedstream.coordinator.gateway.upload_locks._LONGEST_S", 0.05)
+    turns = UploadLocks()
 
     async def drips() -> None:
         await asyncio.sleep(0.001)
 
     async def first() -> None:
-        async with turns.taken("a") as turn:
+        async with turns.taken("a") as lock:
             while True:
-                await turn.within(soon(), drips)
+                await lock.within(soon(), drips)
 
     older = asyncio.create_task(first())
     await asyncio.sleep(0)
@@ -95,13 +95,13 @@ async def test_who_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_other_uploads_do_not_wait() -> None:
-    turns = Turns()
+    turns = UploadLocks()
     async with turns.taken("a"), asyncio.timeout(10), turns.taken("b"):
         pass
 
 
 async def test_the_end_is_when_nobody_asks_any_more() -> None:
-    turns = Turns()
+    turns = UploadLocks()
     async with turns.taken("a"):
         async with turns.taken("b"):
             ended = asyncio.create_task(turns.end())
@@ -112,6 +112,6 @@ async def test_the_end_is_when_nobody_asks_any_more() -> None:
 
 
 async def test_time_runs_out_without_anybody_else() -> None:
-    turn, never = Turn(), asyncio.Event()
+    lock, never = UploadLock(), asyncio.Event()
     with pytest.raises(TimeoutError):
-        await turn.within(soon(0.001), never.wait)
+        await lock.within(soon(0.001), never.wait)

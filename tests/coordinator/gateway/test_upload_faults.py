@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.parts import PUT, PartialBlob
+from fedstream.broker.partial_blobs import PUT, PartialBlob
 from fedstream.core.messages import GiveUp
 from tests.coordinator.gateway.places import ends, serving
 from tests.coordinator.gateway.uploading import (
@@ -163,7 +163,7 @@ async def test_who_sends_is_present(make: Any, scene: Scene) -> None:
         for _ in range(8):
             await asyncio.sleep(0.25)
             slow.writer.write(b"x")
-        assert phone.offer.task.id in at.gateway._desk
+        assert phone.offer.task.id in at.gateway._sessions
         async with scene.deciding():
             await ends(hand, "given_up", "dropped out")
         slow.close()
@@ -256,7 +256,7 @@ async def test_nothing_is_left_of_a_device_that_stays_away(make: Any, scene: Sce
         assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
         async with scene.deciding():
             await ends(hand, "given_up", "dropped out")
-            await wait_until(lambda: phone.offer.task.id not in at.gateway._desk)
+            await wait_until(lambda: phone.offer.task.id not in at.gateway._sessions)
             assert await kept_of(hand) == []
 
 
@@ -288,7 +288,7 @@ async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
     async with scene.replica() as at:
         phone = await scene.phone(at)
         assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
-        [held] = at.gateway._desk
+        [held] = at.gateway._sessions
         if is_decided:
             given_up = GiveUp(
                 task=held.task.task,
@@ -305,7 +305,7 @@ async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
         opened = at.gateway._app._opened
         assert opened is not None
         await opened.tasks.renew()
-        assert held.task.task not in at.gateway._desk
+        assert held.task.task not in at.gateway._sessions
         assert len(await kept_of(hand)) == (0 if is_decided else 2)
 
 
@@ -335,7 +335,7 @@ async def test_a_small_update_to_a_full_redis_comes_again(
         phone = await scene.phone(at)
         async with full(client):
             assert (await phone.posts(at, phone.data)).status == 503
-        assert phone.offer.task.id in at.gateway._desk
+        assert phone.offer.task.id in at.gateway._sessions
         async with scene.deciding():
             assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
     assert (await queued(hand))[1] == phone.data

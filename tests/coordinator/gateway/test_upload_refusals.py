@@ -75,7 +75,7 @@ async def test_lengths_that_no_update_has(
         about = phone.creating(complete=False) | {"Upload-Length": length}
         assert (await phone.asks(at, "POST", about)).refusal == refusal
         assert await hand.client.call("KEYS", hand.keys.update("*")) == []
-        assert phone.offer.task.id in at.gateway._desk  # the device may try again, or give up
+        assert phone.offer.task.id in at.gateway._sessions  # the device may try again, or give up
 
 
 def without(name: str) -> Callable[[dict[str, str]], dict[str, str]]:

@@ -61,7 +61,7 @@ async def test_rest_of_an_update_that_has_become_too_stale_is_not_taken(
         sending = await scene.sending(at, phone, CHUNK)
         for version in (1, 2):
             await hand.commit(version)
-        await at.gateway._current.look()
+        await at.gateway._run_cache.look()
         sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
         assert await sending.status() == 422
         sending.close()
@@ -100,7 +100,7 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
         async with coordinating(hand, scene.redis):
             phone = await _in_time(scene, at)
         sending = await scene.sending(at, phone, CHUNK)
-        held = at.gateway._desk.held(phone.offer.task.id, DEVICE)
+        held = at.gateway._sessions.held(phone.offer.task.id, DEVICE)
         elsewhere = GiveUp(
             task=held.task.task,
             attempt=held.attempt,
@@ -112,7 +112,7 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
         async with coordinating(hand, scene.redis):
             await hand.said(elsewhere, site=SITE)
             await ends(hand, "given_up", reasons.DROPPED_OUT)
-            assert phone.offer.task.id in at.gateway._desk
+            assert phone.offer.task.id in at.gateway._sessions
             clock.ahead_s = 2 * _DEADLINE_S
             sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
             told = await sending.reader.readuntil(b"}")

@@ -7,9 +7,8 @@ from typing import Any
 import jwt
 import pytest
 
-from fedstream.coordinator.gateway import verified
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.verified import ALGORITHM, VerifiedTokens
+from fedstream.coordinator.gateway.tokens import ALGORITHM, VerifiedTokens
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 NOW = 1e9  # far from the time of the machine, which PyJWT would go by
@@ -74,7 +73,7 @@ def test_a_token_ends_by_the_clock_of_its_gateway() -> None:
 
 
 def test_memory_is_bounded(decoded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verified, "_REMEMBERED", 2)
+    monkeypatch.setattr("fedstream.coordinator.gateway.tokens._REMEMBERED", 2)
     tokens, three = VerifiedTokens("run/gateway"), [token(device) for device in range(3)]
     for one in (*three, three[2], three[1], three[0]):
         tokens.claims(one, SECRET, NOW)

@@ -17,7 +17,7 @@ from fedstream.api.parameters import options
 from fedstream.core.errors import ConfigError
 from fedstream.settings.config import Settings, read
 from fedstream.strategies import Batch
-from fedstream.strategies.fedbuff import FedBuffSettings
+from fedstream.strategies.batches import FedBuffSettings
 from fedstream.strategies.staleness import Hinge
 from fedstream.trainer.solvers import Proximal
 

@@ -108,15 +108,15 @@ def at_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], o
     """Does something to this process when the progress reaches a version."""
 
     def when(version: int, act: Callable[[], object]) -> None:
-        class Shown(progress._Silent):
+        class ProgressDisplay(progress._Silent):
             done = False
 
             def update(self, done: int, text: str) -> None:
-                if done >= version and not Shown.done:
-                    Shown.done = True
+                if done >= version and not ProgressDisplay.done:
+                    ProgressDisplay.done = True
                     act()
 
-        monkeypatch.setattr(progress, "_Silent", Shown)
+        monkeypatch.setattr(progress, "_Silent", ProgressDisplay)
 
     return when
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.runtime.plugins import Door
-from fedstream.settings.parts import DOORS
+from fedstream.runtime.plugins import Registry
+from fedstream.settings.plugin_sources import REGISTRIES
 from fedstream.strategies import RULES
 from tests.fedstream.conftest import Command
 
@@ -53,10 +53,14 @@ def test_each_name_has_its_source_and_what_is_wrong(command: Command) -> None:
 def test_only_built_in_ones_are_there_without_packages(command: Command) -> None:
     code, out, err = command("plugins")
     assert (code, err) == (0, "")
-    assert len(out.splitlines()) == 1 + sum(len(door.built_in) for door in DOORS.values())
+    assert len(out.splitlines()) == 1 + sum(
+        len(registry.built_in) for registry in REGISTRIES.values()
+    )
 
 
 def test_no_door_is_left_out() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("fedstream.")]
-    doors = {one for module in modules for one in vars(module).values() if isinstance(one, Door)}
-    assert doors == set(DOORS.values())
+    doors = {
+        one for module in modules for one in vars(module).values() if isinstance(one, Registry)
+    }
+    assert doors == set(REGISTRIES.values())

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from fedstream.runtime.keys import Key, keys_of
+from fedstream.runtime.settings_keys import Key, keys_of
 from fedstream.strategies import Batch
 from fedstream.strategies.staleness import Polynomial, Staleness
 from tests.fedstream.conftest import Command

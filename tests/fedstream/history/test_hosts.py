@@ -22,7 +22,7 @@ from fedstream.runtime.config import load
 from fedstream.runtime.health import Health
 from fedstream.runtime.health import routes as health_routes
 from fedstream.runtime.http import HttpSettings, application, listening
-from fedstream.runtime.limits import Crowd
+from fedstream.runtime.limits import ConnectionLimit
 from fedstream.settings.config import Settings
 from fedstream.settings.services import http_of
 from tests.support import context
@@ -69,7 +69,7 @@ async def test_no_route_answers_to_another_servers_name(
     assert len(routes) > 3
     log = structlog.get_logger()
     async with (
-        listening(app, http, 0, Crowd(9), log, refused=counter) as port,
+        listening(app, http, 0, ConnectionLimit(9), log, refused=counter) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
     ):
         for method, path in [*routes, ("GET", "/nowhere/to/be/found")]:

@@ -17,8 +17,8 @@ from fedstream.history.model_stats import AHEAD, Portraits
 from fedstream.history.models import Past, Unwanted
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.journal import JournalError, NotRecorded, opened
+from fedstream.journal.contributions import stats
 from fedstream.journal.inspection import model_at
-from fedstream.journal.shares import stats
 from fedstream.strategies import FedAsyncSettings, FedBuffSettings
 from tests.fedstream.history.conftest import VERSIONS
 from tests.fedstream.history.scribes import FIRST, By, flip

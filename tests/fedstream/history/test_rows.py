@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.history import table
 from fedstream.history.table import Reasons, SegmentRows, rows_of
-from fedstream.journal import JournalError, batches, cuts, opened
+from fedstream.journal import JournalError, cuts, opened, record_batches
 from tests.fedstream.history.scribes import FIRST, two_segments
 from tests.journals import GOLDEN, Scribe
 
@@ -56,7 +56,7 @@ def test_every_strategy_and_format(
 
 def test_many_updates_of_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are read together, with refusals, and an end."""
-    monkeypatch.setattr(batches, "BATCH", 100)
+    monkeypatch.setattr(record_batches, "BATCH", 100)
     scribe = Scribe(tmp_path)
     rng = np.random.default_rng(1)
     for n in range(450):

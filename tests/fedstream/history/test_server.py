@@ -25,7 +25,7 @@ from fedstream.history.ui import pages
 from fedstream.history.ui.http import HEADERS
 from fedstream.history.ui.server import PageServer
 from fedstream.journal import opened
-from fedstream.journal.shares import stats
+from fedstream.journal.contributions import stats
 from tests.fedstream.conftest import Command
 from tests.fedstream.history.conftest import CHANGED, VERSIONS, Page
 from tests.fedstream.history.scribes import FIRST, flip, two_segments

@@ -11,7 +11,7 @@ from fedstream.history.model_stats import AHEAD
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import single
 from fedstream.journal import opened
-from fedstream.journal.shares import stats
+from fedstream.journal.contributions import stats
 from tests.fedstream.conftest import Command
 from tests.fedstream.history.conftest import VERSIONS, Page
 

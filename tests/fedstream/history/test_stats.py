@@ -15,7 +15,7 @@ from fedstream.core.layout import Layout, Tensor
 from fedstream.history import journal_text as pages
 from fedstream.history.journal_text import fitting
 from fedstream.journal import opened
-from fedstream.journal.shares import stats
+from fedstream.journal.contributions import stats
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from tests.fedstream.history.scribes import (
     By,

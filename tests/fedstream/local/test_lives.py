@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fedstream import __version__
-from fedstream.local.lives import ForkServer, Interpreters, Launcher, Life
+from fedstream.local.launcher import ForkServer, Interpreters, Launcher, ServiceProcess
 from tests.support import wait_until
 
 pytestmark = pytest.mark.process
@@ -33,7 +33,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
         yield launcher
 
 
-async def begun(life: Life, log: Path) -> psutil.Process:
+async def begun(life: ServiceProcess, log: Path) -> psutil.Process:
     """Waits until a service has begun."""
     await wait_until(lambda: life.returncode is not None or (log.exists() and log.stat().st_size))
     assert life.returncode is None
@@ -98,7 +98,7 @@ async def test_services_end_with_their_fork_server_and_the_next_has_a_new_one(
 async def test_fork_server_that_cannot_start_is_an_error_of_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.local.lives._SERVER", "fedstream.no_such_module")
+    monkeypatch.setattr("fedstream.local.launcher._SERVER", "fedstream.no_such_module")
     with ForkServer() as launcher:
         for _ in range(2):
             with pytest.raises(OSError, match="the process that forks services has ended"):
@@ -121,7 +121,7 @@ async def test_many_are_started_at_once_also_before_the_first_can_be(
 
 FORKS_ITSELF = """
 import asyncio, os, pathlib, sys
-from fedstream.local.lives import ForkServer
+from fedstream.local.launcher import ForkServer
 from fedstream.runtime import process
 
 async def main():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.local.lives import Interpreters
+from fedstream.local.launcher import Interpreters
 from tests.fedstream.conftest import Command
 
 TASK = """

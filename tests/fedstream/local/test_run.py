@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
-from fedstream.coordinator.page import PageSettings
+from fedstream.coordinator.settings import PageSettings
 from fedstream.core.errors import BrokerError
 from fedstream.history import observer, report
 from fedstream.history.display import Quiet, doing
 from fedstream.history.timeline import SeenVersion
 from fedstream.local.ending import Ending
-from fedstream.local.lives import Interpreters
+from fedstream.local.launcher import Interpreters
 from fedstream.local.picture import Drawn
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
@@ -29,7 +29,7 @@ from fedstream.local.run import LocalRun
 from fedstream.runtime.config import Option
 from fedstream.runtime.process import Stop
 from fedstream.settings.config import RunSettings, Settings, read
-from fedstream.sinks.choice import added
+from fedstream.sinks.settings import added
 from fedstream.trainer.task import Task
 from tests.fedstream.views import view
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.local.lives import Interpreters
+from fedstream.local.launcher import Interpreters
 from fedstream.local.supervisor import (
     Child,
     Program,

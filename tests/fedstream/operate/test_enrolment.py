@@ -12,7 +12,7 @@ import pytest
 
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.cli.app import main
-from fedstream.coordinator.gateway.invites import device_in, new_invite
+from fedstream.coordinator.gateway.auth import device_in, new_invite
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import ConfigError
 from fedstream.operate.enrolment import seconds_of

@@ -20,7 +20,7 @@ from fedstream.core.records import Run
 from fedstream.journal import JournalSettings
 from fedstream.operate import feed
 from fedstream.operate.feed import Feeder
-from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.updater.service import Updater, UpdaterSettings
 from tests.journals import LAYOUT, Scribe

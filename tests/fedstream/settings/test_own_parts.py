@@ -12,7 +12,7 @@ from fedstream.journal import opened
 from fedstream.runtime.config import dump, load
 from fedstream.runtime.plugins import NotTrusted, allowing
 from fedstream.settings.config import Settings, read
-from fedstream.settings.parts import doubts, part_sources
+from fedstream.settings.plugin_sources import doubts, part_sources
 from fedstream.settings.recording import settings_of
 from fedstream.simulation import simulate
 

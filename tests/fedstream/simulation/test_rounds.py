@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstream.coordinator.rests import Rests
+from fedstream.coordinator.cooldowns import Cooldowns
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.core.errors import ConfigError
@@ -20,7 +20,7 @@ from fedstream.history.index import columns_of
 from fedstream.history.table import NONE
 from fedstream.journal import RoundClosed
 from fedstream.journal.replay import Replayer
-from fedstream.runtime.tasks import Participation
+from fedstream.runtime.task_settings import Participation
 from fedstream.settings.config import Settings, read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import arrivals, simulate
@@ -181,7 +181,7 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
     ends: list[tuple[float, int, Trigger]] = []
     held: list[int] = []
     told: History = []
-    rests = Rests(0.0)
+    rests = Cooldowns(0.0)
     while len(told) < count:
         resting = rests.after_failures(now)
         what = plan(

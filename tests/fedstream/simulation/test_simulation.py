@@ -21,7 +21,7 @@ from fedstream.settings import services
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
-from fedstream.simulation.together import Draws
+from fedstream.simulation.stacked import Draws
 from fedstream.trainer.descent import Minibatches
 from fedstream.trainer.solvers import Sgd, Trained, Work
 from fedstream.trainer.task import Task
@@ -140,8 +140,8 @@ def test_batched_training_equals_sequential_training(
     threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fedstream.simulation.together._OFTEN", 2)  # some steps with, some without
-    monkeypatch.setattr("fedstream.simulation.together._PART", 2)
+    monkeypatch.setattr("fedstream.simulation.stacked._OFTEN", 2)  # some steps with, some without
+    monkeypatch.setattr("fedstream.simulation.stacked._PART", 2)
     rule = () if sets == SCAFFOLD else AFA
     about = (*rule, *sets, f"scheduler.steps.{steps}", "run.versions=5")
     alone = run(*about, "simulation.batched=false", task=Small(module))

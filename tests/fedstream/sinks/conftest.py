@@ -10,8 +10,8 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.core.messages import Contribution, Event, Version, task_id
-from fedstream.sinks.choice import named
 from fedstream.sinks.service import Sinks
+from fedstream.sinks.settings import named
 from fedstream.sinks.sink import SinkSettings
 from tests.support import Hand
 

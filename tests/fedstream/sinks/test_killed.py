@@ -21,9 +21,9 @@ from fedstream.broker.keys import Keys
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
 from fedstream.runtime.service import serve
-from fedstream.sinks.choice import named
 from fedstream.sinks.mlflow import MLflowSettings
 from fedstream.sinks.service import Sinks
+from fedstream.sinks.settings import named
 from fedstream.sinks.sink import SinkSettings
 from fedstream.sinks.tensorboard import TensorBoardSettings
 from tests.fedstream.sinks.conftest import Messages, tensorboard_of

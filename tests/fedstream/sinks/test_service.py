@@ -15,8 +15,8 @@ from fedstream.core.messages import Contribution, Event, Version
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.sinks import Reached, Sink, SinkSettings, TrackedPoint, TrackedRun, TrackedValue
-from fedstream.sinks.choice import added, named, parameters
 from fedstream.sinks.service import Sinks
+from fedstream.sinks.settings import added, named, parameters
 from fedstream.sinks.sink import Feed, counted
 from fedstream.sinks.tensorboard import TensorBoardSettings
 from tests.fedstream.sinks.conftest import Messages

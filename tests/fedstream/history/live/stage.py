@@ -19,7 +19,7 @@ from fedstream.history.live import broadcast
 from fedstream.history.live.service import LiveService
 from fedstream.runtime.config import load
 from fedstream.runtime.http import HttpSettings, application, listening
-from fedstream.runtime.limits import Crowd
+from fedstream.runtime.limits import ConnectionLimit
 from fedstream.settings.config import Settings
 from tests.support import EveryRole, Hand, context
 
@@ -70,7 +70,7 @@ class Stage:
         app = application(service.routes(), live.stop.is_set)
         http, log = HttpSettings(), structlog.get_logger()
         working = asyncio.create_task(service.run(live))
-        async with listening(app, http, 0, Crowd(http.connections), log) as port:
+        async with listening(app, http, 0, ConnectionLimit(http.connections), log) as port:
             self.address = f"http://127.0.0.1:{port}"
             self._ready.set()
             await self._end.wait()

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.coordinator.access import Tokens
-from fedstream.coordinator.page import PageSettings, has_page
+from fedstream.coordinator.settings import PageSettings, has_page
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import Assignment
 from fedstream.history.live.service import _local, live_page

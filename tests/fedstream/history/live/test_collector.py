@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.broker.ledger.live_page import LivePageLedger
 from fedstream.broker.streams import Entry
 from fedstream.core.messages import OUTCOMES, Contribution, Event, GiveUp, Version
 from fedstream.history.live.collector import Collector
@@ -21,7 +21,7 @@ from tests.support import EveryRole, Hand
 
 
 def collector(client: Client, keys: Keys) -> Collector:
-    return Collector(Onlooker(client, keys, "page"), Settings())
+    return Collector(LivePageLedger(client, keys, "page"), Settings())
 
 
 async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:

@@ -18,8 +18,8 @@ from fedstream.history.live.scene import SeenPushes
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.table import RowArray
 from fedstream.journal import opened
+from fedstream.journal.contributions import stats
 from fedstream.journal.rebuild import Rebuild
-from fedstream.journal.shares import stats
 from fedstream.strategies import FedAsyncSettings, FedBuffSettings, Strategy
 from tests.journals import GOLDEN, Scribe
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from fedstream.broker.ledger.onlooker import Onlooker
+from fedstream.broker.ledger.live_page import LivePageLedger
 from fedstream.core.errors import Unavailable
 from fedstream.core.messages import GiveUp
 from fedstream.history.live import rendering
@@ -218,7 +218,7 @@ async def test_viewer_who_comes_back_before_redis_does_misses_nothing(
             async def fails(*_args: object) -> None:
                 raise Unavailable("Redis is away")
 
-            away.setattr(Onlooker, "opened", fails)
+            away.setattr(LivePageLedger, "opened", fails)
             stream = await page.http.get(f"/live/stream?after={events[-3]}")
             followed = Stream(stream)
             await followed.until("trouble")

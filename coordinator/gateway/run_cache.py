@@ -1,0 +1,140 @@
+"""A gateway's copy of the run's record and newest version."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core.errors import ConfigError, NoRun
+
+if TYPE_CHECKING:
+    from fedstream.broker.ledger.gateway import GatewayLedger
+    from fedstream.core.formats import Format
+    from fedstream.core.records import Head, Run
+
+_REMEMBERED = 1000  # newest versions whose models devices may request
+_WAIT_S = 2.0  # Retry-After before the run has begun
+
+
+class RunCache:
+    """The run's record and newest version, unknown before the first read."""
+
+    def __init__(self, ledger: GatewayLedger, update: Format, *, supernodes: bool = False) -> None:
+        """``update``: the wanted format of updates.
+
+        ``supernodes``: whether Flower's supernodes take part, which report no steps.
+        """
+        self._ledger = ledger
+        self._update = update
+        self._supernodes = supernodes
+        self._known: dict[str, Head] = {}  # by digest of the published model, the newest last
+        self._turn = asyncio.Lock()
+        self._begun = self._done = 0  # started and finished reads
+        self._seen = 0  # number of heads read
+        self._run: Run | None = None
+        self._head: Head | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run's record. Raises Refusal before the first read."""
+        if self._run is None:
+            raise self._not_begun()
+        return self._run
+
+    @property
+    def head(self) -> Head:
+        """The newest version. Raises Refusal before the first."""
+        if self._head is None:
+            raise self._not_begun()
+        return self._head
+
+    def _not_begun(self) -> Refusal:
+        text = f"run {self._ledger.keys.name!r} has not begun yet"
+        return Refusal(503, "unavailable", text, retry_after_s=_WAIT_S)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run with a model."""
+        return self._run is not None and self._head is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is finished."""
+        return self._run is not None and self._run.state == "finished"
+
+    async def look(self) -> None:
+        """Read run and newest version anew; concurrent calls share one read.
+
+        Raises ConfigError if devices can't take part in this run.
+        """
+        wanted = self._begun + 1  # a read that began earlier may be outdated
+        async with self._turn:
+            if self._done < wanted:
+                self._begun += 1
+                number, seen = self._begun, self._seen
+                await self._look(seen)
+                self._done = number
+
+    async def _look(self, seen: int) -> None:
+        """``seen``: number of heads read before."""
+        try:
+            run = await self._ledger.run()
+        except NoRun:
+            self._run = self._head = None
+            self._known.clear()
+            return
+        if self._run is None or run.created != self._run.created:
+            self._check(run)
+            self._known.clear()
+            self._head = None
+        self._run = run
+        head = await self._ledger.head()
+        # Accept an older version, as Redis may have fallen back, unless a later read saw a newer.
+        if seen == self._seen:
+            self._head = None
+        if head is not None:
+            self.saw(head)
+
+    def saw(self, head: Head) -> None:
+        """Note a version that came with a task; it never replaces a newer one.
+
+        A task must not be trained from an older version than the one it was sent with.
+        """
+        if self._head is None or head.version >= self._head.version:
+            self._head = head
+            self._seen += 1
+        self._known.pop(head.given, None)
+        self._known[head.given] = head
+        while len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    async def version_of(self, digest: str) -> Head | None:
+        """The version whose published model has this digest; None unless it is recent."""
+        if digest not in self._known:
+            await self.look()
+        return self._known.get(digest)
+
+    def forget(self, digest: str) -> None:
+        """Note that Redis no longer has the model of this digest."""
+        self._known.pop(digest, None)
+
+    def _check(self, run: Run) -> None:
+        name = self._ledger.keys.name
+        if run.layout.controls:
+            raise ConfigError(
+                f"run {name!r} was made with strategy {run.strategy!r}, whose control variates a "
+                "gateway does not give to devices: use another strategy for devices over HTTPS"
+            )
+        if run.by_steps and self._supernodes:
+            raise ConfigError(
+                f"gateway.flower_app: run {name!r} was made with strategy {run.strategy!r}, which "
+                "divides by local steps and learning rate, and supernodes report neither: use "
+                "fedasync, fedbuff or fedavg, or a gateway without gateway.flower_app"
+            )
+        if run.sends == "model" and self._update.of_changes:
+            raise ConfigError(
+                f"wire.update = {self._update.name!r}: run {name!r} was made with strategy "
+                f"{run.strategy!r}, which takes models, and {self._update.kind} is too coarse for "
+                "them: use bf16 or int8"
+            )

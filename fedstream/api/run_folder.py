@@ -1,0 +1,66 @@
+"""The folder of a run or simulation, and the errors that carry the results of an unfinished run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+from fedstream.core.errors import FedstreamError
+from fedstream.history import report
+from fedstream.history.record import RunRecord
+
+_MODE = 0o700  # updates and models reveal something about people's data
+
+
+@contextmanager
+def for_run(name: str, out: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """A folder for this user alone, removed if the block raises and leaves it empty.
+
+    ``out``: the folder to use, which may exist; None: a new one, ``runs/NAME-TIME``. Raises
+    ConfigError if it cannot be made.
+    """
+    folder = _new(name) if out is None else Path(out)
+    with report.usable(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=_MODE, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # not empty: it holds results
+            folder.rmdir()
+        raise
+
+
+def _new(name: str) -> Path:
+    """Make a new folder, also if several runs begin within one second."""
+    first = report.default_out(name, datetime.now().astimezone())
+    with report.usable(first):
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+            with suppress(FileExistsError):
+                folder.mkdir(mode=_MODE)
+                return folder
+    raise AssertionError("there is always a next number")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or a notebook's stop button ended the run; its services stopped in order."""
+
+    def __init__(self, run: RunRecord) -> None:
+        super().__init__(f"interrupted: the results so far are fedstream.open({str(run.path)!r})")
+        self.run = run
+        """the run so far"""
+
+
+class RunFailed(FedstreamError):
+    """The run could not continue; the message says why."""
+
+    def __init__(self, why: str, run: RunRecord) -> None:
+        super().__init__(f"{why} (what there is of the run: {run.path})")
+        self.run = run
+        """the run so far"""
