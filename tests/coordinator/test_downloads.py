@@ -20,7 +20,7 @@ import msgpack
 import psutil
 import pytest
 import structlog
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import numpy as safetensors
 from structlog.testing import capture_logs
@@ -300,6 +300,7 @@ REGISTERS = st.dictionaries(
 )
 
 
+@settings(max_examples=30)  # of up to 800 KB each
 @given(REGISTERS, st.integers(1, 5))
 def test_pages_list_every_trainer_once_and_stay_short(
     register: dict[str, dict[str, Any]], most: int

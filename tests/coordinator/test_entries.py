@@ -22,7 +22,6 @@ from fedstream.coordinator.sites import served
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import (
     OWNED,
-    Assignment,
     Dead,
     Event,
     Presence,
@@ -255,29 +254,6 @@ async def announced(run: Hand) -> bool:
     return bool((await run.ledger.trainers())["north/edge"].get("answers") == 7)
 
 
-async def test_endless_junk_is_counted_but_only_partly_kept(
-    run: Hand, redis: RedisSettings, keys: Keys
-) -> None:
-    begun = (await run.client.call("TIME"))[0]
-    async with running(make(redis, keys), context()):
-        await run.client.pipeline([("XADD", keys.inbox(NORTH), "*", "m", b"junk")] * 100)
-        await heard(run, 1)
-    view = await run.ledger.look()
-    seconds = int((await run.client.call("TIME"))[0]) - int(begun) + 1
-    assert 10 <= view.dead <= 10 * seconds
-    assert view.dead + view.reasons("stray")["letter over the limit"] == 100
-
-
-async def test_oversized_message_is_not_decoded(
-    run: Hand, redis: RedisSettings, keys: Keys
-) -> None:
-    async with running(make(redis, keys), context()):
-        await run.client.call("XADD", keys.inbox(NORTH), "*", "m", b"\xc1" * 300_000)
-        await heard(run, 1)
-    assert await strays(run) == {"message too long": 1}
-    assert (await run.ledger.look()).dead == 0
-
-
 async def test_site_trainer_must_own_devices_of_its_site(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
@@ -299,24 +275,6 @@ async def test_unserved_site_is_ignored(run: Hand, redis: RedisSettings, keys: K
     async with running(make(redis, keys), context()):
         await heard(run, 1)
     assert list(await run.ledger.trainers()) == ["north/edge"]
-
-
-async def test_trusted_site_reports_its_own_staleness(
-    run: Hand, redis: RedisSettings, keys: Keys
-) -> None:
-    await run.request(device=3)
-    assert await run.dispatch() == ["sent"]
-    [row] = await run.client.call("XRANGE", keys.tasks_of("north/edge"), "-", "+")
-    assert await run.commit(1) == "done"
-    upload = await run.trained(Assignment.decode(row[1][1]), site=NORTH)
-    async with running(make(redis, keys, trusted_sites=("pool", NORTH)), context()):
-        await run.client.call("XADD", keys.inbox(NORTH), "*", "m", upload.encode())
-
-        async def queued() -> Any:
-            return await run.queue()
-
-        [(_, found)] = await wait_until(queued)
-    assert (upload.tau, found) == (1, upload.model_copy(update={"trainer": "north/t"}))
 
 
 async def test_untrusted_site_cannot_end_others_tasks_or_claim_freshness(
@@ -359,7 +317,6 @@ async def queued_claims(
     ("asked", "trusted", "claimed", "counted"),
     [
         ({"steps": 5}, False, 1, 5),
-        ({"steps": 5}, False, 2**53, 5),
         ({"steps": 5}, False, 0, 0),  # where a rule divides by them, it is refused
         ({"steps": 5}, True, 1, 1),
         ({"epochs": 3}, False, 1, 3),
@@ -391,8 +348,6 @@ async def test_untrusted_site_cannot_claim_other_steps_than_were_asked(
         (0.0099, {}, False),
         (1.0, {}, True),
         (1.01, {}, False),
-        (math.inf, {}, False),
-        (0.051, {"lr_factor": 2.0}, True),
         (0.049, {"lr_factor": 2.0}, False),
         (1e-9, {"lr_factor": 0}, True),
         (1e-9, {"trusted_sites": ("pool", NORTH)}, True),

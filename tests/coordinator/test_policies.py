@@ -91,11 +91,6 @@ def test_it_says_when_the_next_one_begins() -> None:
     assert (what.wake_at, what.last) == (NOW + 1.0, NOW)
 
 
-def test_a_device_that_may_not_begin_is_passed_over() -> None:
-    seen = replace(CALM, is_eligible=lambda device: device % 2 == 1)
-    assert devices(planned(Careful(most=4), seen)) == [1, 3, 5, 7]
-
-
 def test_limits_are_outside_of_it() -> None:
     what = planned(Careful(most=6), replace(CALM, backlog=64))
     assert (what.limit, what.held, devices(what)) == (1, "queue", [0])
@@ -239,9 +234,3 @@ def test_the_moment_shows_the_mean_staleness_of_what_was_used() -> None:
     assert max(late) > 0
     assert set(seen) <= means
     assert len(set(seen)) > 10
-
-
-def test_nonsense_ends_a_simulation_with_the_same_error() -> None:
-    wrong = type("Wrong", (Careful,), {"due": lambda *_: None})(kind="rules.py:Wrong")
-    with pytest.raises(ConfigError, match=r"'rules.py:Wrong': due\(\) returned None"):
-        simulated(wrong)

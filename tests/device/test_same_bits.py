@@ -28,8 +28,6 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
     ("name", "sends"),
     [
         ("f32", "model"),
-        ("int8", "model"),
-        ("f32", "delta"),
         ("bf16+zstd", "delta"),
         ("int4", "delta"),
     ],

@@ -231,7 +231,6 @@ def test_a_header_changed_in_one_character_is_refused(
         check(KEYS[alg], headers)
 
 
-@pytest.mark.parametrize("alg", KEYS)
 @pytest.mark.parametrize(
     "other",
     [
@@ -249,12 +248,10 @@ def test_a_header_changed_in_one_character_is_refused(
     ],
     ids=str,
 )
-def test_another_request_with_the_same_headers_is_refused(
-    alg: str, other: dict[str, str | bytes]
-) -> None:
+def test_another_request_with_the_same_headers_is_refused(other: dict[str, str | bytes]) -> None:
     where = {"method": "POST", "authority": HOST, "path": "/v1/token", "body": BODY, **other}
     with pytest.raises(BadSignature):
-        read(signed(KEYS[alg])).verify(KEYS[alg].public_key(), **where)  # type: ignore[arg-type]
+        read(signed(P256)).verify(P256.public_key(), **where)  # type: ignore[arg-type]
 
 
 def test_every_parameter_is_signed() -> None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp import ClientSession, web
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from pydantic import ValidationError
 
-from fedstream.runtime.health import Health, routes
+from fedstream.runtime.health import EventCounts, Health, routes
 from fedstream.runtime.http import HttpSettings
 
 if TYPE_CHECKING:
@@ -116,3 +116,22 @@ async def test_metrics_include_the_registry_and_the_process(probe: Probe) -> Non
         lines = (await reply.text()).splitlines()
     assert "applied_total 3.0" in lines
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
+
+
+# counts by labels
+
+
+def test_counts_are_shown_by_their_labels() -> None:
+    registry = CollectorRegistry()
+    answers = EventCounts(
+        "answers", "What became of them.", ["verdict", "reason"], registry=registry
+    )
+    for labels in (("admitted", ""), ("refused", "size"), ("admitted", ""), ("refused", "digest")):
+        answers.add(*labels)
+    assert generate_latest(registry).decode().splitlines() == [
+        "# HELP answers_total What became of them.",
+        "# TYPE answers_total counter",
+        'answers_total{reason="",verdict="admitted"} 2.0',
+        'answers_total{reason="size",verdict="refused"} 1.0',
+        'answers_total{reason="digest",verdict="refused"} 1.0',
+    ]

@@ -167,7 +167,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
 # who says nothing, little, or takes nothing
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET /sho", get("/short")[:-2], b"GET / HTTP/1.1\r\nA: "])
+@pytest.mark.parametrize("begun", [b"", get("/short")[:-2]])
 async def test_incomplete_request_is_cut_off(begun: bytes) -> None:
     async with site(idle_s=0.2) as http:
         reader, writer = await http.connected()
@@ -519,14 +519,10 @@ async def test_service_without_routes_listens_only_for_probes() -> None:
 
 BAD = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-    b"hello\r\n\r\n",
-    b"GET /short HTTP/9.9\r\n\r\n",
     get("/short", "no colon"),
-    get("/short", "Content-Length: -1"),
     get("/short", "Content-Length: 1", "Transfer-Encoding: chunked"),
     get("/" + "x" * 10_000),
     get("/short", "X: " + "x" * 10_000),
-    get("/short", *(f"X-{n}: y" for n in range(100))),
 ]
 
 
@@ -548,8 +544,7 @@ async def test_malformed_request_is_logged_and_answered_in_json(request_: bytes)
         assert "\n" not in line["reason"]
 
 
-@pytest.mark.parametrize("port", ["port", "health_port"])
-@pytest.mark.parametrize("path", ["/short", "/livez", "/v2/nothing"])
+@pytest.mark.parametrize(("port", "path"), [("port", "/short"), ("health_port", "/v2/nothing")])
 async def test_http_before_1_1_is_refused_on_every_port(port: str, path: str) -> None:
     async with site() as http:
         reader, writer = await http.connected(port)
@@ -626,7 +621,7 @@ async def test_stopping_service_closes_connections_with_its_responses() -> None:
             assert (await http.said(get(path), port))[1]["connection"] == "close"
 
 
-@pytest.mark.parametrize("behind", [b"x", get("/short"), get("/short", "Content-Length: 100000")])
+@pytest.mark.parametrize("behind", [b"x", get("/short")])
 async def test_client_that_sends_on_behind_a_request_is_not_read(behind: bytes) -> None:
     async with site() as http:
         _, writer = await http.connected()
@@ -639,7 +634,7 @@ async def test_client_that_sends_on_behind_a_request_is_not_read(behind: bytes) 
         http.released.set()
 
 
-@pytest.mark.parametrize("behind", [b"", b"G", get("/short")])
+@pytest.mark.parametrize("behind", [b"", get("/short")])
 async def test_client_that_goes_away_while_it_waits_is_noticed(behind: bytes) -> None:
     async with site() as http:
         _, writer = await http.connected()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -13,8 +11,10 @@ from aiohttp import web
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway.check_ins import shared_end
 from fedstream.coordinator.gateway.openapi import document
-from fedstream.coordinator.gateway.refusals import REFUSALS
+from fedstream.coordinator.gateway.quotas import Quota
+from fedstream.coordinator.gateway.refusals import REFUSALS, Refusal
 from fedstream.protocol.messages import BODY
+from fedstream.runtime.limits import network_of
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
 from tests.support import Hand, counted, full, wait_until
 
@@ -53,34 +53,6 @@ async def test_mistake_is_answered_and_counted(
         assert answer.json["error"]
         assert counted(place.context, "fedstream_gateway_refused_total", reason=reason) == 1
         assert (await place.check_in(3)).status == 204
-
-
-async def test_body_without_an_announced_length_is_bounded_too(
-    redis: RedisSettings, hand: Hand
-) -> None:
-    await hand.create()
-
-    async def endless() -> Any:
-        for _ in range(100):
-            yield b" " * 1024
-
-    async with serving(hand, redis) as place:
-        answer = await place.ask("POST", "/v1/check-in", 3, data=endless())
-        assert (answer.status, answer.json["reason"]) == (413, "too large")
-
-
-async def test_slow_body_is_not_waited_for(redis: RedisSettings, hand: Hand) -> None:
-    await hand.create()
-    async with serving(hand, redis, body_s=0.3) as place:
-        host, _, port = place.url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST /v1/check-in HTTP/1.1\r\nHost: here\r\nDevice: 3\r\nContent-Length: 99\r\n\r\n{"
-        )
-        said = await asyncio.wait_for(reader.read(), 30)  # to the end: the connection is closed
-        assert said.startswith(b"HTTP/1.1 408 ")
-        assert b'"too slow"' in said
-        writer.close()
 
 
 async def test_requests_have_quotas_of_a_device_and_of_an_address(
@@ -153,15 +125,6 @@ async def test_kept_connection_may_wait_longer_than_it_may_be_idle(
         await wait_until(lambda: not connection[0].is_connected(), what="closed")
 
 
-async def test_too_many_devices_are_turned_away(redis: RedisSettings, hand: Hand) -> None:
-    await hand.create()
-    async with serving(hand, redis, devices=1) as place:
-        assert (await place.check_in(3)).status == 204
-        answer = await place.check_in(4)
-        assert (answer.status, answer.json["reason"]) == (503, "busy")
-        assert (await place.check_in(3)).status == 204
-
-
 # the document
 
 
@@ -204,3 +167,30 @@ def test_page_names_every_route_and_reason() -> None:
     assert [path for path in document()["paths"] if path not in page] == []
     page += (PAGES / "attest-devices.md").read_text()
     assert [reason for reason in REFUSALS if f"`{reason}`" not in page] == []
+
+
+# quotas
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", True),
+        ("2001:db8:1:2::1", "2001:db8:1:3::1", False),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("unknown", "_hidden", False),
+    ],
+)
+def test_a_host_with_a_network_of_ipv6_is_one(one: str, other: str, *, same: bool) -> None:
+    assert (network_of(one) == network_of(other)) is same
+
+
+def test_new_addresses_of_one_network_are_no_way_around_the_quota() -> None:
+    quota = Quota("address", 1.0)
+    for n in range(2):
+        quota.take(network_of(f"2001:db8::{n}"))
+    with pytest.raises(Refusal, match="too many requests of this address"):
+        quota.take(network_of("2001:db8::ffff"))
+    quota.take(network_of("2001:db8:0:1::"))

@@ -116,20 +116,6 @@ async def test_no_expectation_gets_further_than_a_refusal(redis: RedisSettings, 
         assert refused(place, "internal") == 0
 
 
-async def test_many_ranges_do_not_multiply_a_model(redis: RedisSettings, hand: Hand) -> None:
-    version = await hand.create()
-    async with serving(hand, redis) as place:
-        many = ",".join(["0-"] * 1000)
-        answer = await place.ask(
-            "GET", f"/v1/models/{version.digest}", 3, headers={"Range": f"bytes={many}"}
-        )
-        assert (answer.status, len(answer.body)) == (200, hand.layout.nbytes)
-        beyond = {"Range": f"bytes={'9' * 15}-"}
-        answer = await place.ask("GET", f"/v1/models/{version.digest}", 3, headers=beyond)
-        assert (answer.status, answer.json["reason"]) == (416, "range")
-        assert refused(place, "range") == 1
-
-
 SLOW = 80  # connections of each kind
 BEGUN = [b"", b"POST /v1/check-in HTTP/1.1\r\nX: "] * SLOW
 BODIES = [

@@ -126,27 +126,6 @@ async def test_issuing_authority_is_enough(
             await asked(https(place), authorities, authorities.issued(authorities.other))
 
 
-async def test_other_authority_is_asked_without_a_restart(
-    redis: RedisSettings, hand: Hand, authorities: Authorities
-) -> None:
-    await hand.create()
-    async with serving(hand, redis, **authorities.settings) as place:
-        cert = authorities.issued(authorities.other)
-        with pytest.raises(NotNow):
-            await asked(https(place), authorities, cert)
-        authorities.other.cert_pem.write_to_path(str(authorities.client_ca))
-
-        async def is_let_in() -> bool:
-            try:
-                return await asked(https(place), authorities, cert) == 404
-            except NotNow:
-                return False
-
-        await wait_until(is_let_in)
-        with pytest.raises(NotNow):
-            await asked(https(place), authorities, authorities.issued(authorities.of_devices))
-
-
 class Resuming:
     """A client that begins as many connections as it can with the session of the one before."""
 

@@ -158,13 +158,6 @@ async def test_expelled_device_is_gone_once_its_tasks_are_given_up() -> None:
     assert not one.is_present(3)
 
 
-def test_ineligible_device_without_a_task_is_gone_at_once() -> None:
-    one = desk()
-    one.arrive(3, 0.0)
-    one.leave(3)
-    assert one.present() == ()
-
-
 def test_tasks_of_a_device_are_done_in_order() -> None:
     one = desk()
     one.arrive(3, 0.0)

@@ -10,7 +10,6 @@ from io import BytesIO
 from typing import Any
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.protocol.headers import OFFSET
 from tests.coordinator.gateway.places import Place
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, connected, received
 from tests.support import wait_until
@@ -83,17 +82,6 @@ async def test_too_slow_is_the_last(make: Any, scene: Scene) -> None:
         answer = await told(at, phone.head("POST", phone.creating(), 256))
     assert (answer.refusal, answer.is_last) == ((408, "too slow"), True)
     assert (answer.headers["Connection"], answer.refused) == ("close", {"too slow": 1})
-
-
-async def test_wrong_offset_is_not_the_last(make: Any, scene: Scene) -> None:
-    await make()
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        assert (await phone.posts(at, complete=False)).status == 201
-        answer = await told(at, phone.head("PATCH", phone.going_on(4), 0))
-    assert (answer.status, answer.headers[OFFSET], answer.is_last) == (409, "0", False)
-    assert "Connection" not in answer.headers
-    assert answer.refused == {"offset": 1}
 
 
 async def test_busy_is_not_the_last(make: Any, scene: Scene) -> None:

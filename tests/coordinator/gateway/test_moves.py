@@ -13,6 +13,7 @@ import pytest
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
+from fedstream.coordinator.gateway.replicas import GREET_S, OtherReplicas
 from fedstream.core import reasons
 from fedstream.core.messages import HandOver, Seating
 from fedstream.core.records import NO_QUARANTINES
@@ -329,3 +330,38 @@ async def test_unreadable_message_of_another_release_is_passed_over(
         assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
         assert not one.work.done()
         assert not other.work.done()
+
+
+# which other replicas are there
+
+
+def listening(others: OtherReplicas, since: float, until: float) -> bool:
+    """Whether there is one after listening for so long without a break."""
+    for second in range(int(since), int(until) + 1):
+        others.listened(float(second))
+    return bool(others)
+
+
+def test_replica_that_is_heard_now_and_then_is_there() -> None:
+    others = OtherReplicas()
+    assert not listening(others, 0, 10)
+    others.heard("gw-1", 10.0)
+    assert listening(others, 10, 10 + 3 * GREET_S), "two signs of life may be late"
+    others.heard("gw-1", 11 + 3 * GREET_S)
+    assert listening(others, 11 + 3 * GREET_S, 60)
+
+
+def test_replica_that_is_silent_is_gone() -> None:
+    others = OtherReplicas()
+    others.heard("gw-1", 0.0)
+    others.heard("gw-2", 20.0)
+    assert listening(others, 0, 40), "the second one is there"
+    assert not listening(others, 41, 60)
+
+
+def test_silence_counts_only_while_somebody_listens() -> None:
+    others = OtherReplicas()
+    others.heard("gw-1", 0.0)
+    assert listening(others, 0, 10)
+    assert listening(others, 1000, 1030), "Redis was away: it has not had the time to say so"
+    assert not listening(others, 1031, 1040)

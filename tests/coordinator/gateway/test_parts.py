@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fedstream.coordinator.gateway.parts import Chunks, Flaw, TooLong, UploadPart
 
@@ -71,69 +70,3 @@ def test_chunks_are_the_bytes(data: bytes, cuts: list[int], after: int) -> None:
     assert all(len(chunk) == CHUNK for number, chunk in found.items() if number != max(found))
     with pytest.raises(TooLong):
         list(chunks.take(b"x"))
-
-
-class UploadMachine(RuleBasedStateMachine):
-    """A device sends an update; its connections break wherever they like, and it comes back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data = bytes(range(53))
-        self.there: list[bytes] = []  # the chunks in Redis
-        self.sent = 0
-        self.cuts = 0
-        self.complete = False
-
-    @property
-    def at(self) -> int:
-        return min(len(self.there) * CHUNK, len(self.data))
-
-    def send(self, part: UploadPart, body: bytes) -> None:
-        """As the gateway does: the part is checked, and then its bytes become chunks."""
-        flaw = part.flaw(length=len(self.data), at=self.at, chunk=CHUNK)
-        if flaw is not None:
-            return
-        self.sent += len(body)
-        chunks = Chunks(len(self.data), part.offset, chunk=CHUNK)
-        for number, chunk in chunks.take(body):
-            assert number == len(self.there)
-            self.there.append(bytes(chunk))
-        if part.completes and chunks.is_whole:
-            self.complete = True
-
-    @precondition(lambda self: not self.complete)
-    @rule(size=st.integers(0, 60), cut=st.integers(0, 60), completes=st.booleans())
-    def goes_on(self, size: int, cut: int, completes: bool) -> None:
-        """A part from where the upload has got to; the connection may break before its end."""
-        body = self.data[self.at : self.at + size]
-        arrived = body[:cut]
-        self.cuts += 1
-        self.send(UploadPart(self.at, len(body), completes), arrived)
-
-    @rule(offset=st.integers(0, 60), size=st.integers(0, 60), completes=st.booleans())
-    def strays(self, offset: int, size: int, completes: bool) -> None:
-        """A part from elsewhere changes nothing."""
-        if offset == self.at:
-            return
-        part = UploadPart(offset, size, completes)
-        assert part.flaw(length=len(self.data), at=self.at, chunk=CHUNK) == "offset"
-        if part.repeats_the_end(length=len(self.data), at=self.at):
-            assert len(b"".join(self.there)) == len(self.data)
-
-    @precondition(lambda self: not self.complete)
-    @rule()
-    def sends_the_rest(self) -> None:
-        self.cuts += 1
-        rest = self.data[self.at :]
-        self.send(UploadPart(self.at, len(rest), completes=True), rest)
-        assert self.complete
-
-    @invariant()
-    def what_is_there_is_right(self) -> None:
-        """Nothing is mixed, left out or twice, and a break costs less than a chunk."""
-        assert b"".join(self.there) == self.data[: self.at]
-        assert self.sent - self.at <= self.cuts * (CHUNK - 1)
-        assert not self.complete or self.at == len(self.data)
-
-
-TestUpload = UploadMachine.TestCase

@@ -11,15 +11,13 @@ from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import member
-from fedstream.coordinator.policies import InFlight
-from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError
 from fedstream.core.formats import format_of
 from fedstream.core.messages import Presence, Trigger, Withdraw, decode
 from fedstream.core.records import NO_QUARANTINES
 from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
-from tests.support import Clock, Hand, Proxy, context, counted, layout_of, running, wait_until
+from tests.support import Hand, Proxy, counted, layout_of, wait_until
 
 
 async def test_device_that_waits_gets_its_task(redis: RedisSettings, hand: Hand) -> None:
@@ -158,17 +156,6 @@ async def test_silence_does_not_count_while_redis_is_away(redis: RedisSettings, 
     assert (await hand.ledger.tally()).reasons("given_up") == {}
 
 
-async def test_ineligible_device_is_asked_no_more(redis: RedisSettings, hand: Hand) -> None:
-    await hand.create()
-    async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await place.check_in(4)
-        await owned_by(hand, 3, "gw-0")
-        assert (await place.check_in(3, eligible=False, wait_s=50)).status == 204
-        await owned_by(hand, 3, None)
-        await owned_by(hand, 4, "gw-0")
-
-
 async def test_restarted_replica_takes_up_its_tasks(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with coordinating(hand, redis):
@@ -284,21 +271,6 @@ async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
         current._head = older
         assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
     assert (await hand.ledger.tally()).reasons("given_up") == {}
-
-
-async def test_heartbeat_ends_a_task_whose_deadline_has_passed(
-    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    await hand.create()
-    async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3, version=0, deadline=clock.time() + 600)
-        offer = (await place.check_in(3, wait_s=50)).offer
-        clock.ahead_s = 601
-        assert (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
-        await ends(hand, "given_up", reasons.DEADLINE_PASSED)
 
 
 async def test_withdrawn_task_is_over_for_its_device(redis: RedisSettings, hand: Hand) -> None:
@@ -482,20 +454,3 @@ async def test_gateway_says_that_nobody_serves_its_site(
         async with coordinating(hand, redis, sites=("pool",)), serving(hand, redis) as place:
             await place.check_in(3)
             await wait_until(is_said)
-
-
-async def test_each_device_that_is_present_gets_a_task(redis: RedisSettings, hand: Hand) -> None:
-    """By default; a gateway's replica is one trainer, but not one worker."""
-    await hand.create()
-    await hand.scheduler.release()
-    scheduler = Scheduler(
-        SchedulerSettings(), InFlight(), keys=hand.keys, redis=redis, name="s-0", seed=0
-    )
-    async with (
-        coordinating(hand, redis),
-        serving(hand, redis) as place,
-        running(scheduler, context()),
-    ):
-        devices = (3, 4, 5)
-        answers = await asyncio.gather(*(place.check_in(one, wait_s=50) for one in devices))
-        assert {answer.offer.task.device for answer in answers} == {*devices}

@@ -116,19 +116,6 @@ async def test_only_so_many_devices_are_remembered(hand: Hand) -> None:
     assert len(known._found) == 5
 
 
-async def test_a_device_that_asks_for_a_token_is_remembered(
-    phone: Phone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "LOOK_S", 1000.0)
-    await phone.join()
-
-    async def none(*_: object) -> None:
-        raise AssertionError("Redis was asked")
-
-    monkeypatch.setattr(GatewayLedger, "registration", none)
-    assert (await phone.who()).status == 200
-
-
 # attacks on tokens
 
 
@@ -190,13 +177,11 @@ async def test_forged_tokens_are_refused(known: Phone) -> None:
         {"exp": 1},
         {"aud": "another/gateway"},
         {"sub": "4"},  # not enrolled
-        {"sub": "4 "},
-        {"sub": 3},
         {"sub": "\u0663"},  # a digit, to some
         {"sub": "03"},
         {"key": "0" * 64},
-        {"key": None},
-        *({name: ...} for name in ("sub", "aud", "iat", "exp", "key")),
+        {"key": ...},
+        {"exp": ...},
     ],
     ids=str,
 )

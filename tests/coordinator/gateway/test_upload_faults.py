@@ -21,7 +21,6 @@ from tests.coordinator.gateway.uploading import (
     FORTY_FOUR_MB,
     SEVERAL,
     Scene,
-    Sending,
     connected,
     queued,
     received,
@@ -44,20 +43,6 @@ async def test_two_connections_do_not_mix_their_bytes(make: Any, scene: Scene) -
             assert (await phone.patches(at, 2 * CHUNK)).receipt == (200, "admitted", None)
         older.close()
     assert (await queued(hand))[1] == phone.data
-
-
-async def test_many_at_once_end_in_one_update(make: Any, scene: Scene) -> None:
-    """A device gone wild sends the same from many connections."""
-    hand = await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        async with scene.deciding():
-            told = await asyncio.gather(*(phone.posts(at, phone.data) for _ in range(6)))
-            last = await phone.posts(at, phone.data)
-        assert {one.status for one in told} <= {200, 409}
-        assert last.receipt == (200, "admitted", None)
-    assert (await queued(hand))[1] == phone.data
-    await hand.balanced()
 
 
 async def test_two_replicas_may_receive_the_same_upload(make: Any, scene: Scene) -> None:
@@ -205,25 +190,6 @@ async def test_connections_that_break_are_no_failures(make: Any, scene: Scene) -
     await hand.balanced()
 
 
-async def test_a_body_in_broken_pieces_is_malformed(make: Any, scene: Scene) -> None:
-    await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        for body in (b"zz\r\nxx\r\n", b"5\r\nabc", b"-1\r\n", b"3\r\nabcdef\r\n"):
-            reader, writer = await connected(at)
-            head = phone.head("POST", phone.creating(), 0)
-            writer.write(head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + body)
-            writer.write_eof()
-            answer = await reader.read()
-            assert not answer or answer.startswith(b"HTTP/1.1 400"), (body, answer)
-            writer.close()
-        both = phone.head("POST", phone.creating() | {"Transfer-Encoding": "chunked"}, 9)
-        reader, writer = await connected(at)
-        writer.write(both + b"0\r\n\r\n")
-        assert await Sending(reader, writer).status() == 400  # request smuggling
-        writer.close()
-
-
 # tasks that end before their update is there
 
 
@@ -247,17 +213,6 @@ async def test_nothing_is_left_of_a_task_given_up(make: Any, scene: Scene) -> No
         assert await under_way.status() == 404
         under_way.close()
         assert await kept_of(hand) == []
-
-
-async def test_nothing_is_left_of_a_device_that_stays_away(make: Any, scene: Scene) -> None:
-    hand = await make(SEVERAL)
-    async with scene.replica(lease_s=0.5) as at:
-        phone = await scene.phone(at)
-        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
-        async with scene.deciding():
-            await ends(hand, "given_up", "dropped out")
-            await wait_until(lambda: phone.offer.task.id not in at.gateway._desk)
-            assert await kept_of(hand) == []
 
 
 async def test_an_upload_can_not_begin_while_its_task_is_given_up(
@@ -324,20 +279,6 @@ async def test_redis_full_costs_nothing_but_time(make: Any, scene: Scene, client
             assert (await phone.looks(at)).headers["Upload-Offset"] == str(2 * CHUNK)
         async with scene.deciding():
             assert (await phone.patches(at, 2 * CHUNK)).receipt == (200, "admitted", None)
-    assert (await queued(hand))[1] == phone.data
-
-
-async def test_a_small_update_to_a_full_redis_comes_again(
-    make: Any, scene: Scene, client: Client
-) -> None:
-    hand = await make(64)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        async with full(client):
-            assert (await phone.posts(at, phone.data)).status == 503
-        assert phone.offer.task.id in at.gateway._desk
-        async with scene.deciding():
-            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
     assert (await queued(hand))[1] == phone.data
 
 

@@ -120,16 +120,6 @@ async def test_an_update_whose_task_was_forgotten_is_not_waited_for(
     assert [upload.task for _, upload in await hand.queue()] == [slow.offer.task.id]
 
 
-async def test_a_refusal_by_the_coordinator_is_the_receipt(make: Any, scene: Scene) -> None:
-    await make(64)
-    async with scene.replica() as at:
-        phone = await scene.phone(at, base="0" * 64)
-        async with scene.deciding():
-            for _ in range(2):
-                told = await phone.posts(at, phone.data)
-                assert told.receipt == (422, "refused", "unknown base")
-
-
 async def test_an_answer_to_a_task_that_was_given_up_hears_so(make: Any, scene: Scene) -> None:
     """The gateway has not heard of it yet: the lease's entry is gone."""
     hand = await make(64)

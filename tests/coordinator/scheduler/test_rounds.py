@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.messages import CloseRound, RoundEnd, Trigger
 from fedstream.core.records import Commit, End
@@ -42,15 +41,6 @@ async def test_rounds_follow_versions_and_close_old_tasks(make: Any, run: Hand) 
         await run.balanced()
 
 
-async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> None:
-    async with running(make(Rounds(k=3)), context()):
-        first = await are_open(run, 3)
-        await give_up(run, first[0])
-        await has_issued(run, 4)
-        now = await are_open(run, 3)
-        assert {trigger.version for trigger in now} == {0}
-
-
 async def test_round_ends_without_the_device_that_fails_repeatedly(make: Any, run: Hand) -> None:
     """There are ten devices; nine answer, and the other one's task raises whenever it is asked."""
     async with running(make(Rounds(k=10)), context()):
@@ -64,19 +54,6 @@ async def test_round_ends_without_the_device_that_fails_repeatedly(make: Any, ru
         assert await run.dispatch() == ["closed"]
         assert (await run.ledger.look()).issued == 11
         await run.balanced()
-
-
-async def test_device_that_fails_is_asked_again_after_its_rest(make: Any, run: Hand) -> None:
-    live = context()
-    async with running(make(InFlight(n=1)), live):
-        await run.client.call("HSET", run.keys.run, "devices", 1)
-        for n in (1, 2):
-            [task] = await are_open(run, 1)
-            await has_issued(run, n)
-            failed_at = time.monotonic()
-            await run.admit(raised(task))
-        await has_issued(run, 3)
-        assert time.monotonic() - failed_at >= 1.9
 
 
 @pytest.mark.usefixtures("patient")

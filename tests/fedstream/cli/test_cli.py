@@ -113,14 +113,13 @@ def test_error_is_one_line_with_its_exit_code(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("arguments", [["plugins"], ["run", "-h"]])
-def test_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> None:
+def test_closed_pipe_ends_a_command_without_a_word() -> None:
     """As `head` does once it has read enough."""
     read, write = os.pipe()
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "fedstream", *arguments],
+            [sys.executable, "-m", "fedstream", "plugins"],
             stdout=write,
             stderr=subprocess.PIPE,
             check=False,
@@ -149,16 +148,6 @@ def test_updates_is_a_deprecated_alias_of_versions(
     }
     assert "--versions" in shown
     assert "--updates" not in shown
-
-
-def test_deprecated_updates_sets_the_number_of_versions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = ("--json", "--out", str(tmp_path / "run"))
-    assert fedstream("simulate", "--updates", "2", *out) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["versions"] == 2
-    assert shown.err == "fedstream: --updates is deprecated; use --versions\n"
 
 
 @pytest.mark.process

@@ -350,16 +350,8 @@ async def test_letter_of_another_release_can_be_listed_and_dropped(
     assert (await command("drop", "--all", "--yes"))[0] == 0
 
 
-@pytest.mark.parametrize("arguments", [("retry",), ("drop", "--yes"), ("drop", "--all", "1-1")])
-async def test_letters_are_chosen_by_id_or_all(
-    hand: Hand, command: Command, arguments: tuple[str, ...]
-) -> None:
+async def test_letters_are_chosen_by_id_or_all(hand: Hand, command: Command) -> None:
     await hand.create()
-    code, _, wrong = await command(*arguments)
-    assert (code, wrong) == (2, "fedstream: give either the ids of letters or --all\n")
-
-
-async def test_without_a_run_there_are_no_letters(hand: Hand, command: Command) -> None:
-    code, _, wrong = await command("list")
-    assert code == 1
-    assert wrong.startswith(f"fedstream: there is no run '{hand.keys.name}'")
+    for words in (("retry",), ("drop", "--all", "1-1")):
+        code, _, wrong = await command(*words)
+        assert (code, wrong) == (2, "fedstream: give either the ids of letters or --all\n")
