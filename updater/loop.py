@@ -31,10 +31,6 @@ from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import Change, RunState, Undecided
 from fedstream.updater.upkeep import Upkeep
 
-LOOK_MS = (
-    100  # that a look behind a commit blocks: the next try would wait as long if Redis is full
-)
-
 
 @dataclass(frozen=True, slots=True)
 class DecidedChange:

@@ -3,20 +3,14 @@ silent owner are given up."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.streams import Group
-from fedstream.coordinator.policies import InFlight
-from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
-from fedstream.core.messages import Assignment, GiveUp
 from tests.coordinator.waiting import is_open, tasks
 from tests.support import Hand, context, counted, running, wait_until
 
@@ -134,74 +128,3 @@ async def gone(hand: Hand, name: str) -> bool:
 
 async def routed(hand: Hand, n: int) -> bool:
     return int(await hand.client.call("XLEN", hand.keys.tasks_of("owner"))) == n
-
-
-# owners, with a scheduler
-
-
-async def all_is_heard(hand: Hand) -> bool:
-    return (await hand.ledger.look(inboxes=True)).inbox == 0
-
-
-async def test_run_served_only_by_owners_survives_a_restart(
-    make: Any, run: Hand, redis: RedisSettings, client: Client
-) -> None:
-    await run.scheduler.release()
-    await client.call("HSET", run.keys.run, "devices", 300)  # so many that few fail twice and rest
-    anns, hers_later, bobs_own = range(100), range(50, 100), range(200, 300)
-    scheduler = Scheduler(
-        SchedulerSettings(), InFlight(n=4), keys=run.keys, redis=redis, name="scheduler-0", seed=1
-    )
-    served: dict[str, list[int]] = {"ann": [], "bob": []}
-
-    async def serve(name: str, devices: range) -> None:
-        """A trainer that owns devices, and gives up what it is asked."""
-        group = Group(client, run.keys.tasks_of(name), TRAINERS, name)
-        await group.ensure()
-        while True:
-            await run.outbox.announce(name, devices)
-            for entry in await group.read(block_ms=50):
-                task = Assignment.decode(entry.data)
-                served[name].append(task.device)
-                tired = GiveUp(
-                    task=task.task,
-                    attempt="1",
-                    device=task.device,
-                    trainer=name,
-                    reason="dropped out",
-                )
-                await run.outbox.answer(group.stream, entry, tired)
-
-    @asynccontextmanager
-    async def serving(name: str, devices: range) -> AsyncIterator[None]:
-        serving = asyncio.create_task(serve(name, devices))
-        try:
-            yield
-        finally:
-            serving.cancel()
-            await asyncio.wait({serving})
-
-    async with running(scheduler, context()), running(make(), context()):
-        # Without a trainer one task is drawn for the pool, then ann comes: hers, or nobody's.
-        await wait_until(lambda: is_open(run, 4))
-        async with serving("bob", bobs_own):
-            async with serving("ann", anns):
-                await wait_until(lambda: len(served["ann"]) > 20 and len(served["bob"]) > 20)
-            await wait_until(lambda: all_is_heard(run))  # else she is back by her last words
-            await run.ledger.leave(b"ann")  # her tasks are given up, bob goes on
-            bobs = len(served["bob"])
-            await wait_until(lambda: len(served["bob"]) > bobs + 10)
-            served["ann"].clear()
-            async with serving("ann", hers_later):
-                await wait_until(lambda: len(served["ann"]) > 20)
-                assert set(served["ann"]) <= set(hers_later)
-                assert await run.ledger.owners() == dict.fromkeys(
-                    hers_later, "ann"
-                ) | dict.fromkeys(bobs_own, "bob")
-
-                async def pool_is_empty() -> bool:
-                    return int(await client.call("XLEN", run.keys.tasks)) == 0
-
-                await wait_until(pool_is_empty)
-    assert set(served["bob"]) <= set(bobs_own)
-    await run.balanced()

@@ -29,7 +29,7 @@ from fedstream.runtime.tls import CurrentTls
 from tests.support import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
 SLICE = 1 << 16
 LONG = 1 << 24  # bytes of an answer that fits into no socket
@@ -372,10 +372,7 @@ def test_tls_that_fails_is_counted_and_told_to_who_debugs() -> None:
         runner.run(fail())
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
-    new_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
+def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests() -> None:
     """Such a transport calls an empty buffer full if its limit is 0, and may never take it back."""
     context, trusting = contexts()
 
@@ -391,7 +388,7 @@ def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
             await reader.readexactly(100 * SLICE)
             writer.close()
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(read())
 
 

@@ -1,4 +1,4 @@
-"""A misspelt method is an error, a helper that happens to look like one of ours is not."""
+"""Own classes: misspelt methods, helpers that look like ours, and names of their own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from fedstream.coordinator.policies import POLICIES, InFlight, Policy, Traffic
+from fedstream.coordinator.policies import POLICIES, Policy, Traffic
 from fedstream.core.errors import ConfigError
 from fedstream.runtime.text import check_spelling
 from fedstream.settings.config import read
 from fedstream.strategies import RULES, Batch
 from fedstream.strategies.fedbuff import FedBuffSettings
-from fedstream.strategies.staleness import Hinge
 from fedstream.trainer.partitions import Iid
 from fedstream.trainer.solvers import SOLVERS, Sgd, Solver
 
@@ -110,18 +109,14 @@ def test_helpers_and_built_in_classes_pass(cls: type[Any]) -> None:
 
 SOURCE = """
 from typing import Literal
-from fedstream.coordinator.policies import InFlight
 from fedstream.strategies.fedbuff import FedBuffSettings
-from fedstream.strategies.staleness import Hinge
 from fedstream.trainer.solvers import Sgd
 from fedstream.trainer.partitions import Iid
 
 class Rule(FedBuffSettings):
     beta: float = 1.0
 
-class Slower(Hinge): pass
 class Steps(Sgd): pass
-class Two(InFlight): pass
 class Parts(Iid): pass
 
 class Copied(FedBuffSettings):
@@ -129,9 +124,7 @@ class Copied(FedBuffSettings):
 """
 PLACES: dict[str, tuple[str, Callable[[Any], Any], type[Any]]] = {
     "Rule": ("strategy.name", lambda s: s.strategy, FedBuffSettings),
-    "Slower": ("strategy.staleness.kind", lambda s: s.strategy.staleness, Hinge),
     "Steps": ("solver.kind", lambda s: s.solver, Sgd),
-    "Two": ("scheduler.policy.kind", lambda s: s.policy, InFlight),
     "Parts": ("task.partition.kind", lambda s: s.task.partition, Iid),
 }
 

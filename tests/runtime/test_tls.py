@@ -108,19 +108,18 @@ async def serving(within_s: float = 10.0) -> AsyncIterator[Server]:
         await wait_until(lambda: all(one.heard[-1] == "lost" for one in its.made))
 
 
-def on_both_loops(test: Callable[[], Awaitable[None]]) -> Any:
-    """Services run on uvloop, most tests on asyncio's loop."""
+def on_uvloop(test: Callable[[], Awaitable[None]]) -> Any:
+    """As services do; most tests run on asyncio's loop."""
 
-    def run(new_loop: Any) -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(test())  # type: ignore[arg-type]
 
     run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])(run)
+    return run
 
 
-@on_both_loops
+@on_uvloop
 async def test_what_is_sent_arrives_whole_on_either_side() -> None:
     async with serving() as its:
         reader, writer = await its.connected()
@@ -137,7 +136,7 @@ async def test_what_is_sent_arrives_whole_on_either_side() -> None:
         assert its.failures == []
 
 
-@on_both_loops
+@on_uvloop
 async def test_two_connections_read_into_one_buffer_and_do_not_mix() -> None:
     async with serving() as its:
         ends = [await its.connected() for _ in range(2)]
@@ -148,7 +147,7 @@ async def test_two_connections_read_into_one_buffer_and_do_not_mix() -> None:
         assert found == {hashlib.sha256(byte * READ).digest() for byte in (b"a", b"b")}
 
 
-@on_both_loops
+@on_uvloop
 async def test_an_answer_is_sent_before_the_connection_closes() -> None:
     async with serving() as its:
         reader, _ = await its.connected()
@@ -161,7 +160,7 @@ async def test_an_answer_is_sent_before_the_connection_closes() -> None:
         await wait_until(lambda: its.made[0].heard[-1] == "lost")
 
 
-@on_both_loops
+@on_uvloop
 async def test_a_client_that_does_not_read_pauses_who_writes() -> None:
     async with serving() as its:
         reader, _ = await its.connected(limit=1024)
@@ -178,7 +177,7 @@ async def test_a_client_that_does_not_read_pauses_who_writes() -> None:
         assert above.wire.get_write_buffer_size() == 0
 
 
-@on_both_loops
+@on_uvloop
 async def test_whoever_does_not_take_bytes_gets_none() -> None:
     async with serving() as its:
         _, writer = await its.connected()

@@ -84,20 +84,6 @@ async def test_too_slow_is_the_last(make: Any, scene: Scene) -> None:
     assert (answer.headers["Connection"], answer.refused) == ("close", {"too slow": 1})
 
 
-async def test_busy_is_not_the_last(make: Any, scene: Scene) -> None:
-    await make(SEVERAL)
-    async with scene.replica(uploads=1) as at:
-        phone, other = await scene.phone(at), await scene.phone(at, device=DEVICE + 1)
-        sending = await scene.sending(at, other, 9)
-        # The body has come, so that what follows is another request.
-        head = phone.head("POST", phone.creating(complete=False), CHUNK)
-        answer = await told(at, head + phone.data[:CHUNK])
-        sending.close()
-    assert (answer.refusal, answer.is_last) == ((503, "busy"), False)
-    assert "Connection" not in answer.headers
-    assert answer.refused == {"busy": 1}
-
-
 async def test_answer_of_a_gateway_that_stops_is_the_last(make: Any, scene: Scene) -> None:
     await make(SEVERAL)
     async with scene.replica() as at:

@@ -8,12 +8,11 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.parts import PUT, PartialBlob
+from fedstream.broker.parts import PartialBlob
 from fedstream.core.messages import GiveUp
 from tests.coordinator.gateway.places import ends, serving
 from tests.coordinator.gateway.uploading import (
@@ -175,21 +174,6 @@ async def test_a_stop_lets_uploads_finish(make: Any, scene: Scene) -> None:
     assert (await queued(hand))[1] == phone.data
 
 
-async def test_connections_that_break_are_no_failures(make: Any, scene: Scene) -> None:
-    """Nobody is there to read an answer, and an operator has nothing to look at."""
-    hand = await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        with capture_logs() as lines:
-            for after in (0, 9, CHUNK, 2 * CHUNK + 9):
-                await phone.breaks_off(at, "POST", phone.creating(), phone.data, after)
-                assert (await phone.looks(at)).headers["Upload-Offset"] == str(
-                    after // CHUNK * CHUNK
-                )
-        assert lines == []
-    await hand.balanced()
-
-
 # tasks that end before their update is there
 
 
@@ -197,22 +181,6 @@ async def kept_of(hand: Hand) -> list[bytes]:
     """The keys of updates that arrive, and of their notes."""
     found: list[bytes] = await hand.client.call("KEYS", hand.keys.prefix + "*")
     return [key for key in found if b"update:" in key or b":upload:" in key]
-
-
-async def test_nothing_is_left_of_a_task_given_up(make: Any, scene: Scene) -> None:
-    """However often a device begins, Redis does not fill up."""
-    hand = await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        assert (await phone.posts(at, phone.data[: 2 * CHUNK], complete=False)).status == 201
-        under_way = await scene.sending(at, phone, CHUNK + 9)
-        assert len(await kept_of(hand)) == 2
-        assert (await at.give_up(DEVICE, phone.offer)).status == 200
-        assert await kept_of(hand) == []
-        under_way.writer.write(phone.data[CHUNK + 9 :])
-        assert await under_way.status() == 404
-        under_way.close()
-        assert await kept_of(hand) == []
 
 
 async def test_an_upload_can_not_begin_while_its_task_is_given_up(
@@ -279,23 +247,6 @@ async def test_redis_full_costs_nothing_but_time(make: Any, scene: Scene, client
             assert (await phone.looks(at)).headers["Upload-Offset"] == str(2 * CHUNK)
         async with scene.deciding():
             assert (await phone.patches(at, 2 * CHUNK)).receipt == (200, "admitted", None)
-    assert (await queued(hand))[1] == phone.data
-
-
-async def test_redis_away_costs_nothing_but_time(
-    make: Any, scene: Scene, redis: RedisSettings
-) -> None:
-    hand = await make(SEVERAL)
-    async with Proxy(redis, hand.keys) as proxy, serving(hand, proxy.settings) as at:
-        phone = await scene.phone(at)
-        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
-        proxy.refuse = lambda data: PUT._sha.encode() in data
-        assert (await phone.patches(at, CHUNK)).status == 503
-        proxy.refuse = None
-        await phone.looks(at)
-        assert phone.offset >= CHUNK
-        async with scene.deciding():
-            assert (await phone.patches(at, phone.offset)).receipt == (200, "admitted", None)
     assert (await queued(hand))[1] == phone.data
 
 

@@ -76,12 +76,9 @@ async def test_a_wrong_digest_is_admitted_and_refused_by_the_updater(
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("parameters", [64, SEVERAL])
-async def test_what_was_forgotten_is_not_asked_for_ever(
-    make: Any, scene: Scene, parameters: int
-) -> None:
+async def test_what_was_forgotten_is_not_asked_for_ever(make: Any, scene: Scene) -> None:
     """Redis knows how the newest 20,000 tasks ended; this one ended before them."""
-    hand = await make(parameters)
+    hand = await make(64)
     async with scene.replica() as at:
         phone = await scene.phone(at)
         async with scene.deciding():

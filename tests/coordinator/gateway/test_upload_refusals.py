@@ -196,15 +196,6 @@ async def test_a_part_must_have_a_chunk_or_end_the_upload(make: Any, scene: Scen
         assert (await phone.looks(at)).headers["Upload-Offset"] == "0"
 
 
-async def test_a_first_part_may_come_without_its_length(make: Any, scene: Scene) -> None:
-    await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        part = phone.data[: 2 * CHUNK + 9]
-        told = await chunked(at, phone, "POST", phone.creating(complete=False), part)
-        assert (told.status, told.headers["Upload-Offset"]) == (201, str(2 * CHUNK))
-
-
 async def test_more_bytes_than_announced_end_the_upload(make: Any, scene: Scene) -> None:
     hand = await make(SEVERAL)
     async with scene.replica() as at:
@@ -246,11 +237,3 @@ async def test_a_part_is_of_the_right_kind(make: Any, scene: Scene) -> None:
             assert told.refusal == (400, "malformed")
         told = await phone.asks(at, "PATCH", going_on | {"Upload-Length": "17"}, phone.data)
         assert told.refusal == (400, "length")
-
-
-async def test_what_never_began_can_not_go_on(make: Any, scene: Scene) -> None:
-    await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        assert (await phone.looks(at)).status == 404
-        assert (await phone.patches(at, 0)).refusal == (404, "no upload")

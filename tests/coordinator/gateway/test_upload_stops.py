@@ -96,9 +96,8 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
     """The task has ended in another way, which this replica has not noticed yet."""
     hand = await make(SEVERAL)
     clock = Clock(monkeypatch)
-    async with scene.replica(task_lease_s=3600.0) as at:
-        async with coordinating(hand, scene.redis):
-            phone = await _in_time(scene, at)
+    async with coordinating(hand, scene.redis), scene.replica(task_lease_s=3600.0) as at:
+        phone = await _in_time(scene, at)
         sending = await scene.sending(at, phone, CHUNK)
         held = at.gateway._desk.held(phone.offer.task.id, DEVICE)
         elsewhere = GiveUp(
@@ -109,13 +108,12 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
             reason=reasons.DROPPED_OUT,
         )
         await hand.client.call("XDEL", held.stream, held.entry.id)  # as who answers a task does
-        async with coordinating(hand, scene.redis):
-            await hand.said(elsewhere, site=SITE)
-            await ends(hand, "given_up", reasons.DROPPED_OUT)
-            assert phone.offer.task.id in at.gateway._desk
-            clock.ahead_s = 2 * _DEADLINE_S
-            sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
-            told = await sending.reader.readuntil(b"}")
+        await hand.said(elsewhere, site=SITE)
+        await ends(hand, "given_up", reasons.DROPPED_OUT)
+        assert phone.offer.task.id in at.gateway._desk
+        clock.ahead_s = 2 * _DEADLINE_S
+        sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
+        told = await sending.reader.readuntil(b"}")
         assert b" 422 " in told
         assert reasons.DROPPED_OUT.encode() in told
         sending.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
@@ -131,20 +130,6 @@ async def test_to_begin_again_changes_nothing(make: Any, scene: Scene) -> None:
         assert (await phone.posts(at, phone.data[: 2 * CHUNK], complete=False)).status == 201
         again = await phone.posts(at, complete=False)
         assert (again.status, again.headers["Upload-Offset"]) == (201, str(2 * CHUNK))
-
-
-async def test_another_report_begins_anew(make: Any, scene: Scene) -> None:
-    """The device lost what it had trained, and trained again."""
-    hand = await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        assert (await phone.posts(at, phone.data[: 2 * CHUNK], complete=False)).status == 201
-        phone.data = bytes(reversed(phone.data))
-        phone.report["digest"] = hashlib.sha256(phone.data).hexdigest()
-        assert (await phone.posts(at, complete=False)).headers["Upload-Offset"] == "0"
-        async with scene.deciding():
-            assert (await phone.patches(at, 0)).receipt == (200, "admitted", None)
-    assert (await queued(hand))[1] == phone.data
 
 
 async def test_an_upload_can_be_cancelled(make: Any, scene: Scene) -> None:

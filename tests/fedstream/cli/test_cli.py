@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import typer
 
 from fedstream import __version__
@@ -28,11 +30,15 @@ NOWHERE = "redis://127.0.0.1:1/0"
 
 
 @pytest.fixture(autouse=True)
-def umask() -> Iterator[None]:
-    """Commands set it for their process, which is the tests' here."""
-    before = os.umask(0o022)
+def process_restored() -> Iterator[None]:
+    """Commands set the umask and the loggers of their process, which is the tests' here."""
+    umask, root = os.umask(0o022), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     yield
-    os.umask(before)
+    os.umask(umask)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
 
 
 def fedstream(*arguments: str) -> int:
@@ -350,7 +356,6 @@ def test_completions_match_the_registries() -> None:
     assert list(options.STRATEGIES) == list(RULES.built_in)
 
 
-@pytest.mark.process
 def test_files_written_are_private_to_the_user(tmp_path: Path) -> None:
     """Folders 0700, files 0600: the journal's, and all that lies beside it."""
     out, exported = tmp_path / "out", tmp_path / "model.safetensors"
@@ -358,8 +363,7 @@ def test_files_written_are_private_to_the_user(tmp_path: Path) -> None:
         ["simulate", "--versions", "3", "--devices", "10", "--out", str(out)],
         ["journal", "export", str(out), "--out", str(exported)],
     ):
-        command = [sys.executable, "-m", "fedstream", *arguments]
-        subprocess.run(command, check=True, capture_output=True, umask=0o022)
+        assert fedstream(*arguments) == 0
     found = {path: path.stat().st_mode & 0o777 for path in [out, *out.rglob("*"), exported]}
     assert out / "journal" in found
     assert len(found) > 4

@@ -28,12 +28,6 @@ from tests.support import Hand, Proxy, context, model_of, running, wait_until
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def live(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
     """Coordinator and updater of a run that begins with a journal's version 0."""
 
