@@ -61,13 +61,6 @@ async def http(redis: RedisSettings, keys: Keys) -> AsyncIterator[Http]:
     await client.close()
 
 
-async def test_nothing_is_served_before_the_run_exists(http: Http, keys: Keys) -> None:
-    for path in (f"/v1/runs/{keys.name}", "/v1/models/latest", "/v1/models/0"):
-        answer = await http.get(path)
-        assert answer.status == 404
-        assert "error" in await answer.json()
-
-
 async def test_status_describes_the_run(http: Http, hand: Hand) -> None:
     await hand.create(versions=5)
     await hand.announce("ann")
@@ -172,13 +165,12 @@ async def test_model_is_served_as_safetensors_with_its_digest(http: Http, hand: 
     assert (older.status, older.headers["X-Fedstream-Version"]) == (200, "0")
 
 
-@pytest.mark.parametrize("version", ["latest", "1"])
-async def test_client_with_the_current_model_gets_304(http: Http, hand: Hand, version: str) -> None:
+async def test_client_with_the_current_model_gets_304(http: Http, hand: Hand) -> None:
     await hand.create()
     await hand.commit(1)
-    first = await http.get(f"/v1/models/{version}")
+    first = await http.get("/v1/models/latest")
     etag = first.headers["ETag"]
-    again = await http.get(f"/v1/models/{version}", headers={"If-None-Match": f'"x", {etag}'})
+    again = await http.get("/v1/models/1", headers={"If-None-Match": f'"x", {etag}'})
     assert (again.status, await again.read()) == (304, b"")
     assert again.headers["ETag"] == etag
     await hand.commit(2)
@@ -198,7 +190,7 @@ async def test_unavailable_version_is_404_and_lists_the_kept_ones(http: Http, ha
         )
 
 
-@pytest.mark.parametrize("version", ["newest", "-1", "1.5", "0x1", "9" * 5000])
+@pytest.mark.parametrize("version", ["-1", "0x1", "9" * 5000])
 async def test_invalid_version_is_a_bad_request(http: Http, hand: Hand, version: str) -> None:
     await hand.create()
     answer = await http.get(f"/v1/models/{version}")

@@ -150,27 +150,21 @@ async def test_owners_tasks_count_too(hand: Hand) -> None:
     assert await training(hand) == 1
 
 
-async def test_last_values_are_kept_while_redis_is_away(redis: RedisSettings, hand: Hand) -> None:
+async def test_last_values_are_kept_while_redis_is_away(
+    make: Any, redis: RedisSettings, hand: Hand
+) -> None:
     await hand.create()
     await hand.request(2)
     watched = context()
-    async with Proxy(redis) as proxy:
-        coordinator = Coordinator(
-            CoordinatorSettings(),
-            LeaseSettings(),
-            keys=hand.keys,
-            redis=proxy.settings,
-            name="coordinator-0",
-        )
-        async with running(coordinator, watched):
-            await wait_until(lambda: counted(watched, "fedstream_run_open", state="waiting") == 2)
-            assert counted(watched, "fedstream_redis_reconnects_total") == 0
-            looked = "fedstream_run_looked_timestamp_seconds"
-            before = counted(watched, looked)
-            proxy.cut()
-            await wait_until(lambda: counted(watched, looked) > before)
-            await wait_until(lambda: counted(watched, "fedstream_redis_reconnects_total") > 0)
-            assert counted(watched, "fedstream_run_running") == 1
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), watched):
+        await wait_until(lambda: counted(watched, "fedstream_run_open", state="waiting") == 2)
+        assert counted(watched, "fedstream_redis_reconnects_total") == 0
+        looked = "fedstream_run_looked_timestamp_seconds"
+        before = counted(watched, looked)
+        proxy.cut()
+        await wait_until(lambda: counted(watched, looked) > before)
+        await wait_until(lambda: counted(watched, "fedstream_redis_reconnects_total") > 0)
+        assert counted(watched, "fedstream_run_running") == 1
 
 
 @pytest.mark.process

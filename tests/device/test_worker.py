@@ -96,20 +96,6 @@ async def test_gateway_that_forgot_the_device_takes_a_new_invite(
     assert said[0] == "enrolled as device 7 of run demo"
 
 
-async def test_run_that_was_made_anew_gets_nothing_that_was_unsent_in_the_one_before(
-    gateway: FakeGateway, options: Options, model: Model, tmp_path: Path
-) -> None:
-    """Its name is the same, and the device's number."""
-    gateway.offer(model, format="int4", sends="delta")
-    await live(options(), nothing, nothing)
-    folder, count = DeviceFolder(tmp_path / "state"), model.layout.parameters
-    assert folder.unsent(count) is not None
-    gateway.keys.clear()
-    gateway.over = True
-    await live(options(), nothing, nothing)
-    assert folder.unsent(count) is None
-
-
 async def test_gateway_at_another_address_knows_the_key_but_what_was_unsent_is_forgotten(
     gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
 ) -> None:
@@ -148,25 +134,6 @@ async def test_refused_update_is_said_with_its_reason(
     gateway.receipts["task-1"] = [Receipt(state="refused", reason="norm too large")]
     await live(options(), said.append, nothing)
     assert said[-1].startswith("task task-1: refused (norm too large): ")
-
-
-async def test_device_that_waits_long_says_so_once(
-    gateway: FakeGateway,
-    options: Options,
-    model: Model,
-    said: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = count(start=0, step=40)  # seconds, one look at the clock to the next
-    clock = SimpleNamespace(monotonic=lambda: next(now))
-    monkeypatch.setattr("fedstream.device.worker.time", clock)
-    life = asyncio.create_task(live(options(), said.append, nothing))
-    await wait_until(lambda: len(gateway.check_ins) > 4)
-    offer = gateway.offer(model)
-    await life
-    assert gateway.sent[offer.attempt].complete
-    assert [one.startswith("no task for 80 s; still waiting") for one in said].count(True) == 1
-    assert sum("still waiting" in one for one in said) == 1
 
 
 async def test_update_of_a_format_that_changed_is_dropped_and_the_task_done_anew(

@@ -173,6 +173,19 @@ async def owned_by(hand: Hand, device: int, name: str | None) -> None:
     await wait_until(is_so, what=f"device {device} owned by {owner}")
 
 
+async def joined(hand: Hand, at: Place, device: int = 3) -> None:
+    """A device checks in at the replica gw-0, which then owns it."""
+    await at.check_in(device)
+    await owned_by(hand, device, "gw-0")
+
+
+async def given_task(hand: Hand, at: Place, device: int = 3, **task: Any) -> Offer:
+    """The task that a device gets at the replica gw-0."""
+    await joined(hand, at, device)
+    await hand.open(device=device, **task)
+    return (await at.check_in(device, wait_s=50)).offer
+
+
 async def ends(hand: Hand, what: str, reason: str, count: int = 1) -> None:
     """Waits until so many tasks have ended in this way, and checks that the counts add up."""
 

@@ -15,7 +15,7 @@ from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import REFUSALS, Refusal
 from fedstream.protocol.messages import BODY
 from fedstream.runtime.limits import network_of
-from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
+from tests.coordinator.gateway.places import Place, coordinating, given_task, serving
 from tests.support import Hand, counted, full, wait_until
 
 PAGES = Path(__file__).parents[3] / "docs" / "how-to"
@@ -88,10 +88,7 @@ async def test_proxies_say_whose_request_it_is(redis: RedisSettings, hand: Hand)
 async def test_outage_of_redis_is_a_503(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await place.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, place)
         async with full(hand.client):
             answer = await place.give_up(3, offer)
             assert (answer.status, answer.json["reason"]) == (503, "unavailable")

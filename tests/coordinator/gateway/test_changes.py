@@ -19,7 +19,7 @@ from fedstream.core.formats import format_of
 from fedstream.core.given import given
 from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Encoded, Version
-from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
+from tests.coordinator.gateway.places import Place, coordinating, joined, serving
 from tests.support import Hand, counted, layout_of, model_of, wait_until
 
 SIZE = 20_000  # parameters
@@ -112,8 +112,7 @@ async def test_offer_names_what_changed_since_the_devices_model(
     old, new = await publish(hand, trained(hand.layout, 2), name, algorithm)
     how = format_of(name)
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         whole = await downloaded(place, hand, old, new)
         await hand.open(device=3)
         offer = (await place.check_in(3, wait_s=50, has=known_as(old), formats=[name])).offer

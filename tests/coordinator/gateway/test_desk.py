@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.streams import Entry
-from fedstream.coordinator.gateway.desk import Desk, Held, NotHeld, Woken
+from fedstream.coordinator.gateway.desk import Desk, Held, Woken
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.messages import Assignment
 
@@ -114,15 +114,6 @@ def test_task_that_its_device_never_came_for_is_given_up_once_it_is_away() -> No
     assert one.present() == (3,), "it may still be at work"
 
 
-def test_task_of_an_absent_device_is_kept_for_it() -> None:
-    one = desk()
-    one.hold(task("a", 3), 0.0)
-    assert one.present() == (3,)
-    one.arrive(3, 20.0)
-    assert one.first(3) == task("a", 3)
-    assert one.gone(LEASE_S + 19.0) == []
-
-
 def test_ineligible_device_does_not_prolong_its_task() -> None:
     one = desk()
     one.arrive(3, 0.0)
@@ -158,19 +149,6 @@ async def test_expelled_device_is_gone_once_its_tasks_are_given_up() -> None:
     assert not one.is_present(3)
 
 
-def test_tasks_of_a_device_are_done_in_order() -> None:
-    one = desk()
-    one.arrive(3, 0.0)
-    one.hold(task("a", 3), 0.0)
-    one.hold(task("b", 3, "2-0"), 0.0)
-    assert one.first(3) == task("a", 3)
-    one.ended("a")
-    assert one.first(3) == task("b", 3, "2-0")
-    one.ended("b")
-    assert one.first(3) is None
-    one.ended("b")
-
-
 def test_task_that_was_sent_again_replaces_the_one_before() -> None:
     one = desk()
     one.arrive(3, 0.0)
@@ -183,41 +161,6 @@ def test_task_that_was_sent_again_replaces_the_one_before() -> None:
     assert second.attempt == task("a", 3, "2-0").attempt, "also after a restart"
 
 
-def test_another_devices_task_is_not_found() -> None:
-    one = desk()
-    one.hold(task("a", 3), 0.0)
-    assert one.held("a", 3) == task("a", 3)
-    for name, device in (("a", 4), ("b", 3)):
-        with pytest.raises(NotHeld):
-            one.held(name, device)
-
-
-async def test_task_wakes_the_check_in_that_waits() -> None:
-    one = desk()
-    waits, other = poll(), poll()
-    one.park(3, waits, 0.0)
-    one.park(4, other, 0.0)
-    one.hold(task("a", 3), 1.0)
-    assert waits.result() == "look"
-    assert not other.done()
-    assert one.polls == 1
-    one.release_all()
-    assert other.result() == "nothing"
-    assert one.polls == 0
-
-
-async def test_newest_check_in_of_a_device_waits_alone() -> None:
-    one = desk()
-    older, newer = poll(), poll()
-    one.park(3, older, 0.0)
-    one.park(3, newer, 1.0)
-    assert older.result() == "replaced"
-    one.unpark(3, older)  # as its handler ends
-    assert one.polls == 1
-    one.unpark(3, newer)
-    assert one.polls == 0
-
-
 async def test_device_that_waits_is_not_away() -> None:
     one = desk()
     waits = poll()
@@ -227,32 +170,6 @@ async def test_device_that_waits_is_not_away() -> None:
     one.unpark(3, waits)
     one.gone(LEASE_S * 2)
     assert one.present() == ()
-
-
-def test_nobody_is_away_who_could_not_be_heard() -> None:
-    one = desk()
-    one.arrive(3, 0.0)
-    one.arrive(4, 0.0)
-    held = task("a", 4)
-    one.hold(held, 0.0)
-    back = 10 * LEASE_S
-    assert one.gone(back, back) == []
-    assert set(one.present()) == {3, 4}
-    assert one.gone(back + LEASE_S, back) == [held]
-    assert one.present() == ()
-
-
-def test_answer_is_repeated_for_its_nonce_alone() -> None:
-    one = desk()
-    one.arrive(3, 0.0)
-    assert one.answered(3, "n") == (False, None)
-    one.answer(3, "n", b"offer")
-    assert one.answered(3, "n") == (True, b"offer")
-    assert one.answered(3, "m") == (False, None)
-    assert one.answered(4, "n") == (False, None)
-    one.answer(3, "m", None)
-    assert one.answered(3, "n") == (False, None)
-    assert one.answered(3, "m") == (True, None)
 
 
 STEPS = st.lists(

@@ -17,7 +17,16 @@ from fedstream.coordinator.gateway.replicas import GREET_S, OtherReplicas
 from fedstream.core import reasons
 from fedstream.core.messages import HandOver, Seating
 from fedstream.core.records import NO_QUARANTINES
-from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
+from tests.coordinator.gateway.places import (
+    SITE,
+    Place,
+    coordinating,
+    ends,
+    given_task,
+    joined,
+    owned_by,
+    serving,
+)
 from tests.coordinator.gateway.uploading import SEVERAL, Scene, trained
 from tests.support import Hand, Proxy, layout_of, wait_until
 
@@ -35,10 +44,7 @@ async def two(hand: Hand, redis: RedisSettings) -> AsyncIterator[tuple[Place, Pl
 
 async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> None:
     async with two(hand, redis) as (one, other):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await one.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, one)
         moved = (await other.check_in(3, wait_s=50)).offer
         assert (moved.task, moved.attempt) == (offer.task, offer.attempt)
         assert (len(one.gateway._desk), len(other.gateway._desk)) == (0, 1)
@@ -54,10 +60,7 @@ async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> 
 async def test_heartbeat_at_another_replica_goes_on(redis: RedisSettings, hand: Hand) -> None:
     """Who balances load may send each connection to any of them."""
     async with two(hand, redis) as (one, other):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await one.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, one)
         for place in (other, one, other):
             assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
         assert (await one.give_up(3, offer)).status == 200
@@ -83,8 +86,7 @@ async def test_task_that_was_on_its_way_follows_the_device(
 ) -> None:
     async with two(hand, redis) as (one, other):
         for device in (3, 4):
-            await one.check_in(device)
-            await owned_by(hand, device, "gw-0")
+            await joined(hand, one, device)
         second = asyncio.create_task(other.check_in(3, wait_s=50))
         await wait_until(lambda: not one.gateway._desk.is_present(3))
         # The coordinators still know the device at the first replica.
@@ -101,8 +103,7 @@ async def test_restarted_replica_leaves_tasks_to_where_their_devices_came(
     async with coordinating(hand, redis, trainer_silence_s=60.0):
         async with serving(hand, redis, "gw-0") as one:
             for device in (3, 4):
-                await one.check_in(device)
-                await owned_by(hand, device, "gw-0")
+                await joined(hand, one, device)
                 await hand.open(device=device)
             await wait_until(lambda: len(one.gateway._desk) == 2)
             offer = (await one.check_in(3)).offer
@@ -123,10 +124,7 @@ async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
         coordinating(hand, redis),
         serving(hand, redis, "gw-0", task_lease_s=1.0) as one,
     ):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await one.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, one)
         async with serving(hand, redis, "gw-1", task_lease_s=1.0) as other:
             assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
             stream = one.gateway._group.stream
@@ -154,10 +152,7 @@ async def test_replica_cut_off_from_redis_serves_again(redis: RedisSettings, han
         coordinating(hand, redis, trainer_silence_s=4.0),
         serving(hand, proxy.settings, task_lease_s=1.0, device_rate=1e6) as place,
     ):
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await place.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, place)
         proxy.refuse = lambda _: True
         proxy.cut()
         await ends(hand, "given_up", reasons.OWNER_GONE)
@@ -188,8 +183,7 @@ async def test_nothing_is_lost_while_the_replica_that_had_the_task_is_away(
         serving(hand, redis, "gw-1") as other,
     ):
         async with serving(hand, redis, "gw-0") as one:
-            await one.check_in(3)
-            await owned_by(hand, 3, "gw-0")
+            await joined(hand, one)
             await hand.open(device=3)
             phone = trained(hand, (await one.check_in(3, wait_s=50)).offer)
         for _ in range(2):
@@ -223,8 +217,7 @@ async def test_draining_replica_keeps_its_tasks_and_leaves_them_to_others(
     ):
         phones = []
         for device in (3, 4):
-            await one.check_in(device)
-            await owned_by(hand, device, "gw-0")
+            await joined(hand, one, device)
             await hand.open(device=device)
             phones.append(trained(hand, (await one.check_in(device, wait_s=50)).offer))
         sends, moves = phones
@@ -322,8 +315,7 @@ async def test_unreadable_message_of_another_release_is_passed_over(
     for name, value in (("m", newer), ("m", b"junk"), ("x", b"y")):
         await hand.client.call("XADD", stream, "*", name, value)
     async with two(hand, redis) as (one, other):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, one)
         await hand.client.call("XADD", stream, "*", "m", newer)
         await hand.open(device=3)
         offer = (await one.check_in(3, wait_s=50)).offer

@@ -16,7 +16,15 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.formats import format_of
 from fedstream.core.messages import Presence, Trigger, Withdraw, decode
 from fedstream.core.records import NO_QUARANTINES
-from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
+from tests.coordinator.gateway.places import (
+    SITE,
+    coordinating,
+    ends,
+    given_task,
+    joined,
+    owned_by,
+    serving,
+)
 from tests.support import Hand, Proxy, counted, layout_of, wait_until
 
 
@@ -126,8 +134,7 @@ async def test_silent_device_loses_its_task_and_then_its_place(
 ) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis, away_s=2.5, lease_s=3.0) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         await hand.open(device=3)
         await ends(hand, "given_up", reasons.DROPPED_OUT)
         await owned_by(hand, 3, None)
@@ -141,10 +148,7 @@ async def test_silence_does_not_count_while_redis_is_away(redis: RedisSettings, 
         coordinating(hand, redis, trainer_silence_s=60.0),
         serving(hand, proxy.settings, lease_s=3.5) as place,
     ):
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await place.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, place)
         opened = place.gateway._app._opened
         assert opened
         proxy.refuse = lambda _: True
@@ -160,8 +164,7 @@ async def test_restarted_replica_takes_up_its_tasks(redis: RedisSettings, hand: 
     await hand.create()
     async with coordinating(hand, redis):
         async with serving(hand, redis) as place:
-            await place.check_in(3)
-            await owned_by(hand, 3, "gw-0")
+            await joined(hand, place)
             [trigger] = await hand.open(device=3)
             offer = (await place.check_in(3, wait_s=50)).offer
         async with serving(hand, redis) as place:
@@ -177,8 +180,7 @@ async def test_restarts_do_not_make_a_task_poison(redis: RedisSettings, hand: Ha
     await hand.create()
     async with coordinating(hand, redis):
         async with serving(hand, redis) as place:
-            await place.check_in(3)
-            await owned_by(hand, 3, "gw-0")
+            await joined(hand, place)
             await hand.open(device=3)
             await wait_until(lambda: len(place.gateway._desk))
         for _ in range(5):
@@ -207,8 +209,7 @@ async def test_task_in_hand_outlasts_a_stop(redis: RedisSettings, hand: Hand) ->
     await hand.create()
     async with coordinating(hand, redis):
         async with serving(hand, redis) as place:
-            await place.check_in(3)
-            await owned_by(hand, 3, "gw-0")
+            await joined(hand, place)
             [trigger] = await hand.open(device=3)
             await wait_until(lambda: len(place.gateway._desk))
             place.context.stop.set()
@@ -221,10 +222,7 @@ async def test_task_in_hand_outlasts_a_stop(redis: RedisSettings, hand: Hand) ->
 async def test_finished_run_sends_devices_home(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await place.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, place)
         waiting = asyncio.create_task(place.check_in(4, wait_s=50))
         await wait_until(lambda: place.gateway._desk.polls)
         await hand.commit(1, finish="done")
@@ -239,8 +237,7 @@ async def test_finished_run_sends_devices_home(redis: RedisSettings, hand: Hand)
 async def test_task_of_a_round_that_ended_is_not_offered(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         await hand.open(device=3, version=0, deadline=await hand.client.time() + 600)
         await wait_until(lambda: len(place.gateway._desk))
         offer = (await place.check_in(3)).offer
@@ -258,8 +255,7 @@ async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
     """A device may come with it from a replica that has read the newest version sooner."""
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         current = place.gateway._current
         older = current.head
         await hand.commit(1)
@@ -276,8 +272,7 @@ async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
 async def test_withdrawn_task_is_over_for_its_device(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis, task_lease_s=1.0) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         [trigger] = await hand.open(device=3)
         offer = (await place.check_in(3, wait_s=50)).offer
         assert (await place.beat(3, offer)).json["go_on"]
@@ -293,10 +288,7 @@ async def test_withdrawn_task_is_over_for_its_device(redis: RedisSettings, hand:
 async def test_device_hears_that_its_task_is_too_stale(redis: RedisSettings, hand: Hand) -> None:
     await hand.create(max_staleness=1)
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await place.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, place)
         await hand.commit(1)
         await place.gateway._current.look()
         assert (await place.beat(3, offer)).json["go_on"]
@@ -310,8 +302,7 @@ async def test_device_hears_that_its_task_is_too_stale(redis: RedisSettings, han
 async def test_quarantined_device_is_not_kept_waiting(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         barred = NO_QUARANTINES.quarantined([3], "odd", 1.0, 0)
         await hand.commit(1, quarantines=barred)
         await place.gateway._current.look()
@@ -324,10 +315,7 @@ async def test_another_devices_task_is_refused_and_left_alone(
 ) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await place.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, place)
         for answer in (await place.beat(4, offer), await place.give_up(4, offer)):
             assert (answer.status, answer.json["reason"]) == (404, "unknown task")
         assert (await place.beat(3, offer)).json["go_on"]
@@ -385,8 +373,7 @@ async def test_updates_are_asked_for_in_a_format_that_the_device_knows(
     await hand.create()
     how = format_of("int8+zstd")
     async with coordinating(hand, redis), serving(hand, redis, update=how) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         await hand.open(device=3)
         offer = (await place.check_in(3, wait_s=50, formats=formats)).offer
         assert offer.update.format == expected
@@ -398,8 +385,7 @@ async def test_updates_are_asked_for_in_a_format_that_the_device_knows(
 async def test_unreadable_task_is_buried(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, place)
         stream = hand.keys.tasks_of(member(SITE, "gw-0"))
         await hand.client.call("XADD", stream, "*", "m", b"junk")
 

@@ -50,26 +50,3 @@ def test_certificate_and_key_are_loaded(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             GatewaySettings(tls_cert=str(cert), tls_key=str(wrong)).tls()
-
-
-@pytest.mark.parametrize("key", ["tls_cert", "tls_key", "client_ca"])
-def test_file_that_is_removed_while_it_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    issued = trustme.CA().issue_cert("127.0.0.1")
-    files = {name: tmp_path / name for name in ("tls_cert", "tls_key", "client_ca")}
-    for file in files.values():
-        issued.private_key_and_cert_chain_pem.write_to_path(file)
-    named = {name: str(file) for name, file in files.items()}
-    settings = GatewaySettings.model_validate(named)
-    read_bytes = Path.read_bytes
-
-    def read_and_lose(file: Path) -> bytes:
-        found = read_bytes(file)
-        if file == files[key]:
-            file.unlink()
-        return found
-
-    monkeypatch.setattr(Path, "read_bytes", read_and_lose)
-    with pytest.raises(ConfigError, match=f"gateway.{key} = .*No such file"):
-        settings.tls()

@@ -11,7 +11,7 @@ from fedstream.broker.blobs import CHUNK
 from fedstream.coordinator.gateway.upload_notes import upload_blob
 from fedstream.core import reasons
 from fedstream.core.messages import GiveUp
-from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by
+from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, joined, owned_by
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, Sending, connected, trained
 from tests.support import Clock, wait_until
 
@@ -54,8 +54,7 @@ async def test_rest_of_an_update_that_has_become_too_stale_is_not_taken(
     """It would be refused when all of it has come: staleness counts from the hand-out."""
     hand = await make(SEVERAL, max_staleness=1)
     async with coordinating(hand, scene.redis), scene.replica() as at:
-        await at.check_in(DEVICE)
-        await owned_by(hand, DEVICE, "gw-0")
+        await joined(hand, at, DEVICE)
         await hand.open(device=DEVICE)
         phone = trained(hand, (await at.check_in(DEVICE, wait_s=50)).offer)
         sending = await scene.sending(at, phone, CHUNK)
