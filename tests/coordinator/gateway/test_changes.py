@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -178,22 +177,6 @@ async def test_changes_that_save_nothing_are_made_once(
         assert models.changes_url(head, old.digest) is None
         assert models.changes_bytes == 0
         assert len(makes) == 1
-
-
-async def test_changes_are_made_once_for_all(
-    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hand.layout = layout_of(SIZE)
-    old, new = await publish(hand, trained(hand.layout, 2))
-    makes = counted_makes(monkeypatch)
-    async with serving(hand, redis) as place:
-        await downloaded(place, hand, old)
-        await commit(place, hand, new)
-        answers = await asyncio.gather(*(place.ask("GET", between(old, new), n) for n in range(9)))
-        assert {answer.status for answer in answers} == {200}
-        assert len({answer.body for answer in answers}) == 1
-        assert len(makes) == 1
-        assert place.gateway._models.downloads == 0
 
 
 async def test_device_cannot_have_changes_made_between_any_two_models(

@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway import moves, replicas
 from fedstream.coordinator.gateway.fleet import models, objects, protobuf, routes, works
 from fedstream.coordinator.gateway.fleet.objects import Received
 from fedstream.coordinator.gateway.fleet.works import GivenVersion, Incoming, NodeWork, NodeWorks
@@ -238,23 +237,6 @@ async def test_supernode_finds_the_replica_that_has_its_work(
             assert await stranger.reply(message, reply) == [], "nobody has it: dropped in the end"
 
 
-async def test_replicas_know_of_each_other_until_one_leaves(
-    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of one without devices. Nobody waits for what only a replica had that is gone."""
-    monkeypatch.setattr(moves, "GREET_S", 0.1)
-    monkeypatch.setattr(replicas, "_SILENT_S", 3.2)  # above _DEAF_S
-    await hand.create()
-    async with fleet(hand, redis, tmp_path) as node:
-        look = looks_for(node, "a")
-        about: dict[str, Any] = files(tmp_path, node.key)
-        async with serving(hand, redis, "gw-1", poll_s=0.0, **about) as there:
-            await wait_until(lambda: others_of(there) and others_of(node.place))
-            assert await look() == [503]
-        await wait_until(lambda: not others_of(node.place))
-        assert await look() == [200], "dropped"
-
-
 def looks_for(node: Node, *objects: str) -> Callable[[], Awaitable[list[int]]]:
     """Asks for objects, one after the other, and what is answered."""
 
@@ -264,19 +246,6 @@ def looks_for(node: Node, *objects: str) -> Callable[[], Awaitable[list[int]]]:
         return [await node.status(*about, node=here, object_id=one) for one in objects]
 
     return ask
-
-
-async def test_supernode_looks_for_its_work_only_so_long_whatever_it_asks_for(
-    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flower pulls several objects at once, so it asks for one and another in turn."""
-    await hand.create()
-    async with fleet(hand, redis, tmp_path) as node:
-        others_of(node.place).heard("gw-1", math.inf)
-        ask = looks_for(node, "a", "b", "a", "b")
-        assert await ask() == [503] * 4
-        monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
-        assert await ask() == [200] * 4, "nobody has it"
 
 
 async def test_supernode_that_found_its_work_may_look_again(

@@ -104,45 +104,6 @@ async def test_compressed_model_is_served_as_its_blob(redis: RedisSettings, hand
         assert answer.headers["Etag"] == f'"{inside}"'
 
 
-async def test_many_readers_share_one_copy(
-    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hand.layout = layout_of(1000)
-    version = await hand.create()
-    reads: list[str] = []
-    read = blobs.read
-
-    async def counting(*arguments: object, **options: object) -> None:
-        reads.append(str(arguments[1]))
-        await asyncio.sleep(0.05)  # so that all ask meanwhile
-        await read(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("fedstream.coordinator.gateway.models.blobs.read", counting)
-    async with serving(hand, redis) as place:
-        url = f"/v1/models/{version.digest}"
-        answers = await asyncio.gather(*(place.ask("GET", url, n) for n in range(9)))
-        assert {answer.status for answer in answers} == {200}
-        assert (await place.ask("GET", url, 3)).status == 200
-        assert len(reads) == 1
-        assert place.gateway._models.downloads == 0
-
-
-async def test_models_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) -> None:
-    hand.layout = layout_of(1000)
-    versions = [await hand.create()]
-    async with serving(hand, redis, model_bytes=2 * hand.layout.nbytes + 1) as place:
-        models, current = place.gateway._models, place.gateway._current
-        for number in (1, 2, 3):
-            versions.append(await hand.publish(number, float(number)))
-            assert await hand.commit(number, write=False, versions=versions[-1:]) == "done"
-            await current.look()
-        for version in (*versions, versions[0]):
-            answer = await place.ask("GET", f"/v1/models/{version.digest}", 3)
-            assert hashlib.sha256(answer.body).hexdigest() == version.digest
-            assert len(models._copies._volumes) <= 2
-        assert list(models._copies._volumes) == [versions[3].digest, versions[0].digest]
-
-
 async def test_model_that_was_offered_is_served_though_redis_has_newer_ones(
     redis: RedisSettings, hand: Hand
 ) -> None:
@@ -221,36 +182,6 @@ async def test_one_device_cannot_hold_all_downloads(redis: RedisSettings, hand: 
 # slow readers
 
 SLOW = 5 << 20  # parameters: so many bytes that no kernel takes them all
-
-
-async def test_slow_readers_keep_no_others_from_newer_versions(
-    redis: RedisSettings, hand: Hand
-) -> None:
-    """They go on with what Redis has, and their copies make room."""
-    hand.layout = layout_of(SLOW)
-    versions = [await hand.create()]
-    async with serving(hand, redis, model_bytes=hand.layout.nbytes + 1) as place:
-        copies = place.gateway._models._copies
-        slow = await place.session.get(
-            f"{place.url}/v1/models/{versions[0].digest}", headers={"Device": "3"}
-        )
-        versions.append(await hand.publish(1, 1.0))
-        assert await hand.commit(1, write=False, versions=versions[-1:]) == "done"
-        answer = await place.ask("GET", f"/v1/models/{versions[1].digest}", 4)
-        assert hashlib.sha256(answer.body).hexdigest() == versions[1].digest
-        part = await place.ask(
-            "GET", f"/v1/models/{versions[1].digest}", 4, headers={"Range": "bytes=3000000-3000009"}
-        )
-        assert (part.status, part.body) == (206, answer.body[3_000_000:3_000_010])
-        assert list(copies._volumes) == [versions[0].digest], "of which its reader is not done"
-
-        rest = asyncio.create_task(slow.read())
-        await wait_until(lambda: not copies._volumes[versions[0].digest].readers)
-        assert hashlib.sha256(await rest).hexdigest() == versions[0].digest
-        again = await place.ask("GET", f"/v1/models/{versions[1].digest}", 4)
-        assert again.body == answer.body
-        assert list(copies._volumes) == [versions[1].digest]
-        assert place.gateway._models.downloads == 0
 
 
 async def test_readers_of_redis_are_bounded(redis: RedisSettings, hand: Hand) -> None:

@@ -57,30 +57,6 @@ async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> 
         assert (await other.check_in(3, wait_s=50)).status == 200
 
 
-async def test_heartbeat_at_another_replica_goes_on(redis: RedisSettings, hand: Hand) -> None:
-    """Who balances load may send each connection to any of them."""
-    async with two(hand, redis) as (one, other):
-        offer = await given_task(hand, one)
-        for place in (other, one, other):
-            assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
-        assert (await one.give_up(3, offer)).status == 200
-        await ends(hand, "given_up", reasons.DROPPED_OUT)
-        assert (await other.beat(3, offer)).json == {"go_on": False, "why": "given up"}
-
-
-async def test_device_that_waits_at_both_is_where_it_came_last(
-    redis: RedisSettings, hand: Hand
-) -> None:
-    async with two(hand, redis) as (one, other):
-        first = asyncio.create_task(one.check_in(3, wait_s=50))
-        await owned_by(hand, 3, "gw-0")
-        second = asyncio.create_task(other.check_in(3, wait_s=50))
-        assert (await first).status == 204
-        await owned_by(hand, 3, "gw-1")
-        [trigger] = await hand.open(device=3)
-        assert (await second).offer.task.id == trigger.task
-
-
 async def test_task_that_was_on_its_way_follows_the_device(
     redis: RedisSettings, hand: Hand
 ) -> None:

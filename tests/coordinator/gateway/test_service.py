@@ -25,7 +25,7 @@ from tests.coordinator.gateway.places import (
     owned_by,
     serving,
 )
-from tests.support import Hand, Proxy, counted, layout_of, wait_until
+from tests.support import Clock, Hand, Proxy, counted, layout_of, wait_until
 
 
 async def test_device_that_waits_gets_its_task(redis: RedisSettings, hand: Hand) -> None:
@@ -160,21 +160,6 @@ async def test_silence_does_not_count_while_redis_is_away(redis: RedisSettings, 
     assert (await hand.ledger.tally()).reasons("given_up") == {}
 
 
-async def test_restarted_replica_takes_up_its_tasks(redis: RedisSettings, hand: Hand) -> None:
-    await hand.create()
-    async with coordinating(hand, redis):
-        async with serving(hand, redis) as place:
-            await joined(hand, place)
-            [trigger] = await hand.open(device=3)
-            offer = (await place.check_in(3, wait_s=50)).offer
-        async with serving(hand, redis) as place:
-            again = (await place.check_in(3, wait_s=50)).offer
-            assert (again.task.id, again.attempt) == (trigger.task, offer.attempt)
-            assert (await place.beat(3, offer)).json["go_on"]
-            await place.give_up(3, offer)
-            await ends(hand, "given_up", reasons.DROPPED_OUT)
-
-
 async def test_restarts_do_not_make_a_task_poison(redis: RedisSettings, hand: Hand) -> None:
     """It is devices that work on it, so the gateway's own crashes don't speak against it."""
     await hand.create()
@@ -267,6 +252,18 @@ async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
         current._head = older
         assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
     assert (await hand.ledger.tally()).reasons("given_up") == {}
+
+
+async def test_heartbeat_ends_a_task_whose_deadline_has_passed(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        offer = await given_task(hand, place, version=0, deadline=clock.time() + 600)
+        clock.ahead_s = 601
+        assert (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
+        await ends(hand, "given_up", reasons.DEADLINE_PASSED)
 
 
 async def test_withdrawn_task_is_over_for_its_device(redis: RedisSettings, hand: Hand) -> None:
