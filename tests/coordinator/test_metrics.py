@@ -12,13 +12,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.keys import Keys
 from fedstream.broker.settings import TlsSettings
-from fedstream.broker.streams import Group
 from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.core.messages import Assignment, Encoded, Trigger
+from fedstream.core.messages import Encoded, Trigger
 from fedstream.core.records import Failing, Head, Run, View
 from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.certificates import authority, signed
@@ -135,19 +134,6 @@ async def test_task_is_training_while_its_lease_holds(hand: Hand) -> None:
     assert await hand.tasks.release(entry)  # whoever had it goes: it waits again
     assert await training(hand) == 2
     assert await training(hand, 0) == 0  # all leases are over
-
-
-async def test_owners_tasks_count_too(hand: Hand) -> None:
-    await hand.create()
-    await hand.announce("ann", 3)
-    await hand.request(device=3)
-    await hand.dispatch()
-    stream = Group(hand.client, hand.keys.tasks_of("ann"), TRAINERS, "ann")
-    await stream.ensure()
-    assert await training(hand) == 0
-    [entry] = await stream.read(block_ms=0)
-    assert Assignment.decode(entry.data).device == 3
-    assert await training(hand) == 1
 
 
 async def test_last_values_are_kept_while_redis_is_away(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
@@ -45,21 +44,6 @@ async def test_silent_trainer_is_removed_with_its_consumer(
         assert list(await run.ledger.trainers()) == ["bob", "cat"]
 
 
-async def test_junk_in_the_register_is_removed(make: Any, run: Hand, client: Client) -> None:
-    """Any trainer's user may write there."""
-    await client.call("ZADD", run.keys.alive, 0, b"\xfe", 1, b"\xff")
-
-    async def none_left() -> bool:
-        return bool(await client.call("ZCARD", run.keys.alive) == 0)
-
-    with capture_logs() as logs:
-        async with running(make(trainer_silence_s=0.5), context()):
-            await wait_until(none_left)
-            await wait_until(lambda: "trainer lost" in [line["event"] for line in logs])
-    [lost] = [line for line in logs if line["event"] == "trainer lost"]
-    assert lost["trainer"] == "\ufffd"
-
-
 async def test_trainers_are_not_removed_before_they_could_be_heard(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,15 +70,6 @@ async def test_trainers_are_not_removed_before_they_could_be_heard(
 
 async def texts(hand: Hand, last: str) -> bool:
     return [event.text for event in await hand.events("trainer")][-1] == last
-
-
-async def test_idle_consumer_is_not_reaped(make: Any, run: Hand, client: Client) -> None:
-    await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, "t")
-    coordinator = make(trainer_silence_s=3600.0)
-    watched = context()
-    async with running(coordinator, watched):
-        await wait_until(lambda: counted(watched, "fedstream_run_looked_timestamp_seconds"))
-    assert await consumers(client, run.keys, {"t"})
 
 
 async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:

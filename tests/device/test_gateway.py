@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -211,15 +210,6 @@ def test_retry_after_is_seconds_or_a_time() -> None:
     for nonsense in ("", "soon", "-1", "9" * 12, "\u0662"):
         assert retry_after({"retry-after": nonsense}) is None
     assert date_of("nonsense") is None
-
-
-async def test_gateway_that_is_not_there_may_come_later(said: list[str]) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        async with Connection(GatewayAddress(url), said.append) as connection:
-            with pytest.raises(NotNow, match=f"cannot reach {url}: .*refused"):
-                await connection.once("GET", "/")
 
 
 async def test_redirects_are_not_followed(own: OwnGateway, gateway: FakeGateway) -> None:

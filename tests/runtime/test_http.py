@@ -501,16 +501,6 @@ async def test_probes_are_only_on_their_own_port() -> None:
         assert (await http.said(get("/short"), "health_port"))[0] == 404
 
 
-async def test_service_without_routes_listens_only_for_probes() -> None:
-    with capture_logs() as lines:
-        log = structlog.get_logger()
-        health = health_routes(Health(), CollectorRegistry())
-        async with serving([], health, HttpSettings(), lambda: False, log):
-            [line] = lines
-    assert "port" not in line
-    assert line["health_port"] > 0
-
-
 # who says what is no request
 
 
@@ -599,12 +589,6 @@ async def test_unknown_route_that_is_to_expect_something_unreadable_is_no_failur
         status, _, body = await its.said(request)
         assert (status, body["reason"]) == (417, "malformed")
         assert its.refused() == {"malformed": 1}
-
-
-async def test_temporary_error_sets_retry_after() -> None:
-    async with site() as http:
-        status, headers, body = await http.said(get("/full"))
-        assert (status, headers["retry-after"], body) == (503, "7", {"error": "full"})
 
 
 async def test_stopping_service_closes_connections_with_its_responses() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway.fleet import models, objects, protobuf, routes, works
@@ -337,20 +336,3 @@ async def test_supernodes_are_asked_only_for_what_they_report(
     with pytest.raises(ConfigError, match="'afa-cd', which divides by local steps"):
         async with serving(hand, redis, is_open=False, **about) as place:
             await place.work
-
-
-async def test_releases_that_were_not_tested_are_named_in_the_log(
-    redis: RedisSettings, hand: Hand, tmp_path: Path
-) -> None:
-    """For the first activations of a supernode: it may send any number."""
-    await hand.create()
-    async with fleet(hand, redis, tmp_path) as node:
-        with capture_logs() as logs:
-            for release in ("1.40.0", "1.4.0", "2.0.0", "2.0.1", "2.0.2"):
-                node.release = release
-                activate = "/v1/fleet/activate-node", "ActivateNodeRequest"
-                assert await node.status(*activate, public_key=pem(node.key)) == 200
-    came = [one["flower"] for one in logs if one["event"] == "supernode came"]
-    assert came == ["1.40.0", "1.4.0", "2.0.0"]
-    warned = [one["flower"] for one in logs if one["log_level"] == "warning"]
-    assert warned == ["1.4.0", "2.0.0"]

@@ -80,7 +80,6 @@ def recorded_run(folder: Path, rule: Any, *formats: str) -> tuple[Scribe, np.nda
 @pytest.mark.parametrize(
     ("rule", "formats"),
     [
-        (FedAsyncSettings(), ()),
         (FedAvgSettings(clients_per_round=4), ()),
         (FedAsyncSettings(), ("int8", "f32", "bf16+zstd")),
     ],
