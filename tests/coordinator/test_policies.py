@@ -202,14 +202,6 @@ def test_a_policy_whose_time_never_comes_ends_the_simulation() -> None:
         simulated(Creeping(n=2, mean_delay_s=1.0))
 
 
-def test_a_simulation_asks_it_the_same_and_repeats_itself() -> None:
-    policy = Careful(most=3, every_s=0.25)
-    assert simulated(policy) == simulated(policy)
-    first = [event.n for event in sorted(simulated(policy), key=lambda event: event.n)]
-    assert first[:3] == [0, 1, 2]
-    assert {event.device for event in simulated(policy)} <= {0, 1, 2, 3}  # the lowest that is idle
-
-
 def test_the_same_rule_by_somebody_else_gives_the_same_arrivals() -> None:
     ours = InFlight(n=4, mean_delay_s=0.5)
     theirs = Copy(n=4, mean_delay_s=0.5)

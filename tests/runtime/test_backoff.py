@@ -22,10 +22,6 @@ def test_ceiling_doubles_up_to_the_maximum_and_resets() -> None:
     assert backoff.next() == 0.1
 
 
-def test_maximum_bounds_the_first_delay() -> None:
-    assert Backoff(1.0, 0.2, rng=Highest()).next() == 0.2
-
-
 def test_full_jitter_stays_within_bounds_and_is_seeded() -> None:
     one, other = (Backoff(rng=random.Random(7)) for _ in range(2))
     waits = [one.next() for _ in range(2000)]

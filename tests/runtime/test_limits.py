@@ -79,8 +79,8 @@ def test_whoever_was_charged_longest_ago_begins_anew() -> None:
     assert [buckets.wait_s(who, 0.0) > 0 for who in "abc"] == [True, False, True]
 
 
-@pytest.mark.parametrize("now", [0.0, 0.1, 12345.678901, 1.7e9 + 1 / 3])
-@pytest.mark.parametrize("per_s", [1 / 6, 0.3, 7.7, 500.0])
+@pytest.mark.parametrize("now", [0.1, 1.7e9 + 1 / 3])
+@pytest.mark.parametrize("per_s", [1 / 6, 7.7])
 def test_rounding_keeps_nobody_out(now: float, per_s: float) -> None:
     """All that fit at once do, and one more after exactly the wait that was told."""
     buckets = Buckets(per_s, at_once=10, remembered=1)

@@ -29,7 +29,7 @@ from fedstream.core.errors import ConfigError, DataError, Fenced, OutOfMemory, U
 from fedstream.runtime.health import Health
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
-from fedstream.runtime.service import Context, ServiceLoop, _drained, repeat, serve
+from fedstream.runtime.service import Context, ServiceLoop, repeat, serve
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -315,12 +315,6 @@ def test_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]) 
     bound = {"run": "r1", "service": "scripted", "name": "scripted-0"}
     assert all(bound.items() <= line.items() for line in lines)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-async def test_returning_service_is_not_waited_for(context: Context) -> None:
-    drained = _drained(Scripted(returns), context, drain_s=3600.0)
-    assert await asyncio.wait_for(drained, timeout=30)
-    assert context.stop.is_set()
 
 
 @pytest.mark.usefixtures("logging_restored")

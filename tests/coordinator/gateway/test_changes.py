@@ -264,35 +264,3 @@ async def test_no_room_for_changes_means_the_model(monkeypatch: pytest.MonkeyPat
     assert store.may_help(b.digest, c.digest)
     assert (await store.get(b, c, layout)).data.nbytes < layout.nbytes
     await wait_until(lambda: store.nbytes <= layout.nbytes)
-
-
-async def test_base_that_was_published_otherwise_is_no_base(
-    redis: RedisSettings, hand: Hand
-) -> None:
-    """The updater was restarted with another wire.model."""
-    hand.layout = layout_of(SIZE)
-    [old] = await publish(hand, trained(hand.layout, 1))
-    model = trained(hand.layout, 2)[1]
-    one = given(model, format_of("bf16"), version=2, sends="delta", digests="sha256")
-    assert one.encoded is not None
-    new = Version(
-        version=2,
-        time=1.0,
-        epoch=1,
-        parent=1,
-        digest=model.digest(),
-        blob="2.x",
-        size=one.encoded.size,
-        format="bf16",
-        given=one.encoded.digest,
-    )
-    key = hand.keys.model("2.x")
-    await blobs.write(hand.client, key, one.payload, expire_s=60, encoded=one.encoded)
-    async with serving(hand, redis) as place:
-        await downloaded(place, hand, old)
-        await commit(place, hand, new)
-        head = place.gateway._current.head
-        assert head.given == known_as(new)
-        assert place.gateway._models.changes_url(head, old.digest) is None
-        answer = await place.ask("GET", between(old, new), 3)
-        assert (answer.status, answer.json["reason"]) == (404, "no changes")
