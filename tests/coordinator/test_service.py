@@ -154,27 +154,6 @@ async def test_junk_becomes_dead_letters_and_blocks_nothing(
         await queued(run, 1)
 
 
-async def test_task_that_crashes_its_trainers_becomes_a_dead_letter(make: Any, run: Hand) -> None:
-    await run.request(2)
-    await run.dispatch()
-    [(poison, task), (good, _)] = await run.take()
-    trainer = Group(run.client, run.keys.tasks, TRAINERS, "t")
-    await trainer.claim(idle_ms=0, most=9, own=True, count=1)
-    await trainer.claim(idle_ms=0, most=9, own=True, count=1)
-    async with running(make(lease_s=0.05), context()):
-        [letter] = await dead(run, 1)
-        assert (letter.entry, letter.reason, letter.deliveries) == (
-            poison.id,
-            "crashed its trainers",
-            3,
-        )
-        view = await run.ledger.look()
-        assert view.reasons("dead") == {"crashed its trainers": 1}
-        assert task.task not in {trigger.task for trigger in view.open}
-        assert await trainer.renew(good)  # the other one is left alone
-        await run.balanced()
-
-
 async def poisoned(run: Hand, name: str, device: int) -> None:
     """The device's owner was given its task three times."""
     await run.announce(name, device)

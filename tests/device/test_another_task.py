@@ -65,8 +65,8 @@ class Wider(Steps):
             Wider(),
             {},
             (
-                r"its model's layout is \w{12}, the run's is \w{12} \(\d+ parameters in \d+ tensors\); "
-                "its data is split over 12 devices, the run h"
+                r"its model's layout is \w{12}, the run's is \w{12} \(\d+ parameters in "
+                r"\d+ tensors\); its data is split over 12 devices, the run h"
             ),
         ),
     ],

@@ -21,7 +21,6 @@ from fedstream.device.errors import NotNow, TurnedAway
 from fedstream.device.gateway import OwnGateway
 from fedstream.protocol.messages import CheckIn, Surrender
 from tests.device.fake import FakeGateway
-from tests.support import wait_until
 
 ASKS = CheckIn(nonce="n" * 22, wait_s=0.0)
 CHECK_IN, TOKEN = "POST /v1/check-in", "POST /v1/token"
@@ -341,12 +340,3 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     while data := await reader.read(1 << 16):
         writer.write(data)
     writer.close()
-
-
-async def test_cancelling_ends_a_wait_at_once(own: OwnGateway, gateway: FakeGateway) -> None:
-    gateway.fails("POST", "/v1/check-in", status=503, headers={"Retry-After": "3000"})
-    asking = asyncio.create_task(own.check_in(ASKS))
-    await wait_until(lambda: CHECK_IN in gateway.asked)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(asking, 5)

@@ -62,13 +62,6 @@ async def test_update_arrives_in_parts(
     assert gateway.bytes_sent == SIZE
 
 
-async def test_small_update_takes_one_request(
-    own: OwnGateway, gateway: FakeGateway, update: FinishedUpdate
-) -> None:
-    assert await UpdateUpload(own, update, lambda _what: None).receipt() == ADMITTED
-    assert methods(gateway) == ["POST"]
-
-
 @pytest.mark.parametrize(("method", "after"), [("POST", 500), ("PATCH", 2999)])
 async def test_cut_part_is_sent_again_from_the_last_whole_chunk(
     upload: UpdateUpload, gateway: FakeGateway, update: FinishedUpdate, method: str, after: int
@@ -142,16 +135,6 @@ async def test_expired_upload_begins_anew(
     assert await upload.receipt() == ADMITTED
     assert arrived(gateway, update)
     assert methods(gateway) == ["POST", "PATCH", "POST", "PATCH", "PATCH"]
-
-
-async def test_update_of_an_earlier_process_goes_on(
-    own: OwnGateway, upload: UpdateUpload, gateway: FakeGateway, update: FinishedUpdate
-) -> None:
-    await upload._sent()
-    again = UpdateUpload(own, update, lambda _what: None, part=PART)
-    assert await again.receipt(begun=True) == ADMITTED
-    assert arrived(gateway, update)
-    assert methods(gateway) == ["POST", "HEAD", "PATCH", "PATCH"]
 
 
 async def test_nobody_knows_an_update_whose_task_is_over(

@@ -127,15 +127,6 @@ async def test_task_of_another_device_is_not_done(
     assert not any("/v1/models/" in one for one in gateway.asked)
 
 
-async def test_refused_update_is_said_with_its_reason(
-    gateway: FakeGateway, options: Options, model: Model, said: list[str]
-) -> None:
-    gateway.offer(model)
-    gateway.receipts["task-1"] = [Receipt(state="refused", reason="norm too large")]
-    await live(options(), said.append, nothing)
-    assert said[-1].startswith("task task-1: refused (norm too large): ")
-
-
 async def test_update_of_a_format_that_changed_is_dropped_and_the_task_done_anew(
     gateway: FakeGateway, options: Options, model: Model, said: list[str]
 ) -> None:
@@ -159,27 +150,6 @@ async def test_device_whose_updates_are_always_turned_away_ends(
         await live(options(once=False), said.append, nothing)
     assert len(gateway.faults) == 1, "after five"
     assert DeviceFolder(tmp_path / "state").update() is None
-
-
-async def test_told_to_stop_it_gives_its_task_up(
-    gateway: FakeGateway,
-    options: Options,
-    model: Model,
-    task: Steps,
-    said: list[str],
-    tmp_path: Path,
-) -> None:
-    gateway.offer(model, steps=100)
-    task.begins(hold=2)
-    life = asyncio.create_task(live(options(), said.append, nothing))
-    await wait_until(task.held)
-    life.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await life
-    task.gate.set()
-    assert gateway.given_up == [("task-1", "dropped out")]
-    assert said[-1] == "task task-1: given up: dropped out"
-    assert DeviceFolder(tmp_path / "state").work() is None
 
 
 async def test_stopped_without_a_gateway_it_still_ends(
@@ -396,20 +366,6 @@ async def test_work_of_another_task_is_not_resumed(
     assert task.steps == 4
     whole = trained(task, model, name="task-2", steps=4)
     assert bytes(gateway.sent[offer.attempt].data) == whole.buffer.tobytes()
-
-
-async def test_killed_while_uploading_it_sends_the_rest_without_training(
-    gateway: FakeGateway, options: Options, model: Model, task: Steps, said: list[str]
-) -> None:
-    offer = gateway.offer(model)
-    task.begins()
-    await killed_in(UpdateUpload, "receipt", options())
-    assert task.steps == 3
-    gateway.over = True  # no new task: the old one is delivered first
-    await live(options(once=False), said.append, nothing)
-    assert task.steps == 3
-    assert gateway.sent[offer.attempt].complete
-    assert said[1].startswith("task task-1: admitted: ")
 
 
 async def test_stopped_before_a_left_update_is_delivered_it_keeps_it(

@@ -128,13 +128,12 @@ async def test_unreachable_redis(look: Look) -> None:
     assert wrong(findings, "task") == []  # what is here is looked at all the same
 
 
-@pytest.mark.parametrize(("skew_s", "way"), [(5, "ahead of"), (-90, "behind")])
-async def test_wrong_clock(look: Look, change: Change, skew_s: float, way: str) -> None:
-    findings = await look(now=lambda: time.time() + skew_s)
+async def test_wrong_clock(look: Look, change: Change) -> None:
+    findings = await look(now=lambda: time.time() + 5)
     said = the_one(findings, "warning", "clock")
-    found = re.search(rf"this machine's clock is ([\d.]+) s {way} Redis's", said)
+    found = re.search(r"this machine's clock is ([\d.]+) s ahead of Redis's", said)
     assert found, said
-    assert float(found[1]) == pytest.approx(abs(skew_s), abs=1)  # it is asked while others work
+    assert float(found[1]) == pytest.approx(5, abs=1)  # it is asked while others work
 
 
 async def test_more_tasks_in_flight_than_memory_allows(look: Look, change: Change) -> None:
@@ -388,12 +387,7 @@ def test_failing_or_unreadable_persistence() -> None:
     assert [one.level for one in failing] == ["problem", "warning"]
     [found] = server.persistence({"aof_enabled": "0"}, None)
     assert (found.level, found.text) == ("not checked", "this user may not CONFIG GET save")
-    [found] = (
-        server.persistence({"loading": "1"}, None)[:1]
-        if False
-        else list(server.persistence({"loading": "1"}, ""))[:1]
-    )
-    assert found.level == "problem"
+    assert next(iter(server.persistence({"loading": "1"}, ""))).level == "problem"
 
 
 MEMORY = {"used_memory": "1000000", "maxmemory": "1000000000"}
