@@ -4,14 +4,19 @@ end or begin again when they time out."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedstream.broker.client import Client
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.messages import CloseRound, RoundEnd, Trigger
 from fedstream.core.records import Commit, End
+from fedstream.journal import Taken
+from fedstream.journal.replay import Replayer
+from tests.broker.pipeline import finished, pipeline
 from tests.coordinator.scheduler.steps import (
     are_open,
     asked,
@@ -244,3 +249,35 @@ async def test_device_that_answered_does_not_replace_one_that_gave_up(
             await has_issued(run, n)
             [second] = await are_open(run, 1)
             assert second.device != first.device
+
+
+# rounds through every service
+
+BATCH = 2
+
+
+async def test_round_uses_only_its_own_answers(
+    client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
+) -> None:
+    """More devices are asked than fill a version: what the others train comes too late."""
+    sets = (
+        "strategy.name=afa-cd",
+        f"strategy.buffer_size={BATCH}",
+        "run.versions=8",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.k=4",
+    )
+    async with pipeline(keys, lambda _role: redis, tmp_path, *sets) as services:
+        for name in ("ann", "bob", "cat", "dan"):
+            await services.start("trainer", name)
+        view = await finished(client, keys)
+        assert view.run.max_staleness == 0
+    late = view.reasons("refused").get("too stale", 0)
+    late += view.reasons("given_up").get("round over", 0)
+    assert late > 0
+    assert view.reasons("refused").keys() <= {"too stale"}
+    with Replayer(tmp_path / "journal") as replayer:
+        records = [moment.message for moment in replayer]
+    used = [r for r in records if isinstance(r, Taken) and r.outcome in ("applied", "buffered")]
+    assert len(used) == 8 * BATCH
+    assert {record.staleness for record in used} == {0}

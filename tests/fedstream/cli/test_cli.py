@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import structlog
 import typer
+from pydantic import Field
 
 from fedstream import __version__
 from fedstream.cli import options
@@ -22,9 +23,14 @@ from fedstream.cli.app import application, main
 from fedstream.core.messages import OUTCOMES
 from fedstream.history import display, status
 from fedstream.local import run
-from fedstream.strategies import RULES
+from fedstream.runtime.keys import Key, keys_of
+from fedstream.runtime.plugins import Door
+from fedstream.settings.parts import DOORS
+from fedstream.strategies import RULES, Batch
+from fedstream.strategies.staleness import Polynomial, Staleness
 from fedstream.trainer.loading import BUILT_IN
 from tests.broker.certificates import authority
+from tests.fedstream.conftest import Command
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -362,3 +368,104 @@ def test_files_written_are_private_to_the_user(tmp_path: Path) -> None:
     assert out / "journal" in found
     assert len(found) > 4
     assert found == {path: 0o700 if path.is_dir() else 0o600 for path in found}
+
+
+# `fedstream plugins`
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that announces a rule, one that is gone, and one by a taken name."""
+    (tmp_path / "announced_rules.py").write_text(
+        "from fedstream.strategies import Batch\nclass Mine(Batch): pass\n"
+    )
+    about = tmp_path / "announced_rules-1.5.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: announced-rules\nVersion: 1.5\n")
+    (about / "entry_points.txt").write_text(
+        "[fedstream.strategies]\nmine = announced_rules:Mine\ngone = announced_rules:Gone\n"
+        "fedbuff = announced_rules:Mine\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(RULES, "_found", {})
+    yield
+    sys.modules.pop("announced_rules", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_each_name_has_its_source_and_what_is_wrong(command: Command) -> None:
+    code, out, err = command("plugins")
+    rows = [line.split(maxsplit=2) for line in out.splitlines()]
+    assert ["strategy.name", "fedasync", "built in"] in rows
+    assert ["strategy.name", "mine", "announced-rules 1.5: announced_rules:Mine"] in rows
+    assert ["solver.kind", "proximal", "built in"] in rows
+    assert code == 1
+    assert "strategy.name = gone: strategy 'gone', entry point announced_rules:Gone: imp" in err
+    assert "strategy.name = fedbuff: the name of a built-in one" in err
+    assert "mine" not in err
+    code, out, _ = command("plugins", "--json")
+    told = {(one["key"], one["name"], bool(one["problem"])) for one in json.loads(out)}
+    assert {("strategy.name", "gone", True), ("strategy.name", "mine", False)} <= told
+
+
+def test_only_built_in_ones_are_there_without_packages(command: Command) -> None:
+    code, out, err = command("plugins")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 1 + sum(len(door.built_in) for door in DOORS.values())
+
+
+def test_no_door_is_left_out() -> None:
+    modules = [module for name, module in sys.modules.items() if name.startswith("fedstream.")]
+    doors = {one for module in modules for one in vars(module).values() if isinstance(one, Door)}
+    assert doors == set(DOORS.values())
+
+
+# `--strategy NAME --help`
+
+
+class Documented(Batch):
+    """All kinds of keys."""
+
+    usual: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Samples of a device,
+    as usual."""
+    wanted: int
+    mode: Literal["a", "b"] = "a"
+    limit: Annotated[int, Field(ge=3)] | None = None
+    staleness: Staleness = Polynomial()
+    told: bool = Field(default=True, description="by its own description")
+
+
+def test_keys_have_values_defaults_and_what_is_written_below_them() -> None:
+    kinds = "table; kind: constant, linear, polynomial, exponential, hinge or your own"
+    assert keys_of(Documented, besides=["name"]) == [
+        Key(
+            "max_staleness", "integer >= 0 or none", "none", "Updates that are staler are dropped."
+        ),
+        Key("buffer_size", "integer >= 1", "10", "K, the updates in a version"),
+        Key("server_lr", "number > 0", "1.0", "the step along the batch's mean"),
+        Key("usual", "number > 0, <= 2", "1.0", "Samples of a device, as usual."),
+        Key("wanted", "integer", "", ""),
+        Key("mode", "a, b", '"a"', ""),
+        Key("limit", "integer >= 3 or none", "none", ""),
+        Key("staleness", kinds, "polynomial", ""),
+        Key("told", "true or false", "true", "by its own description"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["run", "simulate", "replay"])
+def test_help_ends_with_the_keys_of_the_strategy_that_was_named(
+    command: Command, name: str
+) -> None:
+    rule = f"{__file__}:Documented"
+    kind = "strategy.staleness.kind=hinge"
+    for typed in (("--strategy", rule, "--set", kind, "--help"), ("--help", f"--strategy={rule}")):
+        code, out, _ = command(name, *typed)
+        assert code == 0
+        ours = out.partition("All kinds of keys.")[2]
+        assert "strategy.usual" in ours
+        assert "required" in ours
+        assert ("strategy.staleness.b" in ours) == (kind in typed)
+    assert "strategy.usual" not in command(name, "--help")[1]
+    code, _, said = command(name, "--strategy", "fedbuf", "--help")
+    assert (code, "did you mean 'fedbuff'?" in said) == (2, True)
