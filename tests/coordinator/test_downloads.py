@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import socket
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -28,10 +27,8 @@ from structlog.testing import capture_logs
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.app import _PAGE_BYTES, page
-from fedstream.coordinator.downloads import Downloads
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.core.errors import BlobMissing
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import Crowd
 from fedstream.runtime.tasks import LeaseSettings
@@ -112,38 +109,6 @@ async def test_concurrent_downloads_share_one_copy(
         assert saved == [0]
         assert made[0]._app._downloads._now == 0
         assert not made[0]._app._downloads._bodies  # nothing is kept that nobody reads
-
-
-async def test_download_failing_after_all_readers_left_is_silent(
-    hand: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version = await hand.create()
-    is_reading, may_fail = asyncio.Event(), asyncio.Event()
-
-    async def read(*_: object, **__: object) -> None:
-        is_reading.set()
-        await may_fail.wait()
-        raise BlobMissing("it expired")
-
-    monkeypatch.setattr("fedstream.coordinator.downloads.blobs.read", read)
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, about: told.append(about))
-    downloads = Downloads(hand.client, hand.keys, 2)
-
-    def body() -> Coroutine[Any, Any, Any]:
-        return downloads.body(hand.layout, 0, version.blob, version.digest)
-
-    asking = asyncio.create_task(body())
-    await is_reading.wait()
-    asking.cancel()
-    await asyncio.wait({asking})
-    may_fail.set()
-    await wait_until(lambda: not downloads._making)
-    del asking  # whose traceback knows the other task: that says it when it goes
-    gc.collect()
-    assert told == []
-    with pytest.raises(BlobMissing, match="it expired"):  # who asks now is told
-        await body()
 
 
 async def test_excess_download_is_told_to_retry_later(

@@ -30,7 +30,7 @@ from fedstream.core.messages import GiveUp
 from fedstream.runtime.http import HttpSettings, application
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings
-from tests.support import Hand, Proxy, context, running, wait_until
+from tests.support import Hand, Proxy, context, wait_until
 
 Http = TestClient[web.Request, web.Application]
 
@@ -241,32 +241,6 @@ async def test_redis_outage_sets_retry_after(keys: Keys) -> None:
     http = await serving(coordinator_of(RedisSettings(url="redis://127.0.0.1:1/0"), keys))
     for path in (f"/v1/runs/{keys.name}", f"/v1/runs/{keys.name}/scaling", "/v1/models/latest"):
         assert (await http.get(path)).status == 503
-    await http.close()
-
-
-async def test_stopping_coordinator_keeps_no_connection(redis: RedisSettings, hand: Hand) -> None:
-    """Else a request that is sent on it just as it is cut is lost."""
-    version = await hand.create()
-    coordinator = coordinator_of(redis, hand.keys)
-    live = context()
-    http = await serving(coordinator, live)
-    current = {"If-None-Match": f'"{version.digest}"'}
-
-    async def said(path: str) -> tuple[int, str | None]:
-        async with http.get(path, headers=current) as answer:
-            return answer.status, answer.headers.get("Connection")
-
-    paths = (f"/v1/runs/{hand.keys.name}", "/v1/runs/another", "/v1/models/0", "/v1/models/newest")
-    async with running(coordinator, live):
-        assert [await said(path) for path in paths] == [
-            (200, None),
-            (404, None),
-            (304, None),
-            (400, None),
-        ]
-        live.stop.set()
-        for path in paths:
-            assert (await said(path))[1] == "close"
     await http.close()
 
 

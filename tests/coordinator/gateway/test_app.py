@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import Keys
 from fedstream.coordinator.gateway.check_ins import shared_end
 from fedstream.coordinator.gateway.openapi import document
 from fedstream.coordinator.gateway.quotas import Quota
@@ -21,6 +23,8 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.core.errors import ConfigError
 from fedstream.protocol.messages import BODY
 from fedstream.runtime.limits import network_of
+from fedstream.settings import services
+from fedstream.settings.config import read
 from tests.coordinator.gateway.places import Place, coordinating, given_task, serving
 from tests.support import Hand, counted, full, wait_until
 
@@ -238,3 +242,13 @@ def test_certificate_and_key_are_loaded(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             GatewaySettings(tls_cert=str(cert), tls_key=str(wrong)).tls()
+
+
+def test_gateway_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("fedstream.coordinator.gateway.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jwt", None)
+    with pytest.raises(ConfigError, match=r"pip install 'fedstream\[gateway\]'"):
+        services._BUILDERS["gateway"](read(None, []), Keys("demo"), "gw-0")
