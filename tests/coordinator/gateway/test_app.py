@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +34,35 @@ NONCE = b"a" * 22
 TIRED = b'{"attempt": "0123456789ab", "reason": "tired"}'
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status", "reason"),
-    [
-        ("POST", "/v1/check-in", b"", 400, "malformed"),
-        ("POST", "/v1/check-in", b"{}", 400, "malformed"),
-        ("POST", "/v1/check-in", b'{"nonce": "short"}', 400, "malformed"),
-        ("POST", "/v1/check-in", b"\xff\xfe", 400, "malformed"),
-        ("POST", "/v1/check-in", b"[" * 50_000, 400, "malformed"),
-        ("POST", "/v1/check-in", b'{"nonce": "%b", "wait_s": 1e999}' % NONCE, 400, "malformed"),
-        ("POST", "/v1/check-in", b" " * (BODY + 1), 413, "too large"),
-        ("POST", "/v1/tasks/x/heartbeat", b'{"attempt": "../../.."}', 400, "malformed"),
-        ("POST", "/v1/tasks/x/give-up", TIRED, 400, "malformed"),
-        ("GET", "/v1/check-in", b"", 405, "method"),
-        ("DELETE", "/v1/models/" + "0" * 64, b"", 405, "method"),
-        ("GET", "/", b"", 404, "no such route"),
-        ("GET", "/v1/../../etc/passwd", b"", 404, "no such route"),
-        ("GET", "/v1/models/a/b", b"", 404, "no such route"),
-        ("PROPFIND", "/v1/coffee", b"", 404, "no such route"),
-    ],
+MISTAKES = (
+    ("POST", "/v1/check-in", b"", 400, "malformed"),
+    ("POST", "/v1/check-in", b"{}", 400, "malformed"),
+    ("POST", "/v1/check-in", b'{"nonce": "short"}', 400, "malformed"),
+    ("POST", "/v1/check-in", b"\xff\xfe", 400, "malformed"),
+    ("POST", "/v1/check-in", b"[" * 50_000, 400, "malformed"),
+    ("POST", "/v1/check-in", b'{"nonce": "%b", "wait_s": 1e999}' % NONCE, 400, "malformed"),
+    ("POST", "/v1/check-in", b" " * (BODY + 1), 413, "too large"),
+    ("POST", "/v1/tasks/x/heartbeat", b'{"attempt": "../../.."}', 400, "malformed"),
+    ("POST", "/v1/tasks/x/give-up", TIRED, 400, "malformed"),
+    ("GET", "/v1/check-in", b"", 405, "method"),
+    ("DELETE", "/v1/models/" + "0" * 64, b"", 405, "method"),
+    ("GET", "/", b"", 404, "no such route"),
+    ("GET", "/v1/../../etc/passwd", b"", 404, "no such route"),
+    ("GET", "/v1/models/a/b", b"", 404, "no such route"),
+    ("PROPFIND", "/v1/coffee", b"", 404, "no such route"),
 )
-async def test_mistake_is_answered_and_counted(
-    redis: RedisSettings, hand: Hand, method: str, path: str, body: bytes, status: int, reason: str
-) -> None:
+
+
+async def test_mistakes_are_answered_and_counted(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
-    async with serving(hand, redis) as place:
-        answer = await place.ask(method, path, 3, data=body)
-        assert (answer.status, answer.json["reason"]) == (status, reason)
-        assert answer.json["error"]
-        assert counted(place.context, "fedstream_gateway_refused_total", reason=reason) == 1
+    async with serving(hand, redis, device_rate=1000, address_rate=1000) as place:
+        refused = partial(counted, place.context, "fedstream_gateway_refused_total")
+        for method, path, body, status, reason in MISTAKES:
+            before = refused(reason=reason)
+            answer = await place.ask(method, path, 3, data=body)
+            assert (answer.status, answer.json["reason"]) == (status, reason), (method, path)
+            assert answer.json["error"]
+            assert refused(reason=reason) == before + 1
         assert (await place.check_in(3)).status == 204
 
 

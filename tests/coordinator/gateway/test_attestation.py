@@ -113,11 +113,11 @@ async def test_gateway_without_a_verifier_says_so_once(redis: RedisSettings, han
         assert len(said) == times, verifier
 
 
-@pytest.mark.parametrize("why", sorted(WORDS))
-async def test_each_doubt_has_its_reason(replica: Replica, hand: Hand, why: str) -> None:
-    phone = await replica(attestation=Saying(why=why))
+async def test_each_doubt_has_its_reason(replica: Replica, hand: Hand) -> None:
     await invite(hand)
-    assert await enrolled(phone) == (403, f"attestation {why}")
+    for why in WORDS:
+        phone = await replica(attestation=Saying(why=why))
+        assert await enrolled(phone) == (403, f"attestation {why}")
 
 
 async def test_verifier_learns_who_enrols(replica: Replica, hand: Hand) -> None:

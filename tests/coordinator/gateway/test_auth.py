@@ -178,9 +178,9 @@ async def test_an_invite_is_for_one_key(phone: Phone) -> None:
     assert (await phone.who()).status == 200
 
 
-@pytest.mark.parametrize("text", ["3-" + "j" * 32, "4-" + "i" * 32, "03-" + "i" * 32])
-async def test_an_invite_that_is_none_is_refused(phone: Phone, text: str) -> None:
-    assert await said(await phone.enrol(text)) == (403, "invite")
+async def test_an_invite_that_is_none_is_refused(phone: Phone) -> None:
+    for text in ("3-" + "j" * 32, "4-" + "i" * 32, "03-" + "i" * 32):
+        assert await said(await phone.enrol(text)) == (403, "invite"), text
 
 
 async def test_an_expired_invite_is_refused(phone: Phone, hand: Hand) -> None:

@@ -173,9 +173,10 @@ async def test_forged_tokens_are_refused(known: Phone) -> None:
         assert await said(await known.who(as_bearer(token))) == (401, "token"), token
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
+async def test_a_token_with_other_claims_is_refused(known: Phone) -> None:
+    """Even if it is signed with the secret."""
+    right = await claims_of(known)
+    for changed in (
         {"exp": 1},
         {"aud": "another/gateway"},
         {"sub": "4"},  # not enrolled
@@ -184,15 +185,10 @@ async def test_forged_tokens_are_refused(known: Phone) -> None:
         {"key": "0" * 64},
         {"key": ...},
         {"exp": ...},
-    ],
-    ids=str,
-)
-async def test_a_token_with_other_claims_is_refused(known: Phone, changed: dict[str, Any]) -> None:
-    """Even if it is signed with the secret."""
-    claims = {**await claims_of(known), **changed}
-    claims = {name: value for name, value in claims.items() if value is not ...}
-    token = jwt.PyJWS().encode(json.dumps(claims).encode(), SECRET, "HS256")
-    assert await said(await known.who(as_bearer(token))) == (401, "token")
+    ):
+        claims = {name: value for name, value in (right | changed).items() if value is not ...}
+        token = jwt.PyJWS().encode(json.dumps(claims).encode(), SECRET, "HS256")
+        assert await said(await known.who(as_bearer(token))) == (401, "token"), changed
     assert (await known.who()).status == 200
 
 

@@ -10,8 +10,6 @@ from http.client import parse_headers
 from io import BytesIO
 from typing import Any
 
-import pytest
-
 from fedstream.broker.blobs import CHUNK
 from tests.coordinator.gateway.places import Place
 from tests.coordinator.gateway.uploading import (
@@ -60,26 +58,6 @@ async def test_another_attempt_is_unknown(make: Any, scene: Scene) -> None:
                 assert (told.status, (await told.json())["reason"]) == (404, "unknown task")
 
 
-@pytest.mark.parametrize(
-    ("length", "refusal"),
-    [
-        ("260", (413, "too large")),
-        ("252", (400, "length")),
-        ("-256", (400, "malformed")),
-    ],
-)
-async def test_lengths_that_no_update_has(
-    make: Any, scene: Scene, length: str, refusal: tuple[int, str]
-) -> None:
-    hand = await make(64)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        about = phone.creating(complete=False) | {"Upload-Length": length}
-        assert (await phone.asks(at, "POST", about)).refusal == refusal
-        assert await hand.client.call("KEYS", hand.keys.update("*")) == []
-        assert phone.offer.task.id in at.gateway._desk  # the device may try again, or give up
-
-
 def without(name: str) -> Callable[[dict[str, str]], dict[str, str]]:
     return lambda about: {key: said for key, said in about.items() if key != name}
 
@@ -88,24 +66,35 @@ def instead(name: str, said: str) -> Callable[[dict[str, str]], dict[str, str]]:
     return lambda about: about | {name: said}
 
 
-@pytest.mark.parametrize(
-    ("changed", "refusal"),
-    [
-        (without("Upload-Complete"), (400, "malformed")),
-        (without("Update-Report"), (400, "malformed")),
-        (instead("Update-Report", "{}"), (400, "malformed")),
-        (instead("Update-Report", json.dumps({"x": "y" * 2000})), (400, "malformed")),
-        (instead("Content-Encoding", "gzip"), (415, "malformed")),
-    ],
-)
-async def test_headers_that_say_too_little(
-    make: Any, scene: Scene, changed: Any, refusal: tuple[int, str]
-) -> None:
-    await make(64)
-    async with scene.replica() as at:
+def reporting(**said: Any) -> Callable[[dict[str, str]], dict[str, str]]:
+    def changed(about: dict[str, str]) -> dict[str, str]:
+        report = json.loads(about["Update-Report"])
+        return about | {"Update-Report": json.dumps(report | said)}
+
+    return changed
+
+
+async def test_what_can_be_no_update_is_refused(make: Any, scene: Scene) -> None:
+    hand = await make(64)
+    async with scene.replica(device_rate=1000) as at:
         phone = await scene.phone(at)
-        told = await phone.asks(at, "POST", changed(phone.creating()), phone.data)
-        assert told.refusal == refusal
+        for changed, refusal in (
+            (instead("Upload-Length", "260"), (413, "too large")),
+            (instead("Upload-Length", "252"), (400, "length")),
+            (instead("Upload-Length", "-256"), (400, "malformed")),
+            (without("Upload-Complete"), (400, "malformed")),
+            (without("Update-Report"), (400, "malformed")),
+            (instead("Update-Report", "{}"), (400, "malformed")),
+            (instead("Update-Report", json.dumps({"x": "y" * 2000})), (400, "malformed")),
+            (instead("Content-Encoding", "gzip"), (415, "malformed")),
+            (reporting(digest="abc"), (400, "malformed")),
+            (reporting(format="int8"), (422, "format")),
+            (reporting(layout="0" * 64), (422, "format")),
+        ):
+            about = changed(phone.creating(complete=False))
+            assert (await phone.asks(at, "POST", about)).refusal == refusal, about
+        assert await hand.client.call("KEYS", hand.keys.update("*")) == []
+        assert phone.offer.task.id in at.gateway._desk  # the device may try again, or give up
 
 
 async def test_a_header_is_there_once(make: Any, scene: Scene) -> None:
@@ -132,23 +121,6 @@ async def test_an_upload_of_unknown_length_is_refused(make: Any, scene: Scene) -
         async with scene.deciding():
             told = await phone.asks(at, "POST", unknown(phone.creating()), phone.data)
             assert told.receipt == (200, "admitted", None)
-
-
-@pytest.mark.parametrize(
-    ("report", "refusal"),
-    [
-        ({"digest": "abc"}, (400, "malformed")),
-        ({"format": "int8"}, (422, "format")),
-        ({"layout": "0" * 64}, (422, "format")),
-    ],
-)
-async def test_reports_that_cannot_be(
-    make: Any, scene: Scene, report: dict[str, Any], refusal: tuple[int, str]
-) -> None:
-    await make(64)
-    async with scene.replica() as at:
-        phone = await scene.phone(at, **report)
-        assert (await phone.posts(at, phone.data)).refusal == refusal
 
 
 async def test_the_body_is_asked_for_only_after_the_checks(make: Any, scene: Scene) -> None:
