@@ -138,6 +138,13 @@ async def test_a_request_is_accepted_once(phone: Phone, replica: Replica) -> Non
     assert [await said(one) for one in copies[1:]] == [(401, "nonce")] * 3
 
 
+async def test_a_copied_enrolment_is_refused(phone: Phone) -> None:
+    body = phone.enrolment()
+    headers = phone.signing(DEVICES, body, keyid="new")
+    assert (await phone.signed(DEVICES, body, headers=headers)).status == 201
+    assert await said(await phone.signed(DEVICES, body, headers=headers)) == (401, "nonce")
+
+
 @pytest.mark.parametrize("skew_s", [-61.5, 61.5])
 async def test_a_wrong_clock_is_told_the_time(replica: Replica, hand: Hand, skew_s: float) -> None:
     now = 1_763_884_800.5
