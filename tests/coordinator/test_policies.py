@@ -17,28 +17,10 @@ from fedstream.core.errors import ConfigError
 from fedstream.runtime.tasks import FixedSteps, Participation
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import arrivals
+from tests.coordinator.test_scheduling import CALM as PLAIN
+from tests.coordinator.test_scheduling import FREE, NOW
 
-NOW = 1_000_000.0
-FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
-CALM = Situation(
-    now=NOW,
-    issued=0,
-    version=0,
-    open=(),
-    queue=0,
-    backlog=0,
-    kept=1,
-    held=(),
-    round_ending=False,
-    mean_staleness=0.0,
-    trainers=0,
-    workers=4,
-    model_bytes=1000,
-    devices=tuple(range(10)),
-    last=NOW,
-    round_since=NOW,
-    began=NOW - 60,
-)
+CALM = replace(PLAIN, began=NOW - 60)
 
 
 class Careful(Policy):

@@ -24,13 +24,6 @@ async def give_up(hand: Hand, *triggers: Trigger) -> None:
         assert await hand.admit(answer) == [("given_up", "dropped out")]
 
 
-def raised(trigger: Trigger) -> GiveUp:
-    """The answer of a trainer on which the task raised."""
-    return GiveUp(
-        task=trigger.task, attempt="1", device=trigger.device, trainer="t", reason="raised OSError"
-    )
-
-
 async def issued(hand: Hand, n: int) -> bool:
     return (await hand.ledger.look()).issued == n
 

@@ -20,10 +20,8 @@ from tests.broker.pipeline import finished, pipeline
 from tests.coordinator.scheduler.steps import (
     are_open,
     asked,
-    give_up,
     has_issued,
     of_version,
-    raised,
 )
 from tests.support import Clock, Hand, awaits_news, context, counted, running, wait_until
 
@@ -43,21 +41,6 @@ async def test_rounds_follow_versions_and_close_old_tasks(make: Any, run: Hand) 
         assert (await run.ledger.look()).reasons("given_up") == {"round over": 2}
         [(_, end)] = await run.queue()
         assert end == RoundEnd(version=0, why="round over")
-        await run.balanced()
-
-
-async def test_round_ends_without_the_device_that_fails_repeatedly(make: Any, run: Hand) -> None:
-    """There are ten devices; nine answer, and the other one's task raises whenever it is asked."""
-    async with running(make(Rounds(k=10)), context()):
-        *working, bad = await are_open(run, 10)
-        await run.admit(raised(bad))
-        await has_issued(run, 11)  # it is the only one left to ask
-        again = next(t for t in (await run.ledger.look()).open if t.device == bad.device)
-        await run.admit(raised(again))
-        await have_answered(run, *working)
-        await wait_until(lambda: asked(run))
-        assert await run.dispatch() == ["closed"]
-        assert (await run.ledger.look()).issued == 11
         await run.balanced()
 
 
@@ -90,22 +73,6 @@ async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, cloc
         # A version wakes it, though no task ended with it.
         second = await wait_until(lambda: of_version(run, 1, 3))
         assert all(t.deadline and t.deadline > time.time() + 601.0 for t in second)
-
-
-async def test_timed_out_round_without_arrivals_restarts(
-    make: Any, run: Hand, client: Client, clock: Clock
-) -> None:
-    async with running(make(Rounds(k=2, timeout_s=600.0)), context()):
-        await are_open(run, 2)
-        clock.ahead_s = 601.0
-        await wait_until(lambda: asked(run))
-        assert await run.dispatch() == ["withdrawn"]
-        await has_issued(run, 4)
-        again = await are_open(run, 2)
-        assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
-        assert (await run.ledger.look()).reasons("given_up") == {"deadline passed": 2}
-        assert await run.queue() == []
-        await run.balanced()
 
 
 @pytest.mark.usefixtures("patient")
@@ -231,24 +198,6 @@ async def test_lost_round_end_is_requested_again(
         await wait_until(lambda: asked_to_close(run, 1))
         await run.dispatch()
         assert [type(message) for _, message in await run.queue()] == [RoundEnd]
-
-
-async def test_device_that_answered_does_not_replace_one_that_gave_up(
-    make: Any, run: Hand, client: Client
-) -> None:
-    await client.call("HSET", run.keys.run, "devices", 3)
-    async with running(make(Rounds(k=2)), context()):
-        first, second = await are_open(run, 2)
-        upload = await run.trained(first)
-        assert await run.admit(upload) == [("admitted", "")]
-        buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
-        commit = Commit(held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered])
-        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
-        for n in range(3, 12):
-            await give_up(run, second)
-            await has_issued(run, n)
-            [second] = await are_open(run, 1)
-            assert second.device != first.device
 
 
 # rounds through every service
