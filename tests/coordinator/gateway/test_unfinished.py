@@ -38,9 +38,9 @@ from tests.journals import Scribe
 from tests.support import Hand, wait_until
 
 pytestmark = pytest.mark.process
-CONNECTIONS = 100
+CONNECTIONS = 50
 BODY = 3 << 20  # bytes that each says it will send, and never quite does
-MOST = 150 << 20  # bytes for all of them: a read and aiohttp's buffer each, and some long bodies
+MOST = 80 << 20  # bytes for all of them: a read and aiohttp's buffer each, and some long bodies
 _BODIES = ("POST", "PATCH", "PUT", "*")
 
 
