@@ -17,7 +17,7 @@ from fedstream.core.records import Commit, End
 from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
 from tests.broker.pipeline import finished, pipeline
-from tests.coordinator.scheduler.steps import (
+from tests.coordinator.waiting import (
     are_open,
     asked,
     has_issued,

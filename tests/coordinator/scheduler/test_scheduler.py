@@ -21,7 +21,7 @@ from fedstream.core.records import Changes, Head, Run, Tally
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS
 from fedstream.trainer.devices import eligible
-from tests.coordinator.scheduler.steps import are_open, asked, give_up, has_issued
+from tests.coordinator.waiting import are_open, asked, give_up, has_issued
 from tests.support import Clock, Hand, awaits_news, context, counted, layout_of, running, wait_until
 
 
