@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from fedstream.broker.commands import Command
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.trainer import Outbox
@@ -178,40 +177,25 @@ async def test_foreign_layouts_of_encoded_updates_do_not_read_the_run_each_time(
         reads.append(1)
         return await read(self)
 
-    def says(n: int, layout: str) -> list[Command]:
-        answers = [
-            Upload(
-                task=f"{layout}-{i}",
-                attempt="a",
-                device=3,
-                trainer="edge",
-                tau=0,
-                base="b",
-                layout=layout,
-                digest="d",
-                size=8,
-                samples=1,
-                steps=1,
-                lr=0.1,
-                format="bf16",
-            )
-            for i in range(n)
-        ]
-        return [("XADD", keys.inbox(NORTH), "*", "m", one.encode()) for one in answers]
+    async def say(n: int, layout: str) -> None:
+        for _ in range(n):
+            task = run.trigger(device=3)
+            said = await run.trained(task, write=False, layout=layout, format="bf16")
+            await run.client.call("XADD", keys.inbox(NORTH), "*", "m", said.encode())
 
     monkeypatch.setattr(CoordinatorLedger, "run", reading)
     monkeypatch.setattr("fedstream.coordinator.entries._LAYOUT_S", 1e9)
     async with running(make(), context()):
         await heard(run, 1)
         before = len(reads)
-        await run.client.pipeline(says(20, run.layout.signature))
+        await say(20, run.layout.signature)
         await heard(run, 2)
         assert len(reads) == before + 1
-        await run.client.pipeline(says(20, "foreign"))
+        await say(20, "foreign")
         await heard(run, 3)
         assert len(reads) == before + 1
         monkeypatch.setattr("fedstream.coordinator.entries._LAYOUT_S", 0.0)
-        await run.client.pipeline(says(1, "other"))
+        await say(1, "other")
         await heard(run, 4)
         assert len(reads) == before + 2
     assert (await strays(run))["unknown task"] == 41
