@@ -1,4 +1,4 @@
-"""What has no business in Redis, and what is missing there: coordinators say so and work on."""
+"""Foreign values in Redis, and missing ones: coordinators report them and work on."""
 
 from __future__ import annotations
 

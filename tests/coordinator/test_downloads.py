@@ -1,4 +1,4 @@
-"""Models over HTTP when many ask at once: one copy in memory, and an end to how many."""
+"""Models over HTTP for many readers at once: one copy in memory, and a limit to readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a site says goes no further than it may: events, triggers, announcements."""
+"""Messages of sites are bounded: events, triggers, announcements and claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator answers over HTTP."""
+"""The coordinator's answers over HTTP."""
 
 from __future__ import annotations
 

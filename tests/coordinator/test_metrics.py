@@ -1,4 +1,4 @@
-"""What a coordinator says of the run as a whole."""
+"""A coordinator's metrics of the run as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of a user's own: found by name, asked live and in a simulation, and checked."""
+"""Users' own policies: found by name, used live and in a simulation, and checked."""
 
 from __future__ import annotations
 

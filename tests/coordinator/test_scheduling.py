@@ -1,4 +1,4 @@
-"""When to trigger and for whom, as pure functions: no clock, no Redis."""
+"""When to open tasks, and for which devices, as pure functions: no clock, no Redis."""
 
 from __future__ import annotations
 

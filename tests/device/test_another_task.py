@@ -1,4 +1,4 @@
-"""A device whose task is not the run's, at a real gateway: it is told so before it gets a task."""
+"""A device whose task is not the run's is told so by a real gateway before it gets a task."""
 
 from __future__ import annotations
 

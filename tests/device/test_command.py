@@ -1,4 +1,4 @@
-"""`fedstream device` as its owner starts it: a process of its own, its words and exit codes."""
+"""`fedstream device` as its owner starts it: a process of its own, its output and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device and a trainer that are given the same task, seed and model send the same bits."""
+"""A device and a trainer with the same task, seed and model send the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device's day: it enrols, trains what it is offered, survives what happens, and leaves."""
+"""A device's life: it enrols, trains, survives crashes and refusals, and leaves."""
 
 from __future__ import annotations
 

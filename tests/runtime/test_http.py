@@ -1,4 +1,4 @@
-"""HTTP from the other end of a bare socket: what is too much, too slow or no HTTP at all."""
+"""HTTP from a bare socket: requests that are too many, too slow or malformed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door for plug-ins: what a name stands for, and what is said if it stands for nothing."""
+"""Plug-ins: what their names lead to, and the errors for names that lead nowhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's part that knows who a device is, a device for it, and one that sends updates."""
+"""Fixtures for a gateway's tests: its authentication, a device, and a device that sends updates."""
 
 from __future__ import annotations
 

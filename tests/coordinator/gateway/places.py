@@ -1,4 +1,4 @@
-"""A gateway on a real port, with a coordinator beside it, and devices that say who they are."""
+"""A gateway on a real port, with a coordinator, and devices that name themselves in a header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device's mistakes get: an answer that says what was wrong, and nothing else."""
+"""A gateway's answers to mistakes, its quotas, its OpenAPI document, and its settings."""
 
 from __future__ import annotations
 

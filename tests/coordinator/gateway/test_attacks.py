@@ -1,7 +1,7 @@
-"""Attacks on a gateway's front door: each is refused and counted, and honest devices are served.
+"""Attacks by requests: each is refused and counted, and honest devices are served.
 
-Elsewhere: header bombs (test_auth.py), other devices' tasks (test_service.py), uploads that lie
-(test_uploads.py), and mutated requests by the thousand (tests/fuzz).
+Elsewhere: other devices' tasks (test_service.py), false claims about uploads
+(test_upload_refusals.py), and mutated requests by the thousand (tests/fuzz).
 """
 
 from __future__ import annotations

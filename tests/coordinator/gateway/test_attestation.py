@@ -1,4 +1,4 @@
-"""Devices that somebody has to vouch for: the operator's verifier, and what devices hear."""
+"""Attestation of devices: the operator's verifier, and the answers that devices get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changed since the model that a device has: exact, made once, and only if it is smaller."""
+"""Changes since the model that a device has: exact, made once, and only if they are smaller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices that need a certificate: who has none of the authority's gets no further than TLS."""
+"""Client certificates: a device without one of the authority's gets no further than TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The desk: who is present, who waits, and whose task is whose."""
+"""The desk: which devices are present or wait, and which device has which task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supernodes when something is wrong: Redis, a replica, a request. Only 401 may end them."""
+"""Supernodes beside faults of Redis, of a replica and of requests. Only 401 may end them."""
 
 from __future__ import annotations
 

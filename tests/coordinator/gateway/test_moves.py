@@ -1,4 +1,4 @@
-"""Two replicas of one gateway, and devices that go from one to the other."""
+"""Two replicas of one gateway, and devices that move from one to the other."""
 
 from __future__ import annotations
 

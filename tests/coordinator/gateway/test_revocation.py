@@ -1,4 +1,4 @@
-"""A device that is revoked in the middle of its work: nothing of it goes on."""
+"""A device that is revoked in the middle of its work: all of its work ends."""
 
 from __future__ import annotations
 

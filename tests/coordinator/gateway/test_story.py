@@ -1,4 +1,4 @@
-"""Devices that do what devices do, gateways that crash, Redis cut off: each task ends once."""
+"""Random devices, gateways that crash and a Redis that is cut off: each task ends once."""
 
 from __future__ import annotations
 

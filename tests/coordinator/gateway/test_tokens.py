@@ -1,4 +1,4 @@
-"""Whose request a request is: tokens, revocation, and each attack as it is made."""
+"""Tokens: devices are recognised by them, revocation ends them, and forged ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads at once, too slow, too many; and Redis full or away."""
+"""Uploads at once, too slow or too many; and Redis full or away."""
 
 from __future__ import annotations
 

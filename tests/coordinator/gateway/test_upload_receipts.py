@@ -1,4 +1,4 @@
-"""What a device hears of its update, however often it asks."""
+"""The receipt that a device gets for its update, however often it asks."""
 
 from __future__ import annotations
 

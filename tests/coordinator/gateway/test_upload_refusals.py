@@ -1,4 +1,4 @@
-"""What can be no update, or no part of one."""
+"""Requests that are refused because they can be no update, or no part of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads that end while they arrive; and what a client hears of one besides its answers."""
+"""Uploads whose tasks end while they arrive; and the states and interim responses of uploads."""
 
 from __future__ import annotations
 
