@@ -184,6 +184,22 @@ async def kept_of(hand: Hand) -> list[bytes]:
     return [key for key in found if b"update:" in key or b":upload:" in key]
 
 
+async def test_nothing_is_left_of_a_task_given_up(make: Any, scene: Scene) -> None:
+    """However often a device begins, Redis does not fill up."""
+    hand = await make(SEVERAL)
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        assert (await phone.posts(at, phone.data[: 2 * CHUNK], complete=False)).status == 201
+        under_way = await scene.sending(at, phone, CHUNK + 9)
+        assert len(await kept_of(hand)) == 2
+        assert (await at.give_up(DEVICE, phone.offer)).status == 200
+        assert await kept_of(hand) == []
+        under_way.writer.write(phone.data[CHUNK + 9 :])
+        assert await under_way.status() == 404
+        under_way.close()
+        assert await kept_of(hand) == []
+
+
 async def test_an_upload_can_not_begin_while_its_task_is_given_up(
     make: Any, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
