@@ -550,6 +550,7 @@ def test_round_ends_when_every_device_has_answered() -> None:
     seen = replace(CALM, version=3, held=tuple(devices))
     what = planned(Rounds(k=99), seen)
     assert (what.close, what.triggers) == ((3, ()), ())
+    assert planned(Rounds(k=99), replace(seen, open=round_of(1))).close is None
     still = replace(seen, held=tuple(devices - {0}), open=round_of(1))
     assert planned(Rounds(k=99), still) == Plan(limit=1, wake_at=NOW + 600)
     assert planned(Rounds(k=10), seen).close is None  # the updater has all that it waits for
