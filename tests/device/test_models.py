@@ -200,6 +200,14 @@ async def test_superseded_model_is_told(
         await store.model(offered, model.layout)
 
 
+async def test_expired_token_is_renewed(
+    store: ModelStore, gateway: FakeGateway, model: Model
+) -> None:
+    gateway.fails("GET", "/v1/models/", status=401, reason="token")
+    await store.model(gateway.offer(model).model, model.layout)
+    assert gateway.asked.count("POST /v1/token") == 2
+
+
 async def test_unknown_format_says_what_to_do(
     store: ModelStore, gateway: FakeGateway, model: Model
 ) -> None:

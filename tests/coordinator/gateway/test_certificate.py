@@ -167,6 +167,23 @@ async def test_renewed_certificate_says_which_names_the_gateway_has(
         assert await enrols("old.example") == 401
 
 
+async def test_certificate_is_renewed_before_there_is_a_run(
+    redis: RedisSettings, hand: Hand, secret: Secret
+) -> None:
+    first, second = secret.issued(), secret.issued()
+    secret.put(*first)
+    with capture_logs() as lines:
+        async with serving(hand, redis, is_open=False, **secret.settings) as place:
+            assert await shown(place, secret) == x509.load_pem_x509_certificate(first[0])
+            assert not any("certificate" in line["event"] for line in lines)
+            secret.put(*second)
+
+            async def is_shown() -> bool:
+                return await shown(place, secret) == x509.load_pem_x509_certificate(second[0])
+
+            await wait_until(is_shown)
+
+
 async def test_files_that_do_not_fit_are_reported_once_and_not_served(
     redis: RedisSettings, hand: Hand, secret: Secret
 ) -> None:
