@@ -170,6 +170,25 @@ async def test_huge_entries_claimed_from_another_coordinator_are_not_loaded(
     assert (await strays(hand), (await hand.ledger.look()).dead) == ({"message too long": 3}, 0)
 
 
+async def test_busy_sites_are_all_heard(make: Any, hand: Hand, keys: Keys) -> None:
+    """Entries that are just not too long: more of them than one read may bring."""
+    await hand.create()
+    for site in ("pool", "north"):
+        outbox = Outbox(hand.client, keys, site)
+        for _ in range(40):
+            await hand.client.call("XADD", keys.inbox(site), "*", "m", bytes(LARGEST - 1))
+        await outbox.announce("last", (3,) if site == "north" else ())
+    made = make(sites=("pool", "north"))
+    async with running(made, context()):
+
+        async def heard() -> bool:
+            return set(await hand.ledger.trainers()) == {"last", "north/last"}
+
+        await wait_until(heard)
+    view = await hand.ledger.look()
+    assert view.dead + view.reasons("stray").get("letter over the limit", 0) == 80
+
+
 async def test_entries_behind_much_poison_are_found_at_once(
     make: Any, hand: Hand, keys: Keys
 ) -> None:
