@@ -74,11 +74,6 @@ class Upkeep:
             )
 
 
-LOOK_MS = (
-    100  # that a look behind a commit blocks: the next try would wait as long if Redis is full
-)
-
-
 @dataclass(frozen=True, slots=True)
 class DecidedChange:
     """A change, and the states before and after it."""

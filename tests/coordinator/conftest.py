@@ -3,6 +3,7 @@ them all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,16 +37,19 @@ def make(redis: RedisSettings, keys: Keys) -> Any:
         name: str = "coordinator-0",
         redis: RedisSettings = redis,
         lease_s: float = 15.0,
+        attempts: int = 3,
         anarchic: bool = False,
+        lr_of: Callable[[int, int], float] | None = None,
         **settings: Any,
     ) -> Coordinator:
         return Coordinator(
             CoordinatorSettings(**settings),
-            LeaseSettings(seconds=lease_s),
+            LeaseSettings(seconds=lease_s, attempts=attempts),
             keys=keys,
             redis=redis,
             name=name,
             anarchic=anarchic,
+            lr_of=lr_of,
         )
 
     return make

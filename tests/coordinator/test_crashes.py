@@ -116,14 +116,6 @@ async def test_recovers_after_redis_was_emptied(make: Any, run: Hand, client: Cl
         await tasks(run, 1)
 
 
-async def test_recovers_when_redis_loses_the_scripts(make: Any, run: Hand, client: Client) -> None:
-    async with running(make(), context()):
-        for _ in range(2):
-            await run.request()
-            await tasks(run, 1)
-            await client.call("SCRIPT", "FLUSH")
-
-
 async def test_entries_read_while_stopping_are_processed(
     make: Any, run: Hand, client: Client
 ) -> None:

@@ -13,17 +13,15 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.client import Client
 from fedstream.broker.keys import COORDINATORS, Keys
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.streams import PARTS, Group
 from fedstream.coordinator.entries import LARGEST
-from fedstream.coordinator.service import Coordinator
-from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.runtime.task_settings import LeaseSettings
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.support import EveryRole, Hand, context, running, wait_until
 
@@ -150,7 +148,7 @@ async def test_huge_entries_use_no_memory_and_delay_no_answers(
 
 
 async def test_huge_entries_claimed_from_another_coordinator_are_not_loaded(
-    hand: Hand, redis: RedisSettings, keys: Keys
+    make: Any, hand: Hand, keys: Keys
 ) -> None:
     """However often: what is not even looked at can't have crashed anybody."""
     await hand.create()
@@ -162,13 +160,7 @@ async def test_huge_entries_claimed_from_another_coordinator_are_not_loaded(
     assert len(await gone.read(count=9, block_ms=0)) == 3
     for _ in range(4):
         await gone.claim(idle_ms=0, most=9, own=True)
-    made = Coordinator(
-        CoordinatorSettings(redeliver_s=0.01),
-        LeaseSettings(attempts=2),
-        keys=keys,
-        redis=redis,
-        name="coordinator-0",
-    )
+    made = make(redeliver_s=0.01, attempts=2)
     async with running(made, context()):
 
         async def empty() -> bool:
@@ -178,7 +170,7 @@ async def test_huge_entries_claimed_from_another_coordinator_are_not_loaded(
     assert (await strays(hand), (await hand.ledger.look()).dead) == ({"message too long": 3}, 0)
 
 
-async def test_busy_sites_are_all_heard(hand: Hand, redis: RedisSettings, keys: Keys) -> None:
+async def test_busy_sites_are_all_heard(make: Any, hand: Hand, keys: Keys) -> None:
     """Entries that are just not too long: more of them than one read may bring."""
     await hand.create()
     for site in ("pool", "north"):
@@ -186,13 +178,7 @@ async def test_busy_sites_are_all_heard(hand: Hand, redis: RedisSettings, keys: 
         for _ in range(40):
             await hand.client.call("XADD", keys.inbox(site), "*", "m", bytes(LARGEST - 1))
         await outbox.announce("last", (3,) if site == "north" else ())
-    made = Coordinator(
-        CoordinatorSettings(sites=("pool", "north")),
-        LeaseSettings(),
-        keys=keys,
-        redis=redis,
-        name="coordinator-0",
-    )
+    made = make(sites=("pool", "north"))
     async with running(made, context()):
 
         async def heard() -> bool:
@@ -204,7 +190,7 @@ async def test_busy_sites_are_all_heard(hand: Hand, redis: RedisSettings, keys: 
 
 
 async def test_entries_behind_much_poison_are_found_at_once(
-    hand: Hand, redis: RedisSettings, keys: Keys
+    make: Any, hand: Hand, keys: Keys
 ) -> None:
     """Also where no more than that is looked at together, and nothing of it is taken."""
     await hand.create()
@@ -217,13 +203,7 @@ async def test_entries_behind_much_poison_are_found_at_once(
     await crashed.claim(idle_ms=0, most=9, own=True, count=99)
     await Outbox(hand.client, keys, "pool").announce("last")
     assert len(await crashed.read(count=99, block_ms=0)) == 1
-    made = Coordinator(
-        CoordinatorSettings(redeliver_s=3600.0),
-        LeaseSettings(attempts=2),
-        keys=keys,
-        redis=redis,
-        name="coordinator-0",
-    )
+    made = make(redeliver_s=3600.0, attempts=2)
     async with running(made, context()):
 
         async def heard() -> bool:

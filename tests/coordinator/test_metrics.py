@@ -1,4 +1,4 @@
-"""What a coordinator says of the run as a whole."""
+"""A coordinator's metrics of the run as a whole."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from fedstream.broker.client import RedisSettings
-from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.keys import Keys
 from fedstream.broker.settings import TlsSettings
-from fedstream.broker.streams import Group
 from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
-from fedstream.core.messages import Assignment, Encoded, Trigger
+from fedstream.core.messages import Encoded, Trigger
 from fedstream.core.records import Failing, Head, Run, View
 from fedstream.runtime.task_settings import LeaseSettings
 from tests.broker.certificates import authority, signed
@@ -137,40 +136,21 @@ async def test_task_is_training_while_its_lease_holds(hand: Hand) -> None:
     assert await training(hand, 0) == 0  # all leases are over
 
 
-async def test_owners_tasks_count_too(hand: Hand) -> None:
-    await hand.create()
-    await hand.announce("ann", 3)
-    await hand.request(device=3)
-    await hand.dispatch()
-    stream = Group(hand.client, hand.keys.tasks_of("ann"), TRAINERS, "ann")
-    await stream.ensure()
-    assert await training(hand) == 0
-    [entry] = await stream.read(block_ms=0)
-    assert Assignment.decode(entry.data).device == 3
-    assert await training(hand) == 1
-
-
-async def test_last_values_are_kept_while_redis_is_away(redis: RedisSettings, hand: Hand) -> None:
+async def test_last_values_are_kept_while_redis_is_away(
+    make: Any, redis: RedisSettings, hand: Hand
+) -> None:
     await hand.create()
     await hand.request(2)
     watched = context()
-    async with Proxy(redis) as proxy:
-        coordinator = Coordinator(
-            CoordinatorSettings(),
-            LeaseSettings(),
-            keys=hand.keys,
-            redis=proxy.settings,
-            name="coordinator-0",
-        )
-        async with running(coordinator, watched):
-            await wait_until(lambda: counted(watched, "fedstream_run_open", state="waiting") == 2)
-            assert counted(watched, "fedstream_redis_reconnects_total") == 0
-            looked = "fedstream_run_looked_timestamp_seconds"
-            before = counted(watched, looked)
-            proxy.cut()
-            await wait_until(lambda: counted(watched, looked) > before)
-            await wait_until(lambda: counted(watched, "fedstream_redis_reconnects_total") > 0)
-            assert counted(watched, "fedstream_run_running") == 1
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), watched):
+        await wait_until(lambda: counted(watched, "fedstream_run_open", state="waiting") == 2)
+        assert counted(watched, "fedstream_redis_reconnects_total") == 0
+        looked = "fedstream_run_looked_timestamp_seconds"
+        before = counted(watched, looked)
+        proxy.cut()
+        await wait_until(lambda: counted(watched, looked) > before)
+        await wait_until(lambda: counted(watched, "fedstream_redis_reconnects_total") > 0)
+        assert counted(watched, "fedstream_run_running") == 1
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""Policies of a user's own: found by name, asked live and in a simulation, and checked."""
+"""Users' own policies: found by name, used live and in a simulation, and checked."""
 
 from __future__ import annotations
 
@@ -17,28 +17,10 @@ from fedstream.core.errors import ConfigError
 from fedstream.runtime.task_settings import FixedSteps, Participation
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import arrivals
+from tests.coordinator.test_scheduling import CALM as PLAIN
+from tests.coordinator.test_scheduling import FREE, NOW
 
-NOW = 1_000_000.0
-FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
-CALM = Situation(
-    now=NOW,
-    issued=0,
-    version=0,
-    open=(),
-    queue=0,
-    backlog=0,
-    kept=1,
-    held=(),
-    round_ending=False,
-    mean_staleness=0.0,
-    trainers=0,
-    workers=4,
-    model_bytes=1000,
-    devices=tuple(range(10)),
-    last=NOW,
-    round_since=NOW,
-    began=NOW - 60,
-)
+CALM = replace(PLAIN, began=NOW - 60)
 
 
 class Careful(Policy):
@@ -89,11 +71,6 @@ def test_it_says_when_the_next_one_begins() -> None:
     what = planned(Careful(every_s=1.0), replace(CALM, last=NOW - 1.5))
     assert devices(what) == [0]  # the next counts from now
     assert (what.wake_at, what.last) == (NOW + 1.0, NOW)
-
-
-def test_a_device_that_may_not_begin_is_passed_over() -> None:
-    seen = replace(CALM, is_eligible=lambda device: device % 2 == 1)
-    assert devices(planned(Careful(most=4), seen)) == [1, 3, 5, 7]
 
 
 def test_limits_are_outside_of_it() -> None:
@@ -207,14 +184,6 @@ def test_a_policy_whose_time_never_comes_ends_the_simulation() -> None:
         simulated(Creeping(n=2, mean_delay_s=1.0))
 
 
-def test_a_simulation_asks_it_the_same_and_repeats_itself() -> None:
-    policy = Careful(most=3, every_s=0.25)
-    assert simulated(policy) == simulated(policy)
-    first = [event.n for event in sorted(simulated(policy), key=lambda event: event.n)]
-    assert first[:3] == [0, 1, 2]
-    assert {event.device for event in simulated(policy)} <= {0, 1, 2, 3}  # the lowest that is idle
-
-
 def test_the_same_rule_by_somebody_else_gives_the_same_arrivals() -> None:
     ours = InFlight(n=4, mean_delay_s=0.5)
     theirs = Copy(n=4, mean_delay_s=0.5)
@@ -239,9 +208,3 @@ def test_the_moment_shows_the_mean_staleness_of_what_was_used() -> None:
     assert max(late) > 0
     assert set(seen) <= means
     assert len(set(seen)) > 10
-
-
-def test_nonsense_ends_a_simulation_with_the_same_error() -> None:
-    wrong = type("Wrong", (Careful,), {"due": lambda *_: None})(kind="rules.py:Wrong")
-    with pytest.raises(ConfigError, match=r"'rules.py:Wrong': due\(\) returned None"):
-        simulated(wrong)

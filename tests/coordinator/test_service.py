@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Group
 from fedstream.core.messages import Assignment, GiveUp
 from tests.coordinator.waiting import dead, is_open, queued, tasks
-from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
+from tests.support import Hand, Proxy, context, counted, running, wait_until
 
 # the run of things
 
@@ -155,35 +154,6 @@ async def test_junk_becomes_dead_letters_and_blocks_nothing(
         await queued(run, 1)
 
 
-async def test_task_that_crashes_its_trainers_becomes_a_dead_letter(make: Any, run: Hand) -> None:
-    await run.request(2)
-    await run.dispatch()
-    [(poison, task), (good, _)] = await run.take()
-    trainer = Group(run.client, run.keys.tasks, TRAINERS, "t")
-    await trainer.claim(idle_ms=0, most=9, own=True, count=1)
-    await trainer.claim(idle_ms=0, most=9, own=True, count=1)
-    async with running(make(lease_s=0.05), context()):
-        [letter] = await dead(run, 1)
-        assert (letter.entry, letter.reason, letter.deliveries) == (
-            poison.id,
-            "crashed its trainers",
-            3,
-        )
-        view = await run.ledger.look()
-        assert view.reasons("dead") == {"crashed its trainers": 1}
-        assert task.task not in {trigger.task for trigger in view.open}
-        assert await trainer.renew(good)  # the other one is left alone
-        await run.balanced()
-
-
-async def test_owners_poison_task_becomes_a_dead_letter(make: Any, run: Hand) -> None:
-    await poisoned(run, "owner", 3)
-    async with running(make(lease_s=0.05), context()):
-        [letter] = await dead(run, 1)
-        assert letter.stream == "tasks:pool/owner"
-        await run.balanced()
-
-
 async def poisoned(run: Hand, name: str, device: int) -> None:
     """The device's owner was given its task three times."""
     await run.announce(name, device)
@@ -237,15 +207,3 @@ async def test_sweep_needs_no_exchange_per_owner(
             await wait_until(lambda: said["measure"] > 5)
     # Its two groups, at each sweep and at the start.
     assert said["claim"] <= 2 * (said["measure"] + 2)
-
-
-async def test_admitted_update_does_not_expire(make: Any, run: Hand, client: Client) -> None:
-    async with running(make(), context()):
-        await run.request()
-        [(entry, task)] = await tasks(run, 1)
-        upload = await run.trained(task, write=False)
-        key = run.keys.update(upload.blob)
-        await blobs.write(client, key, model_of(run.layout, 1.0), expire_s=60)
-        await run.outbox.answer(run.keys.tasks, entry, upload)
-        await queued(run, 1)
-        assert await client.call("PTTL", run.keys.queued(upload.blob)) == -1

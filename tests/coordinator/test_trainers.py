@@ -3,20 +3,13 @@ silent owner are given up."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
-from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.streams import Group
-from fedstream.coordinator.policies import InFlight
-from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
-from fedstream.core.messages import Assignment, GiveUp
 from tests.coordinator.waiting import is_open, tasks
 from tests.support import Hand, context, counted, running, wait_until
 
@@ -51,21 +44,6 @@ async def test_silent_trainer_is_removed_with_its_consumer(
         assert list(await run.ledger.trainers()) == ["bob", "cat"]
 
 
-async def test_junk_in_the_register_is_removed(make: Any, run: Hand, client: Client) -> None:
-    """Any trainer's user may write there."""
-    await client.call("ZADD", run.keys.alive, 0, b"\xfe", 1, b"\xff")
-
-    async def none_left() -> bool:
-        return bool(await client.call("ZCARD", run.keys.alive) == 0)
-
-    with capture_logs() as logs:
-        async with running(make(trainer_silence_s=0.5), context()):
-            await wait_until(none_left)
-            await wait_until(lambda: "trainer lost" in [line["event"] for line in logs])
-    [lost] = [line for line in logs if line["event"] == "trainer lost"]
-    assert lost["trainer"] == "\ufffd"
-
-
 async def test_trainers_are_not_removed_before_they_could_be_heard(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,15 +70,6 @@ async def test_trainers_are_not_removed_before_they_could_be_heard(
 
 async def texts(hand: Hand, last: str) -> bool:
     return [event.text for event in await hand.events("trainer")][-1] == last
-
-
-async def test_idle_consumer_is_not_reaped(make: Any, run: Hand, client: Client) -> None:
-    await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, "t")
-    coordinator = make(trainer_silence_s=3600.0)
-    watched = context()
-    async with running(coordinator, watched):
-        await wait_until(lambda: counted(watched, "fedstream_run_looked_timestamp_seconds"))
-    assert await consumers(client, run.keys, {"t"})
 
 
 async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
@@ -134,74 +103,3 @@ async def gone(hand: Hand, name: str) -> bool:
 
 async def routed(hand: Hand, n: int) -> bool:
     return int(await hand.client.call("XLEN", hand.keys.tasks_of("owner"))) == n
-
-
-# owners, with a scheduler
-
-
-async def all_is_heard(hand: Hand) -> bool:
-    return (await hand.ledger.look(inboxes=True)).inbox == 0
-
-
-async def test_run_served_only_by_owners_survives_a_restart(
-    make: Any, run: Hand, redis: RedisSettings, client: Client
-) -> None:
-    await run.scheduler.release()
-    await client.call("HSET", run.keys.run, "devices", 300)  # so many that few fail twice and rest
-    anns, hers_later, bobs_own = range(100), range(50, 100), range(200, 300)
-    scheduler = Scheduler(
-        SchedulerSettings(), InFlight(n=4), keys=run.keys, redis=redis, name="scheduler-0", seed=1
-    )
-    served: dict[str, list[int]] = {"ann": [], "bob": []}
-
-    async def serve(name: str, devices: range) -> None:
-        """A trainer that owns devices, and gives up what it is asked."""
-        group = Group(client, run.keys.tasks_of(name), TRAINERS, name)
-        await group.ensure()
-        while True:
-            await run.outbox.announce(name, devices)
-            for entry in await group.read(block_ms=50):
-                task = Assignment.decode(entry.data)
-                served[name].append(task.device)
-                tired = GiveUp(
-                    task=task.task,
-                    attempt="1",
-                    device=task.device,
-                    trainer=name,
-                    reason="dropped out",
-                )
-                await run.outbox.answer(group.stream, entry, tired)
-
-    @asynccontextmanager
-    async def serving(name: str, devices: range) -> AsyncIterator[None]:
-        serving = asyncio.create_task(serve(name, devices))
-        try:
-            yield
-        finally:
-            serving.cancel()
-            await asyncio.wait({serving})
-
-    async with running(scheduler, context()), running(make(), context()):
-        # Without a trainer one task is drawn for the pool, then ann comes: hers, or nobody's.
-        await wait_until(lambda: is_open(run, 4))
-        async with serving("bob", bobs_own):
-            async with serving("ann", anns):
-                await wait_until(lambda: len(served["ann"]) > 20 and len(served["bob"]) > 20)
-            await wait_until(lambda: all_is_heard(run))  # else she is back by her last words
-            await run.ledger.leave(b"ann")  # her tasks are given up, bob goes on
-            bobs = len(served["bob"])
-            await wait_until(lambda: len(served["bob"]) > bobs + 10)
-            served["ann"].clear()
-            async with serving("ann", hers_later):
-                await wait_until(lambda: len(served["ann"]) > 20)
-                assert set(served["ann"]) <= set(hers_later)
-                assert await run.ledger.owners() == dict.fromkeys(
-                    hers_later, "ann"
-                ) | dict.fromkeys(bobs_own, "bob")
-
-                async def pool_is_empty() -> bool:
-                    return int(await client.call("XLEN", run.keys.tasks)) == 0
-
-                await wait_until(pool_is_empty)
-    assert set(served["bob"]) <= set(bobs_own)
-    await run.balanced()

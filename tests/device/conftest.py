@@ -1,4 +1,4 @@
-"""A device, and a gateway that does what tests say."""
+"""A device, and a gateway that fails when a test tells it to."""
 
 from __future__ import annotations
 

@@ -36,14 +36,11 @@ def test_url_is_a_host_and_a_port(url: str, base: str) -> None:
     ("url", "why"),
     [
         ("gateway.example", "expected https://HOST"),
-        ("ftp://gateway.example", "expected https://HOST"),
         ("https://", "expected https://HOST"),
         ("https://gateway.example:99999", "99999"),
         ("https://gateway.example/fed", "a gateway has no folder of its own"),
-        ("https://gateway.example/?run=1", "a gateway has no folder of its own"),
         ("https://me:secret@gateway.example", "a gateway has no folder of its own"),
         ("http://gateway.example", "use https://"),
-        ("http://10.0.0.1", "use https://"),
     ],
 )
 def test_other_urls_are_refused(url: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""`fedstream device` as its owner starts it: a process of its own, its words and exit codes."""
+"""`fedstream device` as its owner starts it: a process of its own, its output and exit codes."""
 
 from __future__ import annotations
 
@@ -105,18 +105,17 @@ async def test_once_does_one_task_and_leaves_a_key_and_a_folder(
     assert (tmp_path / "device.pem.state").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_signal_gives_the_task_up_and_says_so(
-    start: Start, gateway: FakeGateway, x_tau: Model, number: signal.Signals
+    start: Start, gateway: FakeGateway, x_tau: Model
 ) -> None:
     gateway.offer(x_tau, steps=10**9, heartbeat_s=0.05)
     process = await start()
     await wait_until(lambda: gateway.beats)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, err = await process.communicate()
     assert (process.returncode, err) == (130, b"")
     assert out.decode().splitlines()[1:] == [
-        f"{number.name}: leaving; a second signal ends this process at once",
+        "SIGTERM: leaving; a second signal ends this process at once",
         "task task-1: given up: dropped out",
     ]
     assert gateway.given_up == [("task-1", "dropped out")]
@@ -178,3 +177,27 @@ def test_missing_extra_is_named(
         main(["device", "--key", "k", "--url", "https://gateway.example"])
     assert ended.value.code == 2
     assert "pip install 'fedstream[device]'" in capsys.readouterr().err
+
+
+# examples/plain_device.py
+
+PLAIN = Path(__file__).parents[2] / "examples" / "plain_device.py"
+
+
+@pytest.mark.process
+async def test_a_task_of_another_model_is_given_up_with_a_reason(
+    gateway: FakeGateway, server: TestServer, model: Model
+) -> None:
+    gateway.offer(model)
+    url = str(server.make_url("/")).rstrip("/")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, PLAIN, url, gateway.invite(7), stderr=PIPE
+    )
+    _, err = await process.communicate()
+    assert (process.returncode, gateway.given_up) == (1, [("task-1", "raised ValueError")])
+    said = f"given up: `train` is for another model than one of {model.layout.nbytes} bytes"
+    assert err.decode().startswith(f"task task-1: {said}")
+
+
+def test_it_stays_within_120_lines() -> None:
+    assert len(PLAIN.read_text().splitlines()) <= 120

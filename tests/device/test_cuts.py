@@ -1,4 +1,4 @@
-"""A device at a real gateway, on a line that breaks again and again."""
+"""A device at a real gateway, on a connection that breaks again and again."""
 
 from __future__ import annotations
 

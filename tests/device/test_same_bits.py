@@ -1,4 +1,4 @@
-"""A device and a trainer that are given the same task, seed and model send the same bits."""
+"""A device and a trainer with the same task, seed and model send the same bits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
     ("name", "sends"),
     [
         ("f32", "model"),
-        ("int8", "model"),
-        ("f32", "delta"),
         ("bf16+zstd", "delta"),
         ("int4", "delta"),
     ],

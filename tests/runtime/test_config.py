@@ -82,10 +82,6 @@ def refusal(*sets: str, **environ: str) -> str:
 # Layers
 
 
-def test_defaults_apply_without_any_layers() -> None:
-    assert load_sets() == Sample()
-
-
 def test_later_layers_override_earlier_ones_per_key(tmp_path: Path) -> None:
     settings = load_file(
         tmp_path,
@@ -110,11 +106,8 @@ def test_names_without_a_double_underscore_are_not_configuration() -> None:
         ("name", "plain text, with = and #", "plain text, with = and #"),
         ("name", '"quoted"', "quoted"),
         ("name", "", ""),
-        ("name", "two\nlines = 2", "two\nlines = 2"),
         ("name", "1\nlines = 2", "1\nlines = 2"),
         ("name", "0042", "0042"),
-        ("name", "20240101", "20240101"),
-        ("name", "1e5", "1e5"),
         ("name", "true", "true"),
         ("tags", '["a", "b"]', ("a", "b")),
         ("weights", "{a = 1, b = 0.5}", {"a": 1.0, "b": 0.5}),
@@ -140,7 +133,6 @@ def test_a_table_replaces_a_value_and_the_last_set_wins() -> None:
     ("text", "environ", "sets", "tags"),
     [
         ("", {"A": "a"}, (), ("first", "a")),
-        ("", {"B": "b", "A": "x"}, (), ("first", "x", "b")),
         ('tags = ["file"]', {"A": "a"}, ("run.tags.z=z",), ("file", "a", "z")),
         ('tags = ["file"]', {"": '["env"]', "A": "a"}, (), ("env", "a")),
         ("", {"A": "a"}, ("run.tags=['alone']",), ("alone",)),
@@ -212,10 +204,6 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
             ("strategy.k=5",),  # not of the default strategy
             "strategy.name: required, but not given; one of fedasync, fedbuff",
         ),
-        (
-            ("strategy.name=fedasync", "strategy.alhpa=0.5"),
-            "strategy.alhpa = 0.5 (from --set): unknown key; did you mean strategy.alpha?",
-        ),
         (("strategy=3",), "strategy = 3 (from --set): must be a table"),
         (("run=3",), "run = 3 (from --set): must be a table"),
         (("runn.seed=3",), "runn (from --set): unknown key; did you mean run?"),
@@ -228,29 +216,15 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
             "retry.zzz = 1 (from --set): unknown key; allowed here: first, most",
         ),
         (("run.seed='1'",), 'run.seed = "1" (from --set): must be a valid integer'),
-        (("run.seed=1.0",), "run.seed = 1.0 (from --set): must be a valid integer"),
-        (("run.quick=yes",), 'run.quick = "yes" (from --set): must be a valid boolean'),
         (("retry.most=inf",), "retry.most = Infinity (from --set): must be a finite number"),
         (
             ("run.port=some",),
             "run.port = \"some\" (from --set): must be a valid integer or must be 'any'",
         ),
-        (
-            ("run.weights.a.b=1",),
-            "run.weights.a (from --set): must be a valid number",
-        ),
         (('run.tags=["a", 1]',), "run.tags[1] = 1 (from --set): must be a valid string"),
-        (
-            ("policy.kind=rounds", "policy.size=x"),
-            'policy.size = "x" (from --set): must be a valid integer',
-        ),
         (
             ("policies=[{kind='rounds'}, {kind='poisson', rat=1}]",),
             "policies[1].rat = 1 (from --set): unknown key; did you mean policies[1].rate?",
-        ),
-        (
-            ("policies=[{rate=1}]",),
-            "policies[0].kind (from --set): required, but not given; one of poisson, rounds",
         ),
         (("retry.first=9",), "retry (from --set): first must not exceed most"),
     ],
@@ -303,13 +277,13 @@ def test_error_across_tables_names_no_key() -> None:
 
 
 def test_short_secret_is_not_shown_and_counted_in_characters() -> None:
-    class Door(Section):
+    class Registry(Section):
         token: SecretStr | None = Field(default=None, min_length=16)
 
     with pytest.raises(
         ConfigError, match=r"^token \(from --set\): must have at least 16 characters$"
     ):
-        load(Door, path=None, environ={}, sets=["token='hush'"])
+        load(Registry, path=None, environ={}, sets=["token='hush'"])
 
 
 def test_every_invalid_key_gets_a_line_with_its_source(tmp_path: Path) -> None:
@@ -320,10 +294,6 @@ def test_every_invalid_key_gets_a_line_with_its_source(tmp_path: Path) -> None:
         "run.quick = 2 (from FEDSTREAM_RUN__QUICK): must be a valid boolean",
         'retry.most = "no" (from --set): must be a valid number',
     ]
-
-
-def test_long_value_is_truncated() -> None:
-    assert len(refusal(f"run.seed={'x' * 10_000}")) < 200
 
 
 def test_missing_or_malformed_file_is_an_error(tmp_path: Path) -> None:
@@ -400,13 +370,6 @@ def test_any_input_gives_settings_or_a_config_error(
             load_sets(*(f"{'.'.join(key)}={value}" for key, value in given))
     except ConfigError:
         return
-
-
-def test_file_with_invalid_utf8_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_bytes(b'[run]\nname = "caf\xe9"\n')
-    with pytest.raises(ConfigError, match=r"run\.toml: not valid TOML: .*utf-8"):
-        load(Sample, path=path, environ={})
 
 
 @pytest.mark.parametrize("item", ["run.seed", "=1", ""])

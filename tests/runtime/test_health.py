@@ -1,19 +1,15 @@
-"""Health: what is overdue, what is not ready, and what the probes see over real HTTP."""
+"""Health: what is overdue, what is not ready, and the metrics."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-from aiohttp import ClientSession, web
-from prometheus_client import CollectorRegistry, Counter
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from pydantic import ValidationError
 
-from fedstream.runtime.health import Health, routes
+from fedstream.runtime.health import EventCounts, Health, routes
 from fedstream.runtime.http import HttpSettings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 class Clock:
@@ -45,11 +41,6 @@ def test_released_loop_need_not_beat() -> None:
     assert health.overdue() == []
 
 
-def test_unexpected_beat_is_an_error() -> None:
-    with pytest.raises(KeyError, match="claim"):
-        Health().beat("claim")
-
-
 def test_ready_while_every_check_passes() -> None:
     health = Health()
     connected = [False]
@@ -67,52 +58,31 @@ def test_port_must_be_in_range(port: object) -> None:
         HttpSettings.model_validate({"port": port})
 
 
-class Probe:
-    """A server with the health routes, and a client of it."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.health = Health(self.clock)
-        self.registry = CollectorRegistry()
-        self.url = ""
-
-    async def get(self, path: str) -> tuple[int, object]:
-        async with ClientSession() as session, session.get(self.url + path) as reply:
-            return reply.status, await reply.json()
-
-
-@pytest.fixture
-async def probe() -> AsyncIterator[Probe]:
-    probe = Probe()
-    app = web.Application()
-    app.add_routes(routes(probe.health, probe.registry))
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0]
-    probe.url = f"http://{host}:{port}"
-    yield probe
-    await runner.cleanup()
-
-
-async def test_livez_names_the_hanging_loop(probe: Probe) -> None:
-    probe.health.expect("claim", 1.0)
-    assert await probe.get("/livez") == (200, {"alive": True, "overdue": []})
-    probe.clock.now += 2.0
-    status, body = await probe.get("/livez")
-    assert (status, body) == (503, {"alive": False, "overdue": ["claim: 1.0 s overdue"]})
-
-
-async def test_readyz_names_what_is_missing(probe: Probe) -> None:
-    assert await probe.get("/readyz") == (200, {"ready": True, "missing": []})
-    probe.health.ready_when("redis", lambda: False)
-    assert await probe.get("/readyz") == (503, {"ready": False, "missing": ["redis"]})
-
-
-async def test_metrics_include_the_registry_and_the_process(probe: Probe) -> None:
-    Counter("applied", "Updates applied.", registry=probe.registry).inc(3)
-    async with ClientSession() as session, session.get(probe.url + "/metrics") as reply:
+async def test_metrics_include_the_registry_and_the_process() -> None:
+    registry, app = CollectorRegistry(), web.Application()
+    app.add_routes(routes(Health(), registry))
+    Counter("applied", "Updates applied.", registry=registry).inc(3)
+    async with TestClient(TestServer(app)) as client, client.get("/metrics") as reply:
         assert reply.headers["Content-Type"].startswith("text/plain; version=")
         lines = (await reply.text()).splitlines()
     assert "applied_total 3.0" in lines
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
+
+
+# counts by labels
+
+
+def test_counts_are_shown_by_their_labels() -> None:
+    registry = CollectorRegistry()
+    answers = EventCounts(
+        "answers", "What became of them.", ["verdict", "reason"], registry=registry
+    )
+    for labels in (("admitted", ""), ("refused", "size"), ("admitted", ""), ("refused", "digest")):
+        answers.add(*labels)
+    assert generate_latest(registry).decode().splitlines() == [
+        "# HELP answers_total What became of them.",
+        "# TYPE answers_total counter",
+        'answers_total{reason="",verdict="admitted"} 2.0',
+        'answers_total{reason="size",verdict="refused"} 1.0',
+        'answers_total{reason="digest",verdict="refused"} 1.0',
+    ]

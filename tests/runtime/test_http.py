@@ -1,4 +1,4 @@
-"""HTTP from the other end of a bare socket: what is too much, too slow or no HTTP at all."""
+"""HTTP from a bare socket: requests that are too many, too slow or malformed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedstream.runtime.tls import CurrentTls
 from tests.support import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
 SLICE = 1 << 16
 LONG = 1 << 24  # bytes of an answer that fits into no socket
@@ -167,7 +167,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
 # who says nothing, little, or takes nothing
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET /sho", get("/short")[:-2], b"GET / HTTP/1.1\r\nA: "])
+@pytest.mark.parametrize("begun", [b"", get("/short")[:-2]])
 async def test_incomplete_request_is_cut_off(begun: bytes) -> None:
     async with site(idle_s=0.2) as http:
         reader, writer = await http.connected()
@@ -211,17 +211,6 @@ async def test_trickling_client_is_cut_off() -> None:
         writer.close()
 
 
-async def test_idle_keep_alive_connection_is_closed_after_the_same_time() -> None:
-    async with site(idle_s=0.5) as http:
-        reader, writer = await http.connected()
-        for _ in range(3):
-            writer.write(get("/short"))
-            assert (await answer(reader))[0] == 200
-            await asyncio.sleep(0.1)
-        assert await is_closed(reader)
-        writer.close()
-
-
 async def test_stalled_reader_is_cut_off_and_uses_little_memory() -> None:
     async with site(write_s=0.3) as http, AsyncExitStack() as stack:
         slow = stack.enter_context(socket.socket())
@@ -262,7 +251,8 @@ async def test_unread_end_of_a_response_does_not_block_forever() -> None:
         await wait_until(is_free)
 
 
-async def test_unexpected_request_body_is_not_waited_for() -> None:
+async def test_unexpected_request_body_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstream.runtime.http._LINGER_S", 0.2)
     async with site() as http:
         reader, writer = await http.connected()
         writer.write(get("/short", "Content-Length: 1000000000"))
@@ -294,17 +284,6 @@ async def test_excess_connection_gets_503_and_freed_slot_is_reused() -> None:
         await wait_until(is_free)
 
 
-async def test_many_half_sent_requests_affect_neither_probes_nor_memory() -> None:
-    async with site(connections=64) as http, AsyncExitStack() as stack:
-        for _ in range(1100):
-            _, writer = await http.connected()
-            stack.callback(writer.close)
-            writer.write(b"GET /short HTTP/1.1\r\nX-Long: " + b"x" * 4000)
-        assert (await http.said(get("/short")))[0] == 503
-        for probe in ("/livez", "/readyz"):
-            assert (await http.said(get(probe), "health_port"))[0] == 200
-
-
 def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """A service's TLS, and that of clients who trust it."""
     authority = trustme.CA()
@@ -312,21 +291,6 @@ def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.configure_trust(trusting)
     return context, trusting
-
-
-async def test_own_port_speaks_tls_and_probes_do_not() -> None:
-    context, trusting = contexts()
-    async with site(tls=context, idle_s=0.5) as made:
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", made.ports["port"], ssl=trusting
-        )
-        writer.write(get("/short"))
-        assert (await answer(reader))[0] == 200
-        writer.close()
-        assert (await made.said(get("/livez"), "health_port"))[0] == 200
-        silent, other = await made.connected()  # never begins to agree on TLS
-        assert await is_closed(silent)
-        other.close()
 
 
 def test_tls_that_fails_is_counted_and_told_to_who_debugs() -> None:
@@ -347,6 +311,7 @@ def test_tls_that_fails_is_counted_and_told_to_who_debugs() -> None:
                     with pytest.raises((ssl.SSLError, ConnectionError)):
                         await asyncio.open_connection("127.0.0.1", port, ssl=strange)
                 await wait_until(lambda: made.refused() == {"tls": 3})
+                assert (await made.said(get("/livez"), "health_port"))[0] == 200  # without TLS
                 (await made.connected())[1].close()  # looks whether the port is open
                 silent, other = await made.connected()
                 assert await is_closed(silent)
@@ -372,10 +337,7 @@ def test_tls_that_fails_is_counted_and_told_to_who_debugs() -> None:
         runner.run(fail())
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
-    new_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
+def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests() -> None:
     """Such a transport calls an empty buffer full if its limit is 0, and may never take it back."""
     context, trusting = contexts()
 
@@ -391,7 +353,7 @@ def test_readers_over_tls_get_long_answers_whole_and_may_pause_between_requests(
             await reader.readexactly(100 * SLICE)
             writer.close()
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(read())
 
 
@@ -504,29 +466,15 @@ async def test_probes_are_only_on_their_own_port() -> None:
         assert (await http.said(get("/short"), "health_port"))[0] == 404
 
 
-async def test_service_without_routes_listens_only_for_probes() -> None:
-    with capture_logs() as lines:
-        log = structlog.get_logger()
-        health = health_routes(Health(), CollectorRegistry())
-        async with serving([], health, HttpSettings(), lambda: False, log):
-            [line] = lines
-    assert "port" not in line
-    assert line["health_port"] > 0
-
-
 # who says what is no request
 
 
 BAD = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-    b"hello\r\n\r\n",
-    b"GET /short HTTP/9.9\r\n\r\n",
     get("/short", "no colon"),
-    get("/short", "Content-Length: -1"),
     get("/short", "Content-Length: 1", "Transfer-Encoding: chunked"),
     get("/" + "x" * 10_000),
     get("/short", "X: " + "x" * 10_000),
-    get("/short", *(f"X-{n}: y" for n in range(100))),
 ]
 
 
@@ -548,8 +496,7 @@ async def test_malformed_request_is_logged_and_answered_in_json(request_: bytes)
         assert "\n" not in line["reason"]
 
 
-@pytest.mark.parametrize("port", ["port", "health_port"])
-@pytest.mark.parametrize("path", ["/short", "/livez", "/v2/nothing"])
+@pytest.mark.parametrize(("port", "path"), [("port", "/short"), ("health_port", "/v2/nothing")])
 async def test_http_before_1_1_is_refused_on_every_port(port: str, path: str) -> None:
     async with site() as http:
         reader, writer = await http.connected(port)
@@ -609,12 +556,6 @@ async def test_unknown_route_that_is_to_expect_something_unreadable_is_no_failur
         assert its.refused() == {"malformed": 1}
 
 
-async def test_temporary_error_sets_retry_after() -> None:
-    async with site() as http:
-        status, headers, body = await http.said(get("/full"))
-        assert (status, headers["retry-after"], body) == (503, "7", {"error": "full"})
-
-
 async def test_stopping_service_closes_connections_with_its_responses() -> None:
     """Else a request that is sent on one just as it is cut is lost."""
     paths = {"/short": "port", "/nothing": "port", "/livez": "health_port"}
@@ -626,7 +567,7 @@ async def test_stopping_service_closes_connections_with_its_responses() -> None:
             assert (await http.said(get(path), port))[1]["connection"] == "close"
 
 
-@pytest.mark.parametrize("behind", [b"x", get("/short"), get("/short", "Content-Length: 100000")])
+@pytest.mark.parametrize("behind", [b"x", get("/short")])
 async def test_client_that_sends_on_behind_a_request_is_not_read(behind: bytes) -> None:
     async with site() as http:
         _, writer = await http.connected()
@@ -639,7 +580,7 @@ async def test_client_that_sends_on_behind_a_request_is_not_read(behind: bytes) 
         http.released.set()
 
 
-@pytest.mark.parametrize("behind", [b"", b"G", get("/short")])
+@pytest.mark.parametrize("behind", [b"", get("/short")])
 async def test_client_that_goes_away_while_it_waits_is_noticed(behind: bytes) -> None:
     async with site() as http:
         _, writer = await http.connected()
@@ -662,7 +603,8 @@ async def test_request_in_hand_is_answered_before_the_end() -> None:
     writer.close()
 
 
-async def test_end_does_not_wait_for_ever_for_an_answer() -> None:
+async def test_end_does_not_wait_for_ever_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstream.runtime.http._CLOSE_S", 0.2)
     async with asyncio.timeout(30):
         async with site() as http:
             reader, writer = await http.connected()

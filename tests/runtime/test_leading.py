@@ -1,4 +1,4 @@
-"""A role that one process holds at a time: what it says while it leads, waits, and leaves."""
+"""A role that one process holds at a time: waiting for it, leading, losing it, and leaving."""
 
 from __future__ import annotations
 

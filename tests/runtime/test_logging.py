@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 import logging
-import threading
 from datetime import UTC, datetime
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -87,28 +86,6 @@ def test_level_applies_to_both_loggers(capsys: pytest.CaptureFixture[str]) -> No
         log.info("not this")
         log.warning("this")
     assert [line["event"] for line in lines(capsys)] == ["this", "this"]
-
-
-async def test_context_is_bound_per_task(capsys: pytest.CaptureFixture[str]) -> None:
-    configure(LogSettings())
-    both = asyncio.Barrier(2)
-
-    async def work(task: str) -> None:
-        structlog.contextvars.bind_contextvars(task=task)
-        await both.wait()
-        structlog.get_logger().info("worked")
-        logging.getLogger("theirs").info("worked")
-
-    await asyncio.gather(work("t1"), work("t2"))
-    assert sorted(line["task"] for line in lines(capsys)) == ["t1", "t1", "t2", "t2"]
-
-
-def test_run_and_service_reach_threads(capsys: pytest.CaptureFixture[str]) -> None:
-    configure(LogSettings(), run="r1")
-    thread = threading.Thread(target=lambda: structlog.get_logger().info("trained"))
-    thread.start()
-    thread.join()
-    assert lines(capsys)[0]["run"] == "r1"
 
 
 def test_configuring_twice_does_not_duplicate_lines(capsys: pytest.CaptureFixture[str]) -> None:

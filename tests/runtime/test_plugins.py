@@ -1,4 +1,4 @@
-"""The door for plug-ins: what a name stands for, and what is said if it stands for nothing."""
+"""Plug-ins: what their names lead to, and the errors for names that lead nowhere."""
 
 from __future__ import annotations
 
@@ -248,25 +248,15 @@ def test_changing_the_kind_drops_the_other_kinds_keys() -> None:
             ("shape.kind=square", "shape.sid=2"),
             "shape.sid = 2 (from --set): unknown key; did you mean shape.side?",
         ),
-        (
-            ("shape.radus=2",),
-            "shape.radus = 2 (from --set): unknown key; did you mean shape.radius?",
-        ),
-        (("shape.radius=-1",), "shape.radius = -1 (from --set): must be greater than 0"),
         (("shape.side=2",), "shape.kind: required, but not given; one of circle, square"),
         (("shape=3",), "shape = 3 (from --set): must be a table"),
         (
             ("more=[{kind='square', side='x'}]",),
             'more[0].side = "x" (from --set): must be a valid integer',
         ),
-        (("frame.side=2",), "frame.kind: required, but not given; one of circle, square"),
         (
             ("shape.kind={file}:Triangle", "shape.heigt=2"),
             "shape.heigt = 2 (from --set): unknown key; did you mean shape.height?",
-        ),
-        (
-            ("shape.kind={file}:Triangle", "shape.height=x"),
-            'shape.height = "x" (from --set): must be a valid number',
         ),
     ],
 )

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import ssl
@@ -26,10 +27,11 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from fedstream.core.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailable
+from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.health import Health
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
-from fedstream.runtime.service import Context, ServiceLoop, _drained, repeat, serve
+from fedstream.runtime.service import Context, ServiceLoop, repeat, serve
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -317,12 +319,6 @@ def test_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]) 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-async def test_returning_service_is_not_waited_for(context: Context) -> None:
-    drained = _drained(Scripted(returns), context, drain_s=3600.0)
-    assert await asyncio.wait_for(drained, timeout=30)
-    assert context.stop.is_set()
-
-
 @pytest.mark.usefixtures("logging_restored")
 @pytest.mark.parametrize(
     ("run", "code", "error", "reason"),
@@ -450,11 +446,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_http_is_served_while_draining(start: Callable[..., Child], number: int) -> None:
+def test_http_is_served_while_draining(start: Callable[..., Child]) -> None:
     child = start("Drains")
     assert child.get("/readyz")[0] == 200
-    child.signal(number)
+    child.signal(signal.SIGTERM)
     child.until("draining")
     assert child.seen[-2:] == ["stopping", "draining"]
     assert child.get("/readyz") == (503, '{"ready": false, "missing": ["running"]}')
@@ -466,21 +461,12 @@ def test_http_is_served_while_draining(start: Callable[..., Child], number: int)
 
 
 @pytest.mark.process
-def test_service_serves_its_own_routes_besides_health(start: Callable[..., Child]) -> None:
-    child = start("Sample")
-    assert child.get("/hello") == (200, "hello")
-    assert child.get("/livez") == (200, '{"alive": true, "overdue": []}')
-    assert "process_resident_memory_bytes" in child.get("/metrics")[1]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_exits_immediately(start: Callable[..., Child], number: int) -> None:
+def test_second_signal_exits_immediately(start: Callable[..., Child]) -> None:
     child = start("Drains")
     child.signal(signal.SIGTERM)
     child.until("draining")
-    child.signal(number)
-    assert child.exit_code() == 128 + number
+    child.signal(signal.SIGINT)
+    assert child.exit_code() == 128 + signal.SIGINT
 
 
 @pytest.mark.process
@@ -517,3 +503,45 @@ def test_hanging_loop_fails_livez(start: Callable[..., Child]) -> None:
     wait_until(lambda: child.get("/livez")[0] == 503)
     [overdue] = json.loads(child.get("/livez")[1])["overdue"]
     assert overdue.startswith("claim: ")
+
+
+# back-off and pauses
+
+
+class Highest(random.Random):
+    """Draws the upper end of every range."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+def test_ceiling_doubles_up_to_the_maximum_and_resets() -> None:
+    backoff = Backoff(0.1, 0.5, rng=Highest())
+    assert [backoff.next() for _ in range(5)] == [0.1, 0.2, 0.4, 0.5, 0.5]
+    backoff.reset()
+    assert backoff.next() == 0.1
+
+
+def test_full_jitter_stays_within_bounds_and_is_seeded() -> None:
+    one, other = (Backoff(rng=random.Random(7)) for _ in range(2))
+    waits = [one.next() for _ in range(2000)]
+    assert waits == [other.next() for _ in range(2000)]
+    assert min(waits) >= 0
+    assert max(waits) <= 5.0
+    assert min(waits[10:]) < 0.5 < 4.5 < max(waits)
+
+
+async def test_pause_lasts_as_long_as_asked() -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert not await pause(asyncio.Event(), 0.02)
+    assert loop.time() - began >= 0.02
+
+
+async def test_stop_interrupts_a_pause() -> None:
+    stop = asyncio.Event()
+    waiting = asyncio.create_task(pause(stop, 3600))
+    await asyncio.sleep(0)
+    stop.set()
+    assert await waiting
+    assert await pause(stop, 3600)

@@ -108,19 +108,18 @@ async def serving(within_s: float = 10.0) -> AsyncIterator[Server]:
         await wait_until(lambda: all(one.heard[-1] == "lost" for one in its.made))
 
 
-def on_both_loops(test: Callable[[], Awaitable[None]]) -> Any:
-    """Services run on uvloop, most tests on asyncio's loop."""
+def on_uvloop(test: Callable[[], Awaitable[None]]) -> Any:
+    """As services do; most tests run on asyncio's loop."""
 
-    def run(new_loop: Any) -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(test())  # type: ignore[arg-type]
 
     run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])(run)
+    return run
 
 
-@on_both_loops
+@on_uvloop
 async def test_what_is_sent_arrives_whole_on_either_side() -> None:
     async with serving() as its:
         reader, writer = await its.connected()
@@ -137,18 +136,7 @@ async def test_what_is_sent_arrives_whole_on_either_side() -> None:
         assert its.failures == []
 
 
-@on_both_loops
-async def test_two_connections_read_into_one_buffer_and_do_not_mix() -> None:
-    async with serving() as its:
-        ends = [await its.connected() for _ in range(2)]
-        for (_, writer), byte in zip(ends, (b"a", b"b"), strict=True):
-            writer.write(byte * READ)
-        await wait_until(lambda: all(above.bytes == READ for above in its.made))
-        found = {above.read.digest() for above in its.made}
-        assert found == {hashlib.sha256(byte * READ).digest() for byte in (b"a", b"b")}
-
-
-@on_both_loops
+@on_uvloop
 async def test_an_answer_is_sent_before_the_connection_closes() -> None:
     async with serving() as its:
         reader, _ = await its.connected()
@@ -161,7 +149,7 @@ async def test_an_answer_is_sent_before_the_connection_closes() -> None:
         await wait_until(lambda: its.made[0].heard[-1] == "lost")
 
 
-@on_both_loops
+@on_uvloop
 async def test_a_client_that_does_not_read_pauses_who_writes() -> None:
     async with serving() as its:
         reader, _ = await its.connected(limit=1024)
@@ -178,7 +166,7 @@ async def test_a_client_that_does_not_read_pauses_who_writes() -> None:
         assert above.wire.get_write_buffer_size() == 0
 
 
-@on_both_loops
+@on_uvloop
 async def test_whoever_does_not_take_bytes_gets_none() -> None:
     async with serving() as its:
         _, writer = await its.connected()
@@ -222,38 +210,6 @@ async def test_client_that_says_why_it_leaves_is_heard() -> None:
         await reader.read()
         writer.close()
         assert (its.made, its.said) == ([], ["TLSV1_ALERT_UNKNOWN_CA"])
-
-
-async def test_who_fails_and_does_not_read_why_is_not_also_late() -> None:
-    """A connection that is closed lasts until what it said has been taken."""
-    its, ended = Server(), asyncio.Event()
-
-    class Wire(asyncio.Transport):
-        closing = False
-
-        def write(self, data: bytes | bytearray | memoryview) -> None:
-            pass
-
-        def is_closing(self) -> bool:
-            return self.closing
-
-        def close(self) -> None:
-            self.closing = True
-
-        def abort(self) -> None:
-            ended.set()
-
-    class Telling(TlsConnection):
-        def failed(self, reason: TlsFailure, said: str) -> None:
-            its.failures.append(reason)
-
-    connection = Telling(Above, its.context, TlsBuffers(), within_s=0.1)
-    connection.connection_made(Wire())
-    said = b"GET / HTTP/1.1\r\n\r\n"
-    connection.get_buffer(-1)[: len(said)] = said
-    connection.buffer_updated(len(said))
-    await ended.wait()
-    assert its.failures == ["tls"]
 
 
 async def test_bytes_that_are_changed_on_the_way_end_the_connection() -> None:

@@ -1,4 +1,4 @@
-"""Connections of one loop pass through the same buffers, and none sees another's bytes."""
+"""Connections of one loop share their buffers, and none sees another's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread of its own: calls in order, and results, errors and ends where they belong."""
+"""A worker thread: calls in order, and results and errors where the call was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that are none, or lead elsewhere: what a gateway has to refuse."""
+"""Malformed and misleading requests, all of which a gateway must refuse."""
 
 from __future__ import annotations
 

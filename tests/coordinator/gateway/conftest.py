@@ -1,4 +1,4 @@
-"""A gateway's part that knows who a device is, a device for it, and one that sends updates."""
+"""Fixtures for a gateway's tests: its authentication, a device, and a device that sends updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.ledger.gateway import GatewayLedger
-from fedstream.coordinator.gateway import receipts
+from fedstream.coordinator import sweep
+from fedstream.coordinator.gateway import receipts, service
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import (
@@ -86,6 +87,13 @@ def make(hand: Hand) -> Callable[..., Any]:
 @pytest.fixture
 def scene(hand: Hand, redis: RedisSettings) -> Scene:
     return Scene(hand, redis)
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways and coordinators look at what has changed more often than once a second."""
+    monkeypatch.setattr(service, "_LOOK_S", 0.2)
+    monkeypatch.setattr(sweep, "_SWEEP_S", 0.2)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Devices of a gateway's tests, and gateways that know only who they are."""
+"""Devices of a gateway's tests, and gateways that only authenticate them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway on a real port, with a coordinator beside it, and devices that say who they are."""
+"""A gateway on a real port, with a coordinator, and devices that name themselves in a header."""
 
 from __future__ import annotations
 
@@ -171,6 +171,19 @@ async def owned_by(hand: Hand, device: int, name: str | None) -> None:
         return (await hand.ledger.owners()).get(device) == owner
 
     await wait_until(is_so, what=f"device {device} owned by {owner}")
+
+
+async def joined(hand: Hand, at: Place, device: int = 3) -> None:
+    """A device checks in at the replica gw-0, which then owns it."""
+    await at.check_in(device)
+    await owned_by(hand, device, "gw-0")
+
+
+async def given_task(hand: Hand, at: Place, device: int = 3, **task: Any) -> Offer:
+    """The task that a device gets at the replica gw-0."""
+    await joined(hand, at, device)
+    await hand.open(device=device, **task)
+    return (await at.check_in(device, wait_s=50)).offer
 
 
 async def ends(hand: Hand, what: str, reason: str, count: int = 1) -> None:

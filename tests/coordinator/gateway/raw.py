@@ -1,4 +1,4 @@
-"""Bytes sent to a gateway as they are, and what comes back until it has no more to say."""
+"""Send bytes to a gateway as they are, and read its answer until it falls silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A supernode by hand: what Flower's asks a gateway, and how it replies."""
+"""A Flower supernode played by hand: its requests to a gateway, and its replies."""
 
 from __future__ import annotations
 

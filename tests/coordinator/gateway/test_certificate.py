@@ -19,7 +19,6 @@ from yarl import URL
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway.auth import DEVICES
 from fedstream.coordinator.gateway.certificate import certificate_in
-from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.protocol.messages import Enrolment
 from fedstream.protocol.signatures import pem_of, sign
 from tests.coordinator.gateway.phones import INVITE, invite
@@ -166,26 +165,6 @@ async def test_renewed_certificate_says_which_names_the_gateway_has(
 
         await wait_until(is_known)
         assert await enrols("old.example") == 401
-
-
-async def test_certificate_that_is_replaced_during_the_start_is_served(
-    redis: RedisSettings, hand: Hand, secret: Secret, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await hand.create()
-    first, second = secret.issued(), secret.issued()
-    secret.put(*first)
-    tls = GatewaySettings.tls
-
-    def replaced_after(settings: GatewaySettings) -> ssl.SSLContext | None:
-        monkeypatch.undo()
-        found = tls(settings)
-        secret.put(*second)
-        return found
-
-    monkeypatch.setattr(GatewaySettings, "tls", replaced_after)
-    async with serving(hand, redis, **secret.settings) as place:
-        assert await shown(place, secret) == x509.load_pem_x509_certificate(second[0])
-        assert counted(place.context, ENDS, **OWN) == certificate_in(second[0]).ends
 
 
 async def test_certificate_is_renewed_before_there_is_a_run(

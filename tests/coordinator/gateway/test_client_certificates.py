@@ -1,4 +1,4 @@
-"""Devices that need a certificate: who has none of the authority's gets no further than TLS."""
+"""Client certificates: a device without one of the authority's gets no further than TLS."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import asyncio
 import datetime
 import socket
 import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,27 +122,6 @@ async def test_issuing_authority_is_enough(
             await asked(https(place), authorities, authorities.issued(authorities.other))
 
 
-async def test_other_authority_is_asked_without_a_restart(
-    redis: RedisSettings, hand: Hand, authorities: Authorities
-) -> None:
-    await hand.create()
-    async with serving(hand, redis, **authorities.settings) as place:
-        cert = authorities.issued(authorities.other)
-        with pytest.raises(NotNow):
-            await asked(https(place), authorities, cert)
-        authorities.other.cert_pem.write_to_path(str(authorities.client_ca))
-
-        async def is_let_in() -> bool:
-            try:
-                return await asked(https(place), authorities, cert) == 404
-            except NotNow:
-                return False
-
-        await wait_until(is_let_in)
-        with pytest.raises(NotNow):
-            await asked(https(place), authorities, authorities.issued(authorities.of_devices))
-
-
 class Resuming:
     """A client that begins as many connections as it can with the session of the one before."""
 
@@ -220,41 +196,6 @@ async def test_tls_1_2_which_would_resume_without_tickets_is_not_spoken(
             device._context.maximum_version = ssl.TLSVersion.TLSv1_2
             assert await device.is_answered() is not asks
             assert counted(place.context, REFUSED, reason="tls") == asks
-
-
-@contextmanager
-def saying_why(authorities: Authorities) -> Iterator[str]:
-    """The address of a server whose alert is always read before the connection ends."""
-    context = GatewaySettings(**authorities.settings).tls()
-    assert context is not None
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def serve() -> None:
-            plain, _ = listening.accept()
-            with context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False) as one:
-                with pytest.raises(ssl.SSLError):
-                    one.do_handshake()
-                raw = socket.socket(fileno=one.detach())
-            with raw:  # reads what is still to come, or the system would reset the connection
-                raw.shutdown(socket.SHUT_WR)
-                while raw.recv(1 << 16):
-                    pass
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield f"https://127.0.0.1:{listening.getsockname()[1]}"
-        thread.join(10)
-
-
-@pytest.mark.parametrize("has_one", [False, True])
-async def test_server_that_says_why_is_quoted(authorities: Authorities, has_one: bool) -> None:
-    cert = authorities.issued(authorities.other) if has_one else None
-    words = "not accept that of --cert" if has_one else "name yours with --cert FILE"
-    with (
-        saying_why(authorities) as url,
-        pytest.raises(NotNow, match=f"asks for a certificate of the device.*{words}"),
-    ):
-        await asked(url, authorities, cert)
 
 
 async def test_gateway_that_asks_for_none_takes_any(

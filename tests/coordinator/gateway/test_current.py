@@ -1,4 +1,4 @@
-"""What a gateway knows of the run: never older than what a task was sent with."""
+"""A gateway's view of the run is never older than the one that a task was sent with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supernodes when something is wrong: Redis, a replica, a request. Only 401 may end them."""
+"""Supernodes beside faults of Redis, of a replica and of requests. Only 401 may end them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway import handover
 from fedstream.coordinator.gateway.fleet import models, node_tasks, objects, protobuf, routes
 from fedstream.coordinator.gateway.fleet.node_tasks import (
     GivenVersion,
@@ -243,23 +241,6 @@ async def test_supernode_finds_the_replica_that_has_its_work(
             assert await stranger.reply(message, reply) == [], "nobody has it: dropped in the end"
 
 
-async def test_replicas_know_of_each_other_until_one_leaves(
-    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of one without devices. Nobody waits for what only a replica had that is gone."""
-    monkeypatch.setattr(handover, "GREET_S", 0.1)
-    monkeypatch.setattr(handover, "_SILENT_S", 3.2)  # above _DEAF_S
-    await hand.create()
-    async with fleet(hand, redis, tmp_path) as node:
-        look = looks_for(node, "a")
-        about: dict[str, Any] = files(tmp_path, node.key)
-        async with serving(hand, redis, "gw-1", poll_s=0.0, **about) as there:
-            await wait_until(lambda: others_of(there) and others_of(node.place))
-            assert await look() == [503]
-        await wait_until(lambda: not others_of(node.place))
-        assert await look() == [200], "dropped"
-
-
 def looks_for(node: Node, *objects: str) -> Callable[[], Awaitable[list[int]]]:
     """Asks for objects, one after the other, and what is answered."""
 
@@ -269,19 +250,6 @@ def looks_for(node: Node, *objects: str) -> Callable[[], Awaitable[list[int]]]:
         return [await node.status(*about, node=here, object_id=one) for one in objects]
 
     return ask
-
-
-async def test_supernode_looks_for_its_work_only_so_long_whatever_it_asks_for(
-    redis: RedisSettings, hand: Hand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flower pulls several objects at once, so it asks for one and another in turn."""
-    await hand.create()
-    async with fleet(hand, redis, tmp_path) as node:
-        others_of(node.place).heard("gw-1", math.inf)
-        ask = looks_for(node, "a", "b", "a", "b")
-        assert await ask() == [503] * 4
-        monkeypatch.setattr(routes, "_ELSEWHERE_S", 0.0)
-        assert await ask() == [200] * 4, "nobody has it"
 
 
 async def test_supernode_that_found_its_work_may_look_again(
@@ -373,20 +341,3 @@ async def test_supernodes_are_asked_only_for_what_they_report(
     with pytest.raises(ConfigError, match="'afa-cd', which divides by local steps"):
         async with serving(hand, redis, is_open=False, **about) as place:
             await place.work
-
-
-async def test_releases_that_were_not_tested_are_named_in_the_log(
-    redis: RedisSettings, hand: Hand, tmp_path: Path
-) -> None:
-    """For the first activations of a supernode: it may send any number."""
-    await hand.create()
-    async with fleet(hand, redis, tmp_path) as node:
-        with capture_logs() as logs:
-            for release in ("1.40.0", "1.4.0", "2.0.0", "2.0.1", "2.0.2"):
-                node.release = release
-                activate = "/v1/fleet/activate-node", "ActivateNodeRequest"
-                assert await node.status(*activate, public_key=pem(node.key)) == 200
-    came = [one["flower"] for one in logs if one["event"] == "supernode arrived"]
-    assert came == ["1.40.0", "1.4.0", "2.0.0"]
-    warned = [one["flower"] for one in logs if one["log_level"] == "warning"]
-    assert warned == ["1.4.0", "2.0.0"]

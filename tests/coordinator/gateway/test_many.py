@@ -1,4 +1,4 @@
-"""Thousands of devices that wait: what each costs, and that a crowd stays served."""
+"""Many devices that wait: the memory of each, and that all of them are served."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import weakref
+from typing import cast
 
 import pytest
 from aiohttp import ClientPayloadError
@@ -11,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker import blobs
+from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
+from fedstream.coordinator.gateway.byte_cache import ByteCache, CachedBytes, NoRoom
+from fedstream.coordinator.gateway.model_source import (
+    InRedis,
+    ModelSource,
+    RedisReaders,
+)
 from fedstream.coordinator.gateway.models import byte_range
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.formats import format_of
@@ -95,45 +104,6 @@ async def test_compressed_model_is_served_as_its_blob(redis: RedisSettings, hand
         assert answer.headers["Etag"] == f'"{inside}"'
 
 
-async def test_many_readers_share_one_copy(
-    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hand.layout = layout_of(1000)
-    version = await hand.create()
-    reads: list[str] = []
-    read = blobs.read
-
-    async def counting(*arguments: object, **options: object) -> None:
-        reads.append(str(arguments[1]))
-        await asyncio.sleep(0.05)  # so that all ask meanwhile
-        await read(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("fedstream.coordinator.gateway.models.blobs.read", counting)
-    async with serving(hand, redis) as place:
-        url = f"/v1/models/{version.digest}"
-        answers = await asyncio.gather(*(place.ask("GET", url, n) for n in range(9)))
-        assert {answer.status for answer in answers} == {200}
-        assert (await place.ask("GET", url, 3)).status == 200
-        assert len(reads) == 1
-        assert place.gateway._models.downloads == 0
-
-
-async def test_models_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) -> None:
-    hand.layout = layout_of(1000)
-    versions = [await hand.create()]
-    async with serving(hand, redis, model_bytes=2 * hand.layout.nbytes + 1) as place:
-        models, run_cache = place.gateway._models, place.gateway._run_cache
-        for number in (1, 2, 3):
-            versions.append(await hand.publish(number, float(number)))
-            assert await hand.commit(number, write=False, versions=versions[-1:]) == "done"
-            await run_cache.look()
-        for version in (*versions, versions[0]):
-            answer = await place.ask("GET", f"/v1/models/{version.digest}", 3)
-            assert hashlib.sha256(answer.body).hexdigest() == version.digest
-            assert len(models._copies._entries) <= 2
-        assert list(models._copies._entries) == [versions[3].digest, versions[0].digest]
-
-
 async def test_model_that_was_offered_is_served_though_redis_has_newer_ones(
     redis: RedisSettings, hand: Hand
 ) -> None:
@@ -211,37 +181,7 @@ async def test_one_device_cannot_hold_all_downloads(redis: RedisSettings, hand: 
 
 # slow readers
 
-SLOW = 10 << 20  # parameters: so many bytes that no kernel takes them all
-
-
-async def test_slow_readers_keep_no_others_from_newer_versions(
-    redis: RedisSettings, hand: Hand
-) -> None:
-    """They go on with what Redis has, and their copies make room."""
-    hand.layout = layout_of(SLOW)
-    versions = [await hand.create()]
-    async with serving(hand, redis, model_bytes=hand.layout.nbytes + 1) as place:
-        copies = place.gateway._models._copies
-        slow = await place.session.get(
-            f"{place.url}/v1/models/{versions[0].digest}", headers={"Device": "3"}
-        )
-        versions.append(await hand.publish(1, 1.0))
-        assert await hand.commit(1, write=False, versions=versions[-1:]) == "done"
-        answer = await place.ask("GET", f"/v1/models/{versions[1].digest}", 4)
-        assert hashlib.sha256(answer.body).hexdigest() == versions[1].digest
-        part = await place.ask(
-            "GET", f"/v1/models/{versions[1].digest}", 4, headers={"Range": "bytes=3000000-3000009"}
-        )
-        assert (part.status, part.body) == (206, answer.body[3_000_000:3_000_010])
-        assert list(copies._entries) == [versions[0].digest], "of which its reader is not done"
-
-        rest = asyncio.create_task(slow.read())
-        await wait_until(lambda: not copies._entries[versions[0].digest].readers)
-        assert hashlib.sha256(await rest).hexdigest() == versions[0].digest
-        again = await place.ask("GET", f"/v1/models/{versions[1].digest}", 4)
-        assert again.body == answer.body
-        assert list(copies._entries) == [versions[1].digest]
-        assert place.gateway._models.downloads == 0
+SLOW = 5 << 20  # parameters: so many bytes that no kernel takes them all
 
 
 async def test_readers_of_redis_are_bounded(redis: RedisSettings, hand: Hand) -> None:
@@ -329,3 +269,127 @@ def test_ranges_are_pythons_slices(begin: int, end: int, size: int) -> None:
 )
 def test_unreadable_range_is_ignored(asked: str) -> None:
     assert byte_range(asked, 10) is None
+
+
+# the source of one download's bytes
+
+
+class Chunk(bytearray):
+    """One that can be seen to go."""
+
+
+def volume(data: bytes) -> CachedBytes:
+    return CachedBytes(memoryview(data), "digest", "f32")
+
+
+async def test_chunk_of_redis_goes_before_the_next_is_read() -> None:
+    read: list[weakref.ref[Chunk]] = []
+    held: list[int] = []  # chunks, as the next is read
+
+    async def chunk(number: int) -> bytes:
+        held.append(sum(one() is not None for one in read))
+        found = Chunk(bytes([number]) * CHUNK)
+        read.append(weakref.ref(found))
+        return cast("bytes", found)
+
+    readers = RedisReaders(1)
+    with ModelSource(None, InRedis(chunk, readers)) as source:
+        assert not readers.has_room
+        begin = 0
+        while begin < 3 * CHUNK:
+            piece = await source.piece(begin, 3 * CHUNK)
+            assert piece == bytes([begin // CHUNK]) * len(piece)
+            begin += len(piece)
+            del piece  # as whoever sends it
+    assert held == [0, 0, 0]
+    assert readers.has_room
+
+
+async def test_copy_that_is_wanted_back_is_kept_until_there_is_room_in_redis() -> None:
+    async def chunk(number: int) -> bytes:
+        return bytes([number + 10]) * CHUNK
+
+    readers, copy = RedisReaders(1), volume(bytes(2 * CHUNK))
+    with ModelSource(copy, InRedis(chunk, readers)) as source:
+        copy.is_wanted_back = True
+        with readers.place():
+            assert bytes(await source.piece(0, 1)) == b"\0"
+            assert copy.readers == 1
+        assert bytes(await source.piece(CHUNK, CHUNK + 1)) == b"\x0b"
+        assert (copy.readers, readers.now) == (0, 1)
+    assert readers.now == 0
+
+
+# copies in memory
+
+
+async def put(shelf: ByteCache, name: str, size: int) -> CachedBytes:
+    async def make() -> CachedBytes:
+        return CachedBytes(memoryview(bytes(size)), name, "f32")
+
+    return await shelf.get(name, size, make)
+
+
+async def test_what_was_asked_for_longest_ago_makes_room() -> None:
+    shelf = ByteCache(10)
+    for name in "abc":
+        await put(shelf, name, 3)
+    assert shelf.there("a")
+    await put(shelf, "d", 4)
+    assert [name for name in "abcd" if shelf.there(name)] == ["a", "c", "d"]
+    assert shelf.nbytes == 10
+
+
+async def test_what_is_read_stays_and_counts() -> None:
+    shelf = ByteCache(10)
+    large = await put(shelf, "large", 12)
+    with large.read():
+        assert not shelf.tidy()
+        with pytest.raises(NoRoom):
+            await put(shelf, "small", 1)
+        assert shelf.nbytes == 12
+    assert shelf.tidy()
+    assert shelf.nbytes == 0
+
+
+async def test_what_is_read_is_wanted_back_oldest_first_as_far_as_it_helps() -> None:
+    shelf = ByteCache(10)
+    old, new = await put(shelf, "old", 5), await put(shelf, "new", 5)
+    with old.read(), new.read():
+        with pytest.raises(NoRoom):
+            await put(shelf, "newest", 3)
+        assert (old.is_wanted_back, new.is_wanted_back) == (True, False)
+    shelf.there("old")
+    assert not old.is_wanted_back, "nobody reads it, so it may go when it has to"
+
+
+async def test_what_somebody_will_ask_for_is_made_once() -> None:
+    shelf, made = ByteCache(10), []
+
+    async def make() -> CachedBytes:
+        made.append("a")
+        return CachedBytes(memoryview(bytes(6)), "a", "f32")
+
+    for _ in range(3):
+        shelf.prepare("a", 6, make)
+    found = await shelf.get("a", 6, make)
+    shelf.prepare("a", 6, make)
+    assert shelf.there("a") is found
+    assert made == ["a"]
+    with found.read():
+        shelf.prepare("b", 6, make)  # there is no room
+        assert not shelf._making
+    shelf.prepare("large", 11, make)
+    assert not shelf._making
+
+
+async def test_what_could_not_be_made_takes_no_room() -> None:
+    shelf = ByteCache(10)
+
+    async def fail() -> CachedBytes:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await shelf.get("a", 10, fail)
+    await put(shelf, "b", 10)
+    assert shelf.nbytes == 10

@@ -1,4 +1,4 @@
-"""Two replicas of one gateway, and devices that go from one to the other."""
+"""Two replicas of one gateway, and devices that move from one to the other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ import pytest
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS, member
+from fedstream.coordinator.gateway.handover import GREET_S, OtherReplicas
 from fedstream.core import reasons
 from fedstream.core.messages import ArrivedDevices, HandOver
 from fedstream.core.records import NO_QUARANTINES
-from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by, serving
+from tests.coordinator.gateway.places import (
+    SITE,
+    Place,
+    coordinating,
+    ends,
+    given_task,
+    joined,
+    owned_by,
+    serving,
+)
 from tests.coordinator.gateway.uploading import SEVERAL, Scene, trained
 from tests.support import Hand, Proxy, layout_of, wait_until
 
@@ -34,10 +44,7 @@ async def two(hand: Hand, redis: RedisSettings) -> AsyncIterator[tuple[Place, Pl
 
 async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> None:
     async with two(hand, redis) as (one, other):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await one.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, one)
         moved = (await other.check_in(3, wait_s=50)).offer
         assert (moved.task, moved.attempt) == (offer.task, offer.attempt)
         assert (len(one.gateway._sessions), len(other.gateway._sessions)) == (0, 1)
@@ -50,40 +57,12 @@ async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> 
         assert (await other.check_in(3, wait_s=50)).status == 200
 
 
-async def test_heartbeat_at_another_replica_goes_on(redis: RedisSettings, hand: Hand) -> None:
-    """Who balances load may send each connection to any of them."""
-    async with two(hand, redis) as (one, other):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await one.check_in(3, wait_s=50)).offer
-        for place in (other, one, other):
-            assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
-        assert (await one.give_up(3, offer)).status == 200
-        await ends(hand, "given_up", reasons.DROPPED_OUT)
-        assert (await other.beat(3, offer)).json == {"go_on": False, "why": "given up"}
-
-
-async def test_device_that_waits_at_both_is_where_it_came_last(
-    redis: RedisSettings, hand: Hand
-) -> None:
-    async with two(hand, redis) as (one, other):
-        first = asyncio.create_task(one.check_in(3, wait_s=50))
-        await owned_by(hand, 3, "gw-0")
-        second = asyncio.create_task(other.check_in(3, wait_s=50))
-        assert (await first).status == 204
-        await owned_by(hand, 3, "gw-1")
-        [trigger] = await hand.open(device=3)
-        assert (await second).offer.task.id == trigger.task
-
-
 async def test_task_that_was_on_its_way_follows_the_device(
     redis: RedisSettings, hand: Hand
 ) -> None:
     async with two(hand, redis) as (one, other):
         for device in (3, 4):
-            await one.check_in(device)
-            await owned_by(hand, device, "gw-0")
+            await joined(hand, one, device)
         second = asyncio.create_task(other.check_in(3, wait_s=50))
         await wait_until(lambda: not one.gateway._sessions.is_present(3))
         # The coordinators still know the device at the first replica.
@@ -100,8 +79,7 @@ async def test_restarted_replica_leaves_tasks_to_where_their_devices_came(
     async with coordinating(hand, redis, trainer_silence_s=60.0):
         async with serving(hand, redis, "gw-0") as one:
             for device in (3, 4):
-                await one.check_in(device)
-                await owned_by(hand, device, "gw-0")
+                await joined(hand, one, device)
                 await hand.open(device=device)
             await wait_until(lambda: len(one.gateway._sessions) == 2)
             offer = (await one.check_in(3)).offer
@@ -122,10 +100,7 @@ async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
         coordinating(hand, redis),
         serving(hand, redis, "gw-0", task_lease_s=1.0) as one,
     ):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await one.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, one)
         async with serving(hand, redis, "gw-1", task_lease_s=1.0) as other:
             assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
             stream = one.gateway._group.stream
@@ -153,10 +128,7 @@ async def test_replica_cut_off_from_redis_serves_again(redis: RedisSettings, han
         coordinating(hand, redis, trainer_silence_s=4.0),
         serving(hand, proxy.settings, task_lease_s=1.0, device_rate=1e6) as place,
     ):
-        await place.check_in(3)
-        await owned_by(hand, 3, "gw-0")
-        await hand.open(device=3)
-        offer = (await place.check_in(3, wait_s=50)).offer
+        offer = await given_task(hand, place)
         proxy.refuse = lambda _: True
         proxy.cut()
         await ends(hand, "given_up", reasons.OWNER_GONE)
@@ -187,8 +159,7 @@ async def test_nothing_is_lost_while_the_replica_that_had_the_task_is_away(
         serving(hand, redis, "gw-1") as other,
     ):
         async with serving(hand, redis, "gw-0") as one:
-            await one.check_in(3)
-            await owned_by(hand, 3, "gw-0")
+            await joined(hand, one)
             await hand.open(device=3)
             phone = trained(hand, (await one.check_in(3, wait_s=50)).offer)
         for _ in range(2):
@@ -222,8 +193,7 @@ async def test_draining_replica_keeps_its_tasks_and_leaves_them_to_others(
     ):
         phones = []
         for device in (3, 4):
-            await one.check_in(device)
-            await owned_by(hand, device, "gw-0")
+            await joined(hand, one, device)
             await hand.open(device=device)
             phones.append(trained(hand, (await one.check_in(device, wait_s=50)).offer))
         sends, moves = phones
@@ -321,11 +291,45 @@ async def test_unreadable_message_of_another_release_is_passed_over(
     for name, value in (("m", newer), ("m", b"junk"), ("x", b"y")):
         await hand.client.call("XADD", stream, "*", name, value)
     async with two(hand, redis) as (one, other):
-        await one.check_in(3)
-        await owned_by(hand, 3, "gw-0")
+        await joined(hand, one)
         await hand.client.call("XADD", stream, "*", "m", newer)
         await hand.open(device=3)
         offer = (await one.check_in(3, wait_s=50)).offer
         assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
         assert not one.work.done()
         assert not other.work.done()
+
+
+# which other replicas are there
+
+
+def listening(others: OtherReplicas, since: float, until: float) -> bool:
+    """Whether there is one after listening for so long without a break."""
+    for second in range(int(since), int(until) + 1):
+        others.listened(float(second))
+    return bool(others)
+
+
+def test_replica_that_is_heard_now_and_then_is_there() -> None:
+    others = OtherReplicas()
+    assert not listening(others, 0, 10)
+    others.heard("gw-1", 10.0)
+    assert listening(others, 10, 10 + 3 * GREET_S), "two signs of life may be late"
+    others.heard("gw-1", 11 + 3 * GREET_S)
+    assert listening(others, 11 + 3 * GREET_S, 60)
+
+
+def test_replica_that_is_silent_is_gone() -> None:
+    others = OtherReplicas()
+    others.heard("gw-1", 0.0)
+    others.heard("gw-2", 20.0)
+    assert listening(others, 0, 40), "the second one is there"
+    assert not listening(others, 41, 60)
+
+
+def test_silence_counts_only_while_somebody_listens() -> None:
+    others = OtherReplicas()
+    others.heard("gw-1", 0.0)
+    assert listening(others, 0, 10)
+    assert listening(others, 1000, 1030), "Redis was away: it has not had the time to say so"
+    assert not listening(others, 1031, 1040)

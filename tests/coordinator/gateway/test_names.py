@@ -1,4 +1,4 @@
-"""A signature is for one gateway: nobody can hand it on to another."""
+"""A signature is for one gateway: it cannot be passed on to another."""
 
 from __future__ import annotations
 

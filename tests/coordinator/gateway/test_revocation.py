@@ -1,4 +1,4 @@
-"""A device that is revoked in the middle of its work: nothing of it goes on."""
+"""A device that is revoked in the middle of its work: all of its work ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstream.core import reasons
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import CheckIn, Offer
 from tests.coordinator.gateway.phones import Phone, invite, said
-from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
+from tests.coordinator.gateway.places import SITE, coordinating, ends, joined, owned_by, serving
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene
 from tests.support import Hand, wait_until
 
@@ -98,8 +98,7 @@ async def test_task_that_comes_later_ends_as_well(redis: RedisSettings, hand: Ha
     await hand.create()
     async with coordinating(hand, redis, trainer_silence_s=60.0):
         async with serving(hand, redis) as place:
-            await place.check_in(3)
-            await owned_by(hand, 3, "gw-0")
+            await joined(hand, place)
             await hand.open(device=3)
             await place.check_in(3, wait_s=50)
         await hand.ledger.set_access(SITE, [3], admit=False)

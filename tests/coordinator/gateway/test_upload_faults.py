@@ -1,4 +1,4 @@
-"""Uploads at once, too slow, too many; and Redis full or away."""
+"""Uploads at once, too slow or too many; and Redis full or away."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.partial_blobs import PUT, PartialBlob
+from fedstream.broker.partial_blobs import PartialBlob
+from fedstream.coordinator.gateway.upload_locks import TakenOver, UploadLock, UploadLocks
 from fedstream.core.messages import GiveUp
 from tests.coordinator.gateway.places import ends, serving
 from tests.coordinator.gateway.uploading import (
@@ -21,7 +21,6 @@ from tests.coordinator.gateway.uploading import (
     FORTY_FOUR_MB,
     SEVERAL,
     Scene,
-    Sending,
     connected,
     queued,
     received,
@@ -44,20 +43,6 @@ async def test_two_connections_do_not_mix_their_bytes(make: Any, scene: Scene) -
             assert (await phone.patches(at, 2 * CHUNK)).receipt == (200, "admitted", None)
         older.close()
     assert (await queued(hand))[1] == phone.data
-
-
-async def test_many_at_once_end_in_one_update(make: Any, scene: Scene) -> None:
-    """A device gone wild sends the same from many connections."""
-    hand = await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        async with scene.deciding():
-            told = await asyncio.gather(*(phone.posts(at, phone.data) for _ in range(6)))
-            last = await phone.posts(at, phone.data)
-        assert {one.status for one in told} <= {200, 409}
-        assert last.receipt == (200, "admitted", None)
-    assert (await queued(hand))[1] == phone.data
-    await hand.balanced()
 
 
 async def test_two_replicas_may_receive_the_same_upload(make: Any, scene: Scene) -> None:
@@ -190,40 +175,6 @@ async def test_a_stop_lets_uploads_finish(make: Any, scene: Scene) -> None:
     assert (await queued(hand))[1] == phone.data
 
 
-async def test_connections_that_break_are_no_failures(make: Any, scene: Scene) -> None:
-    """Nobody is there to read an answer, and an operator has nothing to look at."""
-    hand = await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        with capture_logs() as lines:
-            for after in (0, 9, CHUNK, 2 * CHUNK + 9):
-                await phone.breaks_off(at, "POST", phone.creating(), phone.data, after)
-                assert (await phone.looks(at)).headers["Upload-Offset"] == str(
-                    after // CHUNK * CHUNK
-                )
-        assert lines == []
-    await hand.balanced()
-
-
-async def test_a_body_in_broken_pieces_is_malformed(make: Any, scene: Scene) -> None:
-    await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        for body in (b"zz\r\nxx\r\n", b"5\r\nabc", b"-1\r\n", b"3\r\nabcdef\r\n"):
-            reader, writer = await connected(at)
-            head = phone.head("POST", phone.creating(), 0)
-            writer.write(head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + body)
-            writer.write_eof()
-            answer = await reader.read()
-            assert not answer or answer.startswith(b"HTTP/1.1 400"), (body, answer)
-            writer.close()
-        both = phone.head("POST", phone.creating() | {"Transfer-Encoding": "chunked"}, 9)
-        reader, writer = await connected(at)
-        writer.write(both + b"0\r\n\r\n")
-        assert await Sending(reader, writer).status() == 400  # request smuggling
-        writer.close()
-
-
 # tasks that end before their update is there
 
 
@@ -247,17 +198,6 @@ async def test_nothing_is_left_of_a_task_given_up(make: Any, scene: Scene) -> No
         assert await under_way.status() == 404
         under_way.close()
         assert await kept_of(hand) == []
-
-
-async def test_nothing_is_left_of_a_device_that_stays_away(make: Any, scene: Scene) -> None:
-    hand = await make(SEVERAL)
-    async with scene.replica(lease_s=0.5) as at:
-        phone = await scene.phone(at)
-        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
-        async with scene.deciding():
-            await ends(hand, "given_up", "dropped out")
-            await wait_until(lambda: phone.offer.task.id not in at.gateway._sessions)
-            assert await kept_of(hand) == []
 
 
 async def test_an_upload_can_not_begin_while_its_task_is_given_up(
@@ -327,37 +267,6 @@ async def test_redis_full_costs_nothing_but_time(make: Any, scene: Scene, client
     assert (await queued(hand))[1] == phone.data
 
 
-async def test_a_small_update_to_a_full_redis_comes_again(
-    make: Any, scene: Scene, client: Client
-) -> None:
-    hand = await make(64)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        async with full(client):
-            assert (await phone.posts(at, phone.data)).status == 503
-        assert phone.offer.task.id in at.gateway._sessions
-        async with scene.deciding():
-            assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
-    assert (await queued(hand))[1] == phone.data
-
-
-async def test_redis_away_costs_nothing_but_time(
-    make: Any, scene: Scene, redis: RedisSettings
-) -> None:
-    hand = await make(SEVERAL)
-    async with Proxy(redis, hand.keys) as proxy, serving(hand, proxy.settings) as at:
-        phone = await scene.phone(at)
-        assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
-        proxy.refuse = lambda data: PUT._sha.encode() in data
-        assert (await phone.patches(at, CHUNK)).status == 503
-        proxy.refuse = None
-        await phone.looks(at)
-        assert phone.offset >= CHUNK
-        async with scene.deciding():
-            assert (await phone.patches(at, phone.offset)).receipt == (200, "admitted", None)
-    assert (await queued(hand))[1] == phone.data
-
-
 @pytest.mark.parametrize("parameters", [64, SEVERAL])
 async def test_the_reply_to_the_answer_is_lost(
     make: Any, scene: Scene, redis: RedisSettings, parameters: int
@@ -395,3 +304,114 @@ async def test_an_upload_takes_little_memory(make: Any, scene: Scene) -> None:
             tracemalloc.stop()
         assert peak < 6 << 20, f"{peak / (1 << 20):.1f} MiB"
         writer.close()
+
+
+# two requests for one upload, without a gateway
+
+LONG_S = 60.0
+
+
+def soon(seconds: float = LONG_S) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def test_a_request_that_waits_is_taken_over() -> None:
+    turns, never, log = UploadLocks(), asyncio.Event(), []
+
+    async def first() -> None:
+        async with turns.taken("a") as turn:
+            log.append("first")
+            try:
+                await turn.within(soon(), never.wait)
+            finally:
+                log.append("first left")
+
+    older = asyncio.create_task(first())
+    await asyncio.sleep(0)
+    async with turns.taken("a"):
+        log.append("second")
+    with pytest.raises(TakenOver):
+        await older
+    assert log == ["first", "first left", "second"]  # never both at once
+    async with asyncio.timeout(10):
+        await turns.end()
+
+
+async def test_of_several_only_the_newest_gets_its_turn() -> None:
+    """Those between were taken over before they began."""
+    turns, got, hold = UploadLocks(), [], asyncio.Event()
+
+    async def ask(name: str) -> None:
+        async with turns.taken("a"):
+            got.append(name)
+            await hold.wait()
+
+    asked = [asyncio.create_task(ask(name)) for name in ("first", "second", "third")]
+    await asyncio.sleep(0)
+    hold.set()
+    ends = await asyncio.gather(*asked, return_exceptions=True)
+    assert got == ["first", "third"]
+    assert [type(end) for end in ends] == [type(None), TakenOver, type(None)]
+
+
+async def test_what_has_arrived_is_still_taken() -> None:
+    """The older request ends when it has to wait, not before."""
+    turns, pieces, taken = UploadLocks(), asyncio.Queue[int](), []
+    for piece in range(5):
+        pieces.put_nowait(piece)
+
+    async def first() -> None:
+        async with turns.taken("a") as turn:
+            await asyncio.sleep(0)  # the newer one comes now
+            while True:
+                taken.append(await turn.within(soon(), pieces.get))
+
+    older = asyncio.create_task(first())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10), turns.taken("a"):
+        assert taken == [0, 1, 2, 3, 4]
+    with pytest.raises(TakenOver):
+        await older
+
+
+async def test_who_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstream.coordinator.gateway.upload_locks._LONGEST_S", 0.05)
+    turns = UploadLocks()
+
+    async def drips() -> None:
+        await asyncio.sleep(0.001)
+
+    async def first() -> None:
+        async with turns.taken("a") as turn:
+            while True:
+                await turn.within(soon(), drips)
+
+    older = asyncio.create_task(first())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10), turns.taken("a"):
+        pass
+    with pytest.raises(TakenOver):
+        await older
+
+
+async def test_other_uploads_do_not_wait() -> None:
+    turns = UploadLocks()
+    async with turns.taken("a"), asyncio.timeout(10), turns.taken("b"):
+        pass
+
+
+async def test_the_end_is_when_nobody_asks_any_more() -> None:
+    turns = UploadLocks()
+    async with turns.taken("a"):
+        async with turns.taken("b"):
+            ended = asyncio.create_task(turns.end())
+        await asyncio.sleep(0.01)
+        assert not ended.done()
+    async with asyncio.timeout(10):
+        await ended
+
+
+async def test_time_runs_out_without_anybody_else() -> None:
+    turn, never = UploadLock(), asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await turn.within(soon(0.001), never.wait)

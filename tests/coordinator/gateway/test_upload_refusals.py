@@ -1,14 +1,17 @@
-"""What can be no update, or no part of one."""
+"""Requests that are refused because they can be no update, or no part of one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import parse_headers
+from io import BytesIO
 from typing import Any
 
-import pytest
-
 from fedstream.broker.blobs import CHUNK
+from tests.coordinator.gateway.places import Place
 from tests.coordinator.gateway.uploading import (
     DEVICE,
     SEVERAL,
@@ -17,7 +20,9 @@ from tests.coordinator.gateway.uploading import (
     chunked,
     connected,
     queued,
+    received,
 )
+from tests.support import wait_until
 
 # what is refused before a byte is read
 
@@ -53,31 +58,6 @@ async def test_another_attempt_is_unknown(make: Any, scene: Scene) -> None:
                 assert (told.status, (await told.json())["reason"]) == (404, "unknown task")
 
 
-@pytest.mark.parametrize(
-    ("length", "refusal"),
-    [
-        ("260", (413, "too large")),
-        ("999999999999999", (413, "too large")),
-        ("252", (400, "length")),
-        ("0", (400, "length")),
-        ("-256", (400, "malformed")),
-        ("256.0", (400, "malformed")),
-        ("1e3", (400, "malformed")),
-        ("9" * 16, (400, "malformed")),
-    ],
-)
-async def test_lengths_that_no_update_has(
-    make: Any, scene: Scene, length: str, refusal: tuple[int, str]
-) -> None:
-    hand = await make(64)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        about = phone.creating(complete=False) | {"Upload-Length": length}
-        assert (await phone.asks(at, "POST", about)).refusal == refusal
-        assert await hand.client.call("KEYS", hand.keys.update("*")) == []
-        assert phone.offer.task.id in at.gateway._sessions  # the device may try again, or give up
-
-
 def without(name: str) -> Callable[[dict[str, str]], dict[str, str]]:
     return lambda about: {key: said for key, said in about.items() if key != name}
 
@@ -86,27 +66,35 @@ def instead(name: str, said: str) -> Callable[[dict[str, str]], dict[str, str]]:
     return lambda about: about | {name: said}
 
 
-@pytest.mark.parametrize(
-    ("changed", "refusal"),
-    [
-        (without("Upload-Complete"), (400, "malformed")),
-        (instead("Upload-Complete", "true"), (400, "malformed")),
-        (without("Update-Report"), (400, "malformed")),
-        (instead("Update-Report", "{}"), (400, "malformed")),
-        (instead("Update-Report", "[1]"), (400, "malformed")),
-        (instead("Update-Report", "{" * 1990), (400, "malformed")),
-        (instead("Update-Report", json.dumps({"x": "y" * 2000})), (400, "malformed")),
-        (instead("Content-Encoding", "gzip"), (415, "malformed")),
-    ],
-)
-async def test_headers_that_say_too_little(
-    make: Any, scene: Scene, changed: Any, refusal: tuple[int, str]
-) -> None:
-    await make(64)
-    async with scene.replica() as at:
+def reporting(**said: Any) -> Callable[[dict[str, str]], dict[str, str]]:
+    def changed(about: dict[str, str]) -> dict[str, str]:
+        report = json.loads(about["Update-Report"])
+        return about | {"Update-Report": json.dumps(report | said)}
+
+    return changed
+
+
+async def test_what_can_be_no_update_is_refused(make: Any, scene: Scene) -> None:
+    hand = await make(64)
+    async with scene.replica(device_rate=1000) as at:
         phone = await scene.phone(at)
-        told = await phone.asks(at, "POST", changed(phone.creating()), phone.data)
-        assert told.refusal == refusal
+        for changed, refusal in (
+            (instead("Upload-Length", "260"), (413, "too large")),
+            (instead("Upload-Length", "252"), (400, "length")),
+            (instead("Upload-Length", "-256"), (400, "malformed")),
+            (without("Upload-Complete"), (400, "malformed")),
+            (without("Update-Report"), (400, "malformed")),
+            (instead("Update-Report", "{}"), (400, "malformed")),
+            (instead("Update-Report", json.dumps({"x": "y" * 2000})), (400, "malformed")),
+            (instead("Content-Encoding", "gzip"), (415, "malformed")),
+            (reporting(digest="abc"), (400, "malformed")),
+            (reporting(format="int8"), (422, "format")),
+            (reporting(layout="0" * 64), (422, "format")),
+        ):
+            about = changed(phone.creating(complete=False))
+            assert (await phone.asks(at, "POST", about)).refusal == refusal, about
+        assert await hand.client.call("KEYS", hand.keys.update("*")) == []
+        assert phone.offer.task.id in at.gateway._sessions  # the device may try again, or give up
 
 
 async def test_a_header_is_there_once(make: Any, scene: Scene) -> None:
@@ -133,29 +121,6 @@ async def test_an_upload_of_unknown_length_is_refused(make: Any, scene: Scene) -
         async with scene.deciding():
             told = await phone.asks(at, "POST", unknown(phone.creating()), phone.data)
             assert told.receipt == (200, "admitted", None)
-
-
-@pytest.mark.parametrize(
-    ("report", "refusal"),
-    [
-        ({"samples": -1}, (400, "malformed")),
-        ({"steps": 1.5}, (400, "malformed")),
-        ({"lr": float("inf")}, (400, "malformed")),
-        ({"loss": float("nan")}, (400, "malformed")),
-        ({"digest": "abc"}, (400, "malformed")),
-        ({"tau": "0"}, (400, "malformed")),
-        ({"format": "int8"}, (422, "format")),
-        ({"format": "pickle"}, (422, "format")),
-        ({"layout": "0" * 64}, (422, "format")),
-    ],
-)
-async def test_reports_that_cannot_be(
-    make: Any, scene: Scene, report: dict[str, Any], refusal: tuple[int, str]
-) -> None:
-    await make(64)
-    async with scene.replica() as at:
-        phone = await scene.phone(at, **report)
-        assert (await phone.posts(at, phone.data)).refusal == refusal
 
 
 async def test_the_body_is_asked_for_only_after_the_checks(make: Any, scene: Scene) -> None:
@@ -210,15 +175,6 @@ async def test_a_part_must_have_a_chunk_or_end_the_upload(make: Any, scene: Scen
         assert (await phone.looks(at)).headers["Upload-Offset"] == "0"
 
 
-async def test_a_first_part_may_come_without_its_length(make: Any, scene: Scene) -> None:
-    await make(SEVERAL)
-    async with scene.replica() as at:
-        phone = await scene.phone(at)
-        part = phone.data[: 2 * CHUNK + 9]
-        told = await chunked(at, phone, "POST", phone.creating(complete=False), part)
-        assert (told.status, told.headers["Upload-Offset"]) == (201, str(2 * CHUNK))
-
-
 async def test_more_bytes_than_announced_end_the_upload(make: Any, scene: Scene) -> None:
     hand = await make(SEVERAL)
     async with scene.replica() as at:
@@ -262,9 +218,97 @@ async def test_a_part_is_of_the_right_kind(make: Any, scene: Scene) -> None:
         assert told.refusal == (400, "length")
 
 
-async def test_what_never_began_can_not_go_on(make: Any, scene: Scene) -> None:
+# answers that end their connections
+
+OTHER_S = 30.0  # for an answer
+
+
+@dataclass(frozen=True)
+class Told:
+    """An answer, and what came of it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_last: bool  # the connection ended
+    refused: dict[str, float]  # what was counted, by reason
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        return self.status, json.loads(self.body)["reason"]
+
+
+async def told(at: Place, asked: bytes, rest: bytes = b"", *, stops: bool = False) -> Told:
+    """One request on a connection of its own. ``stops``: the gateway does, before the ``rest``."""
+    before, had = refused(at), received(at)
+    reader, writer = await connected(at)
+    writer.write(asked)
+    if stops:
+        await wait_until(lambda: received(at) > had, what="a request that was taken")
+        at.context.stop.set()
+        writer.write(rest)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), OTHER_S)
+    first, _, lines = head.partition(b"\r\n")
+    about = {name.title(): said for name, said in parse_headers(BytesIO(lines)).items()}
+    body = await reader.readexactly(int(about.get("Content-Length", 0)))
+    counts = {why: count - before[why] for why, count in refused(at).items()}
+    try:
+        writer.write(b"nonsense\r\n\r\n")  # which is answered, too
+        is_last = not await asyncio.wait_for(reader.read(1), OTHER_S)
+    except ConnectionError:
+        is_last = True
+    writer.close()
+    risen = {why: count for why, count in counts.items() if count}
+    return Told(int(first.split()[1]), about, body, is_last, risen)
+
+
+def refused(at: Place) -> dict[str, float]:
+    """The requests that a gateway has refused, by reason."""
+    [metric] = [
+        one for one in at.context.registry.collect() if one.name == "fedstream_gateway_refused"
+    ]
+    return {
+        one.labels["reason"]: one.value for one in metric.samples if one.name.endswith("_total")
+    }
+
+
+async def test_too_large_is_the_last(make: Any, scene: Scene) -> None:
+    await make()
+    async with scene.replica() as at:
+        phone = await scene.phone(at)
+        answer = await told(at, phone.head("POST", phone.creating(length=260, complete=False), 0))
+    assert (answer.refusal, answer.is_last) == ((413, "too large"), True)
+    assert (answer.headers["Connection"], answer.refused) == ("close", {"too large": 1})
+
+
+async def test_too_slow_is_the_last(make: Any, scene: Scene) -> None:
+    await make()
+    async with scene.replica(chunk_s=0.1) as at:
+        phone = await scene.phone(at)
+        answer = await told(at, phone.head("POST", phone.creating(), 256))
+    assert (answer.refusal, answer.is_last) == ((408, "too slow"), True)
+    assert (answer.headers["Connection"], answer.refused) == ("close", {"too slow": 1})
+
+
+async def test_answer_of_a_gateway_that_stops_is_the_last(make: Any, scene: Scene) -> None:
     await make(SEVERAL)
     async with scene.replica() as at:
         phone = await scene.phone(at)
-        assert (await phone.looks(at)).status == 404
-        assert (await phone.patches(at, 0)).refusal == (404, "no upload")
+        head = phone.head("POST", phone.creating(complete=False), CHUNK)
+        answer = await told(at, head + phone.data[:9], phone.data[9:CHUNK], stops=True)
+    assert (answer.status, answer.headers["Connection"]) == (201, "close")
+    assert answer.is_last
+
+
+async def test_request_after_a_stop_is_refused(make: Any, scene: Scene) -> None:
+    """While a request from before it is still being answered."""
+    await make(SEVERAL)
+    async with scene.replica() as at:
+        phone, other = await scene.phone(at), await scene.phone(at, device=DEVICE + 1)
+        sending = await scene.sending(at, other, 9)
+        at.context.stop.set()
+        answer = await told(at, phone.head("POST", phone.creating(complete=False), 0))
+        assert answer.refusal == (503, "unavailable")
+        assert (answer.headers["Connection"], answer.is_last) == ("close", True)
+        assert answer.refused == {"unavailable": 1}
+        sending.close()

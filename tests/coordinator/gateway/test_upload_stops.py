@@ -1,4 +1,4 @@
-"""Uploads that end while they arrive; and what a client hears of one besides its answers."""
+"""Uploads whose tasks end while they arrive; and the states and interim responses of uploads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedstream.broker.blobs import CHUNK
 from fedstream.coordinator.gateway.upload_notes import upload_blob
 from fedstream.core import reasons
 from fedstream.core.messages import GiveUp
-from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, owned_by
+from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, joined, owned_by
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, Sending, connected, trained
 from tests.support import Clock, wait_until
 
@@ -54,8 +54,7 @@ async def test_rest_of_an_update_that_has_become_too_stale_is_not_taken(
     """It would be refused when all of it has come: staleness counts from the hand-out."""
     hand = await make(SEVERAL, max_staleness=1)
     async with coordinating(hand, scene.redis), scene.replica() as at:
-        await at.check_in(DEVICE)
-        await owned_by(hand, DEVICE, "gw-0")
+        await joined(hand, at, DEVICE)
         await hand.open(device=DEVICE)
         phone = trained(hand, (await at.check_in(DEVICE, wait_s=50)).offer)
         sending = await scene.sending(at, phone, CHUNK)
@@ -96,9 +95,8 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
     """The task has ended in another way, which this replica has not noticed yet."""
     hand = await make(SEVERAL)
     clock = Clock(monkeypatch)
-    async with scene.replica(task_lease_s=3600.0) as at:
-        async with coordinating(hand, scene.redis):
-            phone = await _in_time(scene, at)
+    async with coordinating(hand, scene.redis), scene.replica(task_lease_s=3600.0) as at:
+        phone = await _in_time(scene, at)
         sending = await scene.sending(at, phone, CHUNK)
         held = at.gateway._sessions.held(phone.offer.task.id, DEVICE)
         elsewhere = GiveUp(
@@ -109,13 +107,12 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
             reason=reasons.DROPPED_OUT,
         )
         await hand.client.call("XDEL", held.stream, held.entry.id)  # as who answers a task does
-        async with coordinating(hand, scene.redis):
-            await hand.said(elsewhere, site=SITE)
-            await ends(hand, "given_up", reasons.DROPPED_OUT)
-            assert phone.offer.task.id in at.gateway._sessions
-            clock.ahead_s = 2 * _DEADLINE_S
-            sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
-            told = await sending.reader.readuntil(b"}")
+        await hand.said(elsewhere, site=SITE)
+        await ends(hand, "given_up", reasons.DROPPED_OUT)
+        assert phone.offer.task.id in at.gateway._sessions
+        clock.ahead_s = 2 * _DEADLINE_S
+        sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
+        told = await sending.reader.readuntil(b"}")
         assert b" 422 " in told
         assert reasons.DROPPED_OUT.encode() in told
         sending.close()

@@ -18,7 +18,7 @@ from fedstream.core.errors import Fenced, Unavailable
 from fedstream.core.messages import Assignment
 from fedstream.core.records import Run, Tally
 from fedstream.runtime.service import lead
-from tests.coordinator.scheduler.steps import are_open, give_up, has_issued
+from tests.coordinator.waiting import are_open, give_up, has_issued
 from tests.support import Hand, Pauses, Proxy, context, running, wait_until
 
 

@@ -4,22 +4,24 @@ end or begin again when they time out."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedstream.broker.client import Client
-from fedstream.coordinator.policies import InFlight
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.messages import CloseRound, RoundEnd, Trigger
 from fedstream.core.records import Commit, End
-from tests.coordinator.scheduler.steps import (
+from fedstream.journal import Taken
+from fedstream.journal.replay import Replayer
+from tests.broker.pipeline import finished, pipeline
+from tests.coordinator.waiting import (
     are_open,
     asked,
-    give_up,
     has_issued,
     of_version,
-    raised,
 )
 from tests.support import Clock, Hand, awaits_news, context, counted, running, wait_until
 
@@ -40,43 +42,6 @@ async def test_rounds_follow_versions_and_close_old_tasks(make: Any, run: Hand) 
         [(_, end)] = await run.queue()
         assert end == RoundEnd(version=0, why="round over")
         await run.balanced()
-
-
-async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> None:
-    async with running(make(Rounds(k=3)), context()):
-        first = await are_open(run, 3)
-        await give_up(run, first[0])
-        await has_issued(run, 4)
-        now = await are_open(run, 3)
-        assert {trigger.version for trigger in now} == {0}
-
-
-async def test_round_ends_without_the_device_that_fails_repeatedly(make: Any, run: Hand) -> None:
-    """There are ten devices; nine answer, and the other one's task raises whenever it is asked."""
-    async with running(make(Rounds(k=10)), context()):
-        *working, bad = await are_open(run, 10)
-        await run.admit(raised(bad))
-        await has_issued(run, 11)  # it is the only one left to ask
-        again = next(t for t in (await run.ledger.look()).open if t.device == bad.device)
-        await run.admit(raised(again))
-        await have_answered(run, *working)
-        await wait_until(lambda: asked(run))
-        assert await run.dispatch() == ["closed"]
-        assert (await run.ledger.look()).issued == 11
-        await run.balanced()
-
-
-async def test_device_that_fails_is_asked_again_after_its_rest(make: Any, run: Hand) -> None:
-    live = context()
-    async with running(make(InFlight(n=1)), live):
-        await run.client.call("HSET", run.keys.run, "devices", 1)
-        for n in (1, 2):
-            [task] = await are_open(run, 1)
-            await has_issued(run, n)
-            failed_at = time.monotonic()
-            await run.admit(raised(task))
-        await has_issued(run, 3)
-        assert time.monotonic() - failed_at >= 1.9
 
 
 @pytest.mark.usefixtures("patient")
@@ -108,22 +73,6 @@ async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, cloc
         # A version wakes it, though no task ended with it.
         second = await wait_until(lambda: of_version(run, 1, 3))
         assert all(t.deadline and t.deadline > time.time() + 601.0 for t in second)
-
-
-async def test_timed_out_round_without_arrivals_restarts(
-    make: Any, run: Hand, client: Client, clock: Clock
-) -> None:
-    async with running(make(Rounds(k=2, timeout_s=600.0)), context()):
-        await are_open(run, 2)
-        clock.ahead_s = 601.0
-        await wait_until(lambda: asked(run))
-        assert await run.dispatch() == ["withdrawn"]
-        await has_issued(run, 4)
-        again = await are_open(run, 2)
-        assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
-        assert (await run.ledger.look()).reasons("given_up") == {"deadline passed": 2}
-        assert await run.queue() == []
-        await run.balanced()
 
 
 @pytest.mark.usefixtures("patient")
@@ -251,19 +200,33 @@ async def test_lost_round_end_is_requested_again(
         assert [type(message) for _, message in await run.queue()] == [RoundEnd]
 
 
-async def test_device_that_answered_does_not_replace_one_that_gave_up(
-    make: Any, run: Hand, client: Client
+# rounds through every service
+
+BATCH = 2
+
+
+async def test_round_uses_only_its_own_answers(
+    client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
 ) -> None:
-    await client.call("HSET", run.keys.run, "devices", 3)
-    async with running(make(Rounds(k=2)), context()):
-        first, second = await are_open(run, 2)
-        upload = await run.trained(first)
-        assert await run.admit(upload) == [("admitted", "")]
-        buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
-        commit = Commit(held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered])
-        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
-        for n in range(3, 12):
-            await give_up(run, second)
-            await has_issued(run, n)
-            [second] = await are_open(run, 1)
-            assert second.device != first.device
+    """More devices are asked than fill a version: what the others train comes too late."""
+    sets = (
+        "strategy.name=afa-cd",
+        f"strategy.buffer_size={BATCH}",
+        "run.versions=8",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.k=4",
+    )
+    async with pipeline(keys, lambda _role: redis, tmp_path, *sets) as services:
+        for name in ("ann", "bob", "cat", "dan"):
+            await services.start("trainer", name)
+        view = await finished(client, keys)
+        assert view.run.max_staleness == 0
+    late = view.reasons("refused").get("too stale", 0)
+    late += view.reasons("given_up").get("round over", 0)
+    assert late > 0
+    assert view.reasons("refused").keys() <= {"too stale"}
+    with Replayer(tmp_path / "journal") as replayer:
+        records = [moment.message for moment in replayer]
+    used = [r for r in records if isinstance(r, Taken) and r.outcome in ("applied", "buffered")]
+    assert len(used) == 8 * BATCH
+    assert {record.staleness for record in used} == {0}

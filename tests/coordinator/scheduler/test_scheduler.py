@@ -12,17 +12,16 @@ import pytest
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.scheduler import SchedulerLedger
-from fedstream.coordinator.mirror import Mirror
-from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
-from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.policies import Anarchic, InFlight, Poisson
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, kept, vectors
-from fedstream.core.errors import ConfigError, Unavailable
+from fedstream.coordinator.scheduling import HELD_BY
+from fedstream.core.errors import ConfigError
 from fedstream.core.messages import Encoded, Trigger, Withdraw
 from fedstream.core.records import Changes, Head, Run, Tally
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS
 from fedstream.trainer.devices import eligible
-from tests.coordinator.scheduler.steps import are_open, asked, give_up, has_issued
+from tests.coordinator.waiting import are_open, asked, give_up, has_issued
 from tests.support import Clock, Hand, awaits_news, context, counted, layout_of, running, wait_until
 
 
@@ -38,23 +37,6 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
         await run.balanced()
         await run.announce("ann")  # what it opened it counts when its wait is over
         await wait_until(lambda: counted(watched, "fedstream_tasks_triggered_total") == 5)
-
-
-async def test_devices_rest_between_two_tasks(make: Any, run: Hand) -> None:
-    """However many tasks there could be, nobody is asked twice, until a rest is over."""
-    await run.announce("own", 1, 2, 3)
-    async with running(make(InFlight(n=1), rest_s=3600.0), context()):
-        asked_for = []
-        for n in range(1, 4):
-            await has_issued(run, n)
-            [trigger] = await are_open(run, 1)
-            asked_for.append(trigger.device)
-            await give_up(run, trigger)
-        assert sorted(asked_for) == [1, 2, 3]
-        await run.announce("own", 1, 2, 3, 4)
-        await has_issued(run, 4)
-        [trigger] = await are_open(run, 1)
-        assert trigger.device == 4
 
 
 async def test_device_that_has_rested_is_asked_again(
@@ -117,37 +99,8 @@ async def test_what_the_log_does_not_tell_is_found_in_time(
         assert await call("HLEN", key) == 1
 
 
-async def test_opened_tasks_count_even_if_the_look_after_them_fails(
-    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it can if the mirror must look at everything again."""
-    follow, look = Mirror.follow, SchedulerLedger.changes
-    followed, looked = [True, False], [True, False]  # at the start, and after tasks were opened
-
-    def follows(self: Mirror, *seen: Any) -> bool:
-        return follow(self, *seen) and (not followed or followed.pop(0))
-
-    async def looks(self: SchedulerLedger, *place: Any) -> tuple[Tally, Changes]:
-        if looked and not looked.pop(0):
-            raise Unavailable("cut off")
-        return await look(self, *place)
-
-    monkeypatch.setattr(Mirror, "follow", follows)
-    monkeypatch.setattr(SchedulerLedger, "changes", looks)
-    about = context()
-    async with running(make(InFlight(n=3)), about):
-        await are_open(run, 3)
-        await wait_until(lambda: not looked)
-        await give_up(run, (await run.ledger.look()).open[0])
-        await wait_until(lambda: counted(about, "fedstream_tasks_triggered_total") >= 1)
-        await are_open(run, 3)
-        await run.announce("ann")  # what it opened it counts when its wait is over
-        await wait_until(lambda: counted(about, "fedstream_tasks_triggered_total") == 4)
-
-
-@pytest.mark.parametrize("policy", [InFlight(n=9, mean_delay_s=0.5), Poisson(rate=2.0)])
 async def test_clock_set_back_does_not_delay_the_next_task(
-    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch, policy: Policy | Rounds
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delay begins when the clock is set back, and not anew with every look."""
     clock = Clock(monkeypatch)
@@ -156,7 +109,7 @@ async def test_clock_set_back_does_not_delay_the_next_task(
     async def open_now() -> int:
         return len((await run.ledger.look()).open)
 
-    async with running(make(policy), context()):
+    async with running(make(Poisson(rate=2.0)), context()):
         before: int = await wait_until(open_now)
         clock.ahead_s = 0.0
 
@@ -185,19 +138,6 @@ async def test_it_waits_for_a_run_and_rests_after_it(make: Any, hand: Hand) -> N
         await give_up(hand, *first)
         assert (await hand.ledger.look()).issued == 2
         assert not scheduler.done()
-
-
-async def test_only_owned_devices_are_asked(make: Any, run: Hand) -> None:
-    await run.announce("owner", 3, 8)
-    async with running(make(InFlight(n=5)), context()):
-        assert {trigger.device for trigger in await are_open(run, 2)} == {3, 8}
-
-
-async def test_pool_is_asked_for_unowned_devices(make: Any, run: Hand) -> None:
-    await run.announce("owner", 3, 8)
-    await run.announce("ann")
-    async with running(make(InFlight(n=10)), context()):
-        assert {trigger.device for trigger in await are_open(run, 10)} == set(range(10))
 
 
 async def test_devices_are_asked_once_eligible(run: Hand, redis: RedisSettings, keys: Keys) -> None:
@@ -261,12 +201,22 @@ async def test_no_triggers_under_the_anarchic_policy(make: Any, run: Hand) -> No
 
 
 async def test_full_queue_holds_the_scheduler_back(make: Any, run: Hand, client: Client) -> None:
+    """And its metrics show the reason for as long as it applies."""
+    watched = context()
+
+    def shown() -> dict[str, float | None]:
+        value = watched.registry.get_sample_value
+        return {by: value("fedstream_held_back", {"by": by}) for by in HELD_BY}
+
+    free = dict.fromkeys(HELD_BY, 0.0)
     await client.pipeline([("XADD", run.keys.queue, "*", "m", b"x") for _ in range(4)])
-    async with running(make(InFlight(n=3), max_queue=4), context()):
+    async with running(make(InFlight(n=3), max_queue=4), watched):
         await are_open(run, 1)
+        await wait_until(lambda: shown() == free | {"queue": 1.0})
         await client.call("XTRIM", run.keys.queue, "MAXLEN", 1)
-        await run.announce("ann")
+        await run.announce("ann")  # an event, at which it looks
         await are_open(run, 3)
+        await wait_until(lambda: shown() == free)
 
 
 async def test_redis_memory_holds_the_scheduler_back(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+import structlog
 import typer
+from pydantic import Field
 
 from fedstream import __version__
 from fedstream.cli import options
@@ -20,19 +23,28 @@ from fedstream.cli.app import application, main
 from fedstream.core.messages import OUTCOMES
 from fedstream.history import display, status
 from fedstream.local import run
-from fedstream.strategies import RULES
+from fedstream.runtime.plugins import Registry
+from fedstream.runtime.settings_keys import Key, keys_of
+from fedstream.settings.plugin_sources import REGISTRIES
+from fedstream.strategies import RULES, Batch
+from fedstream.strategies.staleness import Polynomial, Staleness
 from fedstream.trainer.loading import BUILT_IN
 from tests.broker.certificates import authority
+from tests.fedstream.conftest import Command
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
 
 @pytest.fixture(autouse=True)
-def umask() -> Iterator[None]:
-    """Commands set it for their process, which is the tests' here."""
-    before = os.umask(0o022)
+def process_restored() -> Iterator[None]:
+    """Commands set the umask and the loggers of their process, which is the tests' here."""
+    umask, root = os.umask(0o022), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     yield
-    os.umask(before)
+    os.umask(umask)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
 
 
 def fedstream(*arguments: str) -> int:
@@ -49,14 +61,10 @@ def fedstream(*arguments: str) -> int:
         (["run", "--nope"], 2, "No such option: --nope"),
         (["run", "--versions", "abc"], 2, "--versions abc: must be a whole number (see"),
         (["compare", "x", "--target", "abc"], 2, "--target abc: must be a number (see"),
-        (["compare", "x", "--goal", "up"], 2, "--goal up: must be max or min (see"),
-        (["sweep", "--repeats", "0"], 2, "--repeats 0: must be greater than or equal to 1 (see"),
         (["journal", "shw"], 2, "Did you mean 'show'? (see fedstream journal -h)"),
         (["journal", "show"], 2, "Missing argument 'DIR' (see fedstream journal show -h)"),
         (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),
         (["run", "--versions", "0"], 2, "run.versions = 0 (from --versions): must be greater"),
-        (["run", "--versions", str(2**64)], 2, "(from --versions): must be less"),
-        (["simulate", "--devices", "-3"], 2, "task.devices = -3 (from --devices): must be"),
         (
             ["run", "--strategy", "fedprox", "--set", "strategy.name=fedavg"],
             2,
@@ -86,10 +94,8 @@ def fedstream(*arguments: str) -> int:
             2,
             "'nowhere.invalid': no such host",
         ),
-        (["run", "--set", f"http.host={'x' * 70}"], 2, "no such host"),
         (["updater", "--set", "updater.keep_versions=0"], 2, "updater.keep_versions = 0"),
         (["status", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
-        (["top", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
         (["purge", "--yes", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
     ],
 )
@@ -113,14 +119,13 @@ def test_error_is_one_line_with_its_exit_code(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("arguments", [["plugins"], ["run", "-h"]])
-def test_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> None:
+def test_closed_pipe_ends_a_command_without_a_word() -> None:
     """As `head` does once it has read enough."""
     read, write = os.pipe()
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "fedstream", *arguments],
+            [sys.executable, "-m", "fedstream", "plugins"],
             stdout=write,
             stderr=subprocess.PIPE,
             check=False,
@@ -149,16 +154,6 @@ def test_updates_is_a_deprecated_alias_of_versions(
     }
     assert "--versions" in shown
     assert "--updates" not in shown
-
-
-def test_deprecated_updates_sets_the_number_of_versions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = ("--json", "--out", str(tmp_path / "run"))
-    assert fedstream("simulate", "--updates", "2", *out) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["versions"] == 2
-    assert shown.err == "fedstream: --updates is deprecated; use --versions\n"
 
 
 @pytest.mark.process
@@ -361,7 +356,6 @@ def test_completions_match_the_registries() -> None:
     assert list(options.STRATEGIES) == list(RULES.built_in)
 
 
-@pytest.mark.process
 def test_files_written_are_private_to_the_user(tmp_path: Path) -> None:
     """Folders 0700, files 0600: the journal's, and all that lies beside it."""
     out, exported = tmp_path / "out", tmp_path / "model.safetensors"
@@ -369,9 +363,111 @@ def test_files_written_are_private_to_the_user(tmp_path: Path) -> None:
         ["simulate", "--versions", "3", "--devices", "10", "--out", str(out)],
         ["journal", "export", str(out), "--out", str(exported)],
     ):
-        command = [sys.executable, "-m", "fedstream", *arguments]
-        subprocess.run(command, check=True, capture_output=True, umask=0o022)
+        assert fedstream(*arguments) == 0
     found = {path: path.stat().st_mode & 0o777 for path in [out, *out.rglob("*"), exported]}
     assert out / "journal" in found
     assert len(found) > 4
     assert found == {path: 0o700 if path.is_dir() else 0o600 for path in found}
+
+
+# `fedstream plugins`
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that announces a rule, one that is gone, and one by a taken name."""
+    (tmp_path / "announced_rules.py").write_text(
+        "from fedstream.strategies import Batch\nclass Mine(Batch): pass\n"
+    )
+    about = tmp_path / "announced_rules-1.5.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: announced-rules\nVersion: 1.5\n")
+    (about / "entry_points.txt").write_text(
+        "[fedstream.strategies]\nmine = announced_rules:Mine\ngone = announced_rules:Gone\n"
+        "fedbuff = announced_rules:Mine\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(RULES, "_found", {})
+    yield
+    sys.modules.pop("announced_rules", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_each_name_has_its_source_and_what_is_wrong(command: Command) -> None:
+    code, out, err = command("plugins")
+    rows = [line.split(maxsplit=2) for line in out.splitlines()]
+    assert ["strategy.name", "fedasync", "built in"] in rows
+    assert ["strategy.name", "mine", "announced-rules 1.5: announced_rules:Mine"] in rows
+    assert ["solver.kind", "proximal", "built in"] in rows
+    assert code == 1
+    assert "strategy.name = gone: strategy 'gone', entry point announced_rules:Gone: imp" in err
+    assert "strategy.name = fedbuff: the name of a built-in one" in err
+    assert "mine" not in err
+    code, out, _ = command("plugins", "--json")
+    told = {(one["key"], one["name"], bool(one["problem"])) for one in json.loads(out)}
+    assert {("strategy.name", "gone", True), ("strategy.name", "mine", False)} <= told
+
+
+def test_only_built_in_ones_are_there_without_packages(command: Command) -> None:
+    code, out, err = command("plugins")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 1 + sum(len(door.built_in) for door in REGISTRIES.values())
+
+
+def test_no_door_is_left_out() -> None:
+    modules = [module for name, module in sys.modules.items() if name.startswith("fedstream.")]
+    doors = {
+        one for module in modules for one in vars(module).values() if isinstance(one, Registry)
+    }
+    assert doors == set(REGISTRIES.values())
+
+
+# `--strategy NAME --help`
+
+
+class Documented(Batch):
+    """All kinds of keys."""
+
+    usual: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Samples of a device,
+    as usual."""
+    wanted: int
+    mode: Literal["a", "b"] = "a"
+    limit: Annotated[int, Field(ge=3)] | None = None
+    staleness: Staleness = Polynomial()
+    told: bool = Field(default=True, description="by its own description")
+
+
+def test_keys_have_values_defaults_and_what_is_written_below_them() -> None:
+    kinds = "table; kind: constant, linear, polynomial, exponential, hinge or your own"
+    assert keys_of(Documented, besides=["name"]) == [
+        Key(
+            "max_staleness", "integer >= 0 or none", "none", "Updates that are staler are dropped."
+        ),
+        Key("buffer_size", "integer >= 1", "10", "K, the updates in a version"),
+        Key("server_lr", "number > 0", "1.0", "the step along the batch's mean"),
+        Key("usual", "number > 0, <= 2", "1.0", "Samples of a device, as usual."),
+        Key("wanted", "integer", "", ""),
+        Key("mode", "a, b", '"a"', ""),
+        Key("limit", "integer >= 3 or none", "none", ""),
+        Key("staleness", kinds, "polynomial", ""),
+        Key("told", "true or false", "true", "by its own description"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["run", "simulate", "replay"])
+def test_help_ends_with_the_keys_of_the_strategy_that_was_named(
+    command: Command, name: str
+) -> None:
+    rule = f"{__file__}:Documented"
+    kind = "strategy.staleness.kind=hinge"
+    for typed in (("--strategy", rule, "--set", kind, "--help"), ("--help", f"--strategy={rule}")):
+        code, out, _ = command(name, *typed)
+        assert code == 0
+        ours = out.partition("All kinds of keys.")[2]
+        assert "strategy.usual" in ours
+        assert "required" in ours
+        assert ("strategy.staleness.b" in ours) == (kind in typed)
+    assert "strategy.usual" not in command(name, "--help")[1]
+    code, _, said = command(name, "--strategy", "fedbuf", "--help")
+    assert (code, "did you mean 'fedbuff'?" in said) == (2, True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import COORDINATORS, TRAINERS
 from fedstream.broker.streams import Group
-from fedstream.cli.app import main
 from fedstream.core.errors import FedstreamError, OutOfMemory
 from fedstream.core.messages import (
     Assignment,
@@ -27,29 +23,8 @@ from fedstream.core.messages import (
     task_id,
 )
 from fedstream.operate import dead
+from tests.fedstream.operate.conftest import Command
 from tests.support import Hand, full, snapshot
-
-Command = Callable[..., Awaitable[tuple[int, str, str]]]
-
-
-@pytest.fixture
-def command(
-    hand: Hand, redis: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
-    """Runs `fedstream dead` about the run: exit code, stdout and stderr."""
-
-    async def run(*arguments: str, said: str = "") -> tuple[int, str, str]:
-        where = ("--redis", redis.url, "--run", hand.keys.name)
-        monkeypatch.setattr("typer.confirm", lambda *_, **__: said == "y" or sys.exit(1))
-
-        def ended() -> int:
-            with pytest.raises(SystemExit) as end:
-                main(["dead", *arguments, *where])
-            return int(end.value.code or 0)
-
-        return await asyncio.to_thread(ended), *capsys.readouterr()
-
-    return run
 
 
 async def crashing(hand: Hand, **changes: Any) -> Trigger:
@@ -81,15 +56,15 @@ async def test_task_that_crashed_its_trainers_is_retried_as_a_new_task(
 ) -> None:
     await hand.create()
     before = await crashing(hand, steps=7, epochs=None)
-    code, shown, _ = await command("list")
+    code, shown, _ = await command("dead", "list")
     assert code == 0
     for expected in (before.task, "crashed its trainers", "dead", "tasks"):
         assert expected in shown
-    code, shown, _ = await command("show", before.task)
+    code, shown, _ = await command("dead", "show", before.task)
     assert code == 0
     assert all(text in shown for text in ("steps", "7", "message", "task", "deliveries"))
     letter = await only(hand)
-    code, said, wrong = await command("retry", letter.id)
+    code, said, wrong = await command("dead", "retry", letter.id)
     assert (code, wrong) == (0, "")
     view = await hand.ledger.look()
     [again] = view.open
@@ -118,7 +93,7 @@ async def test_letter_is_retried_once(hand: Hand, command: Command) -> None:
     with pytest.raises(FedstreamError, match="no longer exists"):
         await dead.retry(hand.client, hand.keys, letter)  # by somebody who saw it, too
     assert (await hand.ledger.look()).issued == 2
-    code, _, wrong = await command("retry", letter.id)
+    code, _, wrong = await command("dead", "retry", letter.id)
     assert (code, wrong.count("\n")) == (1, 1)
     assert f"there is no dead letter '{letter.id}'" in wrong
 
@@ -131,7 +106,7 @@ async def test_task_with_two_letters_is_retried_once(hand: Hand, command: Comman
     await bury(hand, answer.encode(), "uploads", task=before)
     first, second = (await dead.read(hand.client, hand.keys)).letters
     again = await dead.retry(hand.client, hand.keys, first)
-    code, _, wrong = await command("retry", second.id)
+    code, _, wrong = await command("dead", "retry", second.id)
     assert (code, wrong.count("\n")) == (1, 1)
     why = f"its task was already retried as task {again.task}, from another letter"
     assert wrong == f"fedstream: {second.id} not retried: {why}\n"
@@ -139,12 +114,12 @@ async def test_task_with_two_letters_is_retried_once(hand: Hand, command: Comman
     upload = await hand.trained(again)
     await hand.admit(upload)
     await hand.commit(1, upload)  # nor when that one is done
-    assert (await command("retry", before.task))[0] == 1
+    assert (await command("dead", "retry", before.task))[0] == 1
     view = await hand.ledger.look()
     assert (view.issued, view.outcomes["applied"], view.open) == (2, 1, ())
     await hand.balanced()
     assert (await only(hand)).ended == "retried"
-    assert "retried" in (await command("list"))[1]
+    assert "retried" in (await command("dead", "list"))[1]
 
 
 async def test_failed_retry_is_retried_by_its_own_letter(hand: Hand) -> None:
@@ -222,13 +197,13 @@ async def test_unretriable_letter_says_why_and_stays(
     await bury(hand, message)
     before = await snapshot(hand.client, hand.keys)
     letter = await only(hand)
-    code, said, wrong = await command("retry", "--all")
+    code, said, wrong = await command("dead", "retry", "--all")
     assert (code, said, wrong.count("\n")) == (1, "", 1)
     assert wrong.startswith(f"fedstream: {letter.id} not retried: ")
     assert why in wrong
     assert await snapshot(hand.client, hand.keys) == before
-    assert (await command("show", letter.id))[0] == 0  # whatever it is, it can be looked at
-    assert (await command("list"))[0] == 0
+    assert (await command("dead", "show", letter.id))[0] == 0  # whatever it is, it can be looked at
+    assert (await command("dead", "list"))[0] == 0
 
 
 async def test_task_ended_by_another_answer_is_not_retried(hand: Hand) -> None:
@@ -298,23 +273,23 @@ async def test_dropping_asks_first(hand: Hand, command: Command) -> None:
     for _ in range(3):
         await crashing(hand)
     letters = (await dead.read(hand.client, hand.keys)).letters
-    assert (await command("drop", "--all", said="n"))[0] == 1
+    assert (await command("dead", "drop", "--all", said="n"))[0] == 1
     assert (await hand.ledger.look()).dead == 3
-    code, said, _ = await command("drop", letters[0].id, letters[1].task or "", said="y")
+    code, said, _ = await command("dead", "drop", letters[0].id, letters[1].task or "", said="y")
     assert (code, said) == (0, "2 dead letters deleted\n")
     assert (await only(hand)).id == letters[2].id
-    code, said, _ = await command("drop", "--all", "--yes")
+    code, said, _ = await command("dead", "drop", "--all", "--yes")
     assert (code, said) == (0, "1 dead letter deleted\n")
     view = await hand.ledger.look()
     assert (view.dead, view.outcomes["dead"]) == (0, 3)  # they stay counted
-    assert (await command("list"))[1] == "no dead letters\n"
+    assert (await command("dead", "list"))[1] == "no dead letters\n"
 
 
 async def test_programs_get_json(hand: Hand, command: Command) -> None:
     await hand.create()
     crashed = await crashing(hand)
     await bury(hand, b"\xff")
-    code, said, _ = await command("list", "--json")
+    code, said, _ = await command("dead", "list", "--json")
     assert code == 0
     found = json.loads(said)
     assert found["lost"] == 0
@@ -323,14 +298,14 @@ async def test_programs_get_json(hand: Hand, command: Command) -> None:
     assert task["message"]["device"] == crashed.device
     assert (junk["data"], junk["message"]) == ("ff", None)
     assert "not a message" in junk["unreadable"]
-    code, said, _ = await command("show", task["id"], "--json")
+    code, said, _ = await command("dead", "show", task["id"], "--json")
     assert json.loads(said) == [task]
 
 
 async def test_deleted_letters_are_reported(hand: Hand, command: Command) -> None:
     await hand.create()
     await hand.client.call("HSET", hand.keys.counts, "dead_letters_lost", 4)
-    assert "4 older ones were deleted" in (await command("list"))[1]
+    assert "4 older ones were deleted" in (await command("dead", "list"))[1]
 
 
 async def test_letter_of_another_release_can_be_listed_and_dropped(
@@ -341,25 +316,17 @@ async def test_letter_of_another_release_can_be_listed_and_dropped(
     await hand.client.call(
         "XADD", hand.keys.dead, "*", "m", letter.replace(b"\xa1v\x01", b"\xa1v\x09")
     )
-    code, shown, _ = await command("list")
+    code, shown, _ = await command("dead", "list")
     assert code == 0
     assert "schema 9" in shown
-    code, _, wrong = await command("retry", "--all")
+    code, _, wrong = await command("dead", "retry", "--all")
     assert code == 1
     assert "the letter itself can't be read" in wrong
-    assert (await command("drop", "--all", "--yes"))[0] == 0
+    assert (await command("dead", "drop", "--all", "--yes"))[0] == 0
 
 
-@pytest.mark.parametrize("arguments", [("retry",), ("drop", "--yes"), ("drop", "--all", "1-1")])
-async def test_letters_are_chosen_by_id_or_all(
-    hand: Hand, command: Command, arguments: tuple[str, ...]
-) -> None:
+async def test_letters_are_chosen_by_id_or_all(hand: Hand, command: Command) -> None:
     await hand.create()
-    code, _, wrong = await command(*arguments)
-    assert (code, wrong) == (2, "fedstream: give either the ids of letters or --all\n")
-
-
-async def test_without_a_run_there_are_no_letters(hand: Hand, command: Command) -> None:
-    code, _, wrong = await command("list")
-    assert code == 1
-    assert wrong.startswith(f"fedstream: there is no run '{hand.keys.name}'")
+    for words in (("retry",), ("drop", "--all", "1-1")):
+        code, _, wrong = await command("dead", *words)
+        assert (code, wrong) == (2, "fedstream: give either the ids of letters or --all\n")

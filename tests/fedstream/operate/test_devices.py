@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from fedstream.cli.app import main
 from fedstream.core.messages import Event, SetQuarantine
 from fedstream.core.records import NO_QUARANTINES, Commit, Quarantines
 from fedstream.history.display import quarantined
 from fedstream.operate import devices
+from tests.fedstream.operate.conftest import Command
 from tests.support import Hand, wait_until
-
-Command = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
-
-
-@pytest.fixture
-def command(hand: Hand, redis: Any, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command about the run: exit code, stdout and stderr."""
-
-    async def run(*arguments: str) -> tuple[int, str, str]:
-        where = ("--redis", redis.url, "--run", hand.keys.name)
-
-        def ended() -> int:
-            with pytest.raises(SystemExit) as end:
-                main([*arguments, *where])
-            return int(end.value.code or 0)
-
-        return await asyncio.to_thread(ended), *capsys.readouterr()
-
-    return run
 
 
 @asynccontextmanager

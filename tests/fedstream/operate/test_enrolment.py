@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
 from fedstream.broker.ledger.gateway import GatewayLedger
-from fedstream.cli.app import main
 from fedstream.coordinator.gateway.auth import device_in, new_invite
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import ConfigError
 from fedstream.operate.enrolment import seconds_of
+from tests.fedstream.operate.conftest import Command
 from tests.support import Hand
-
-Command = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
-
-
-@pytest.fixture
-def command(hand: Hand, redis: Any, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command about the run's devices: exit code, stdout and stderr."""
-
-    async def run(*arguments: str) -> tuple[int, str, str]:
-        where = ("--redis", redis.url, "--run", hand.keys.name)
-
-        def ended() -> int:
-            with pytest.raises(SystemExit) as end:
-                main(["devices", *arguments, *where])
-            return int(end.value.code or 0)
-
-        return await asyncio.to_thread(ended), *capsys.readouterr()
-
-    return run
 
 
 async def enrol(hand: Hand, invite: str, key: str = "key", site: str = "gateway") -> str:
@@ -47,7 +25,7 @@ async def enrol(hand: Hand, invite: str, key: str = "key", site: str = "gateway"
 
 async def test_an_invite_that_was_shown_enrols_its_device(hand: Hand, command: Command) -> None:
     await hand.create()
-    code, out, err = await command("invite", "7", "3", "7")
+    code, out, err = await command("devices", "invite", "7", "3", "7")
     assert code == 0
     found = re.findall(r"^device (\d+): (\S+)$", out, re.MULTILINE)
     assert [device for device, _ in found] == ["3", "7"]
@@ -57,7 +35,7 @@ async def test_an_invite_that_was_shown_enrols_its_device(hand: Hand, command: C
 
 async def test_invites_as_json(hand: Hand, command: Command) -> None:
     await hand.create()
-    code, out, err = await command("invite", "3", "--expires", "12h", "--json")
+    code, out, err = await command("devices", "invite", "3", "--expires", "12h", "--json")
     made = json.loads(out)
     assert (code, err) == (0, "")
     now = int((await hand.client.call("TIME"))[0])
@@ -67,24 +45,26 @@ async def test_invites_as_json(hand: Hand, command: Command) -> None:
 
 async def test_invites_are_for_the_gateway_of_a_site(hand: Hand, command: Command) -> None:
     await hand.create()
-    _, out, _ = await command("invite", "3", "--site", "clinics", "--json")
+    _, out, _ = await command("devices", "invite", "3", "--site", "clinics", "--json")
     text = json.loads(out)["invites"]["3"]
     assert await enrol(hand, text) == "unknown"
     assert await enrol(hand, text, site="clinics") == "enrolled"
-    assert "no device has enrolled" in (await command("enrolled"))[1]
-    assert "enrolled" in (await command("enrolled", "--site", "clinics"))[1]
+    assert "no device has enrolled" in (await command("devices", "enrolled"))[1]
+    assert "enrolled" in (await command("devices", "enrolled", "--site", "clinics"))[1]
 
 
 async def test_the_list_says_where_each_device_stands(hand: Hand, command: Command) -> None:
     await hand.create()
-    assert (await command("enrolled"))[1] == "no device has enrolled, and none is invited\n"
-    _, out, _ = await command("invite", "1", "2", "3", "--json")
+    assert (await command("devices", "enrolled"))[
+        1
+    ] == "no device has enrolled, and none is invited\n"
+    _, out, _ = await command("devices", "invite", "1", "2", "3", "--json")
     invites = json.loads(out)["invites"]
     await enrol(hand, invites["2"], "its key")
     await enrol(hand, invites["3"])
-    await command("revoke", "3", "4")
+    await command("devices", "revoke", "3", "4")
     await hand.ledger.invite("gateway", {5: "ab"}, seconds=0)
-    code, out, _ = await command("enrolled")
+    code, out, _ = await command("devices", "enrolled")
     assert code == 0
     rows = [line.split() for line in out.splitlines()[1:]]
     assert [row[:2] for row in rows] == [
@@ -95,7 +75,7 @@ async def test_the_list_says_where_each_device_stands(hand: Hand, command: Comma
         ["5", "invite"],
     ]
     assert digest_of(b"its key")[:16] in rows[1]
-    listed = json.loads((await command("enrolled", "--json"))[1])["devices"]
+    listed = json.loads((await command("devices", "enrolled", "--json"))[1])["devices"]
     assert [one["state"] for one in listed] == [
         "invited",
         "enrolled",
@@ -110,43 +90,43 @@ async def test_the_list_says_where_each_device_stands(hand: Hand, command: Comma
 
 async def test_revoke_and_admit_say_what_they_changed(hand: Hand, command: Command) -> None:
     await hand.create()
-    assert await command("revoke", "3", "4") == (0, "revoked: devices 3, 4\n", "")
-    assert await command("revoke", "4", "5") == (
+    assert await command("devices", "revoke", "3", "4") == (0, "revoked: devices 3, 4\n", "")
+    assert await command("devices", "revoke", "4", "5") == (
         0,
         "revoked: device 5\nalready revoked: device 4\n",
         "",
     )
-    code, _, err = await command("invite", "3")
+    code, _, err = await command("devices", "invite", "3")
     assert (code, "device 3 is revoked" in err, "devices admit 3" in err) == (1, True, True)
-    assert await command("admit", "3", "9") == (
+    assert await command("devices", "admit", "3", "9") == (
         0,
         "admitted: device 3\nnot revoked: device 9\n",
         "",
     )
-    assert (await command("invite", "3"))[0] == 0
+    assert (await command("devices", "invite", "3"))[0] == 0
 
 
 @pytest.mark.parametrize("name", ["invite", "revoke", "admit"])
 async def test_what_is_not_there_is_named(hand: Hand, command: Command, name: str) -> None:
-    code, _, err = await command(name, "3")
+    code, _, err = await command("devices", name, "3")
     assert (code, "there is no run" in err) == (1, True)
     await hand.create()
-    code, _, err = await command(name, "10")
+    code, _, err = await command("devices", name, "10")
     assert (code, "device 10 is not in this run" in err) == (1, True)
 
 
 async def test_a_finished_run_invites_nobody(hand: Hand, command: Command) -> None:
     await hand.create()
     await hand.ledger.finish("enough")
-    code, _, err = await command("invite", "3")
+    code, _, err = await command("devices", "invite", "3")
     assert (code, "the run is finished" in err) == (1, True)
 
 
 async def test_a_wrong_duration_or_site_is_named(hand: Hand, command: Command) -> None:
     await hand.create()
-    code, _, err = await command("invite", "3", "--expires", "tomorrow")
+    code, _, err = await command("devices", "invite", "3", "--expires", "tomorrow")
     assert (code, "--expires tomorrow: expected" in err) == (2, True)
-    code, _, err = await command("invite", "3", "--site", "a b")
+    code, _, err = await command("devices", "invite", "3", "--site", "a b")
     assert (code, "--site: 'a b' is not a valid name" in err) == (2, True)
 
 

@@ -28,12 +28,6 @@ from tests.support import Hand, Proxy, context, model_of, running, wait_until
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def live(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
     """Coordinator and updater of a run that begins with a journal's version 0."""
 
@@ -86,7 +80,6 @@ def recorded_run(folder: Path, rule: Any, *formats: str) -> tuple[Scribe, np.nda
 @pytest.mark.parametrize(
     ("rule", "formats"),
     [
-        (FedAsyncSettings(), ()),
         (FedAvgSettings(clients_per_round=4), ()),
         (FedAsyncSettings(), ("int8", "f32", "bf16+zstd")),
     ],
