@@ -54,12 +54,6 @@ def test_a_configuration_that_failed_once_is_no_better_than_one_that_never_did(
     assert found[1].values == (0.95,)
 
 
-def test_runs_beyond_the_repeats_and_of_other_configurations_do_not_count() -> None:
-    runs = [run(A, 0, 0.5), run(A, 1, 0.9), run(C, 0, 0.9)]
-    (line,) = lines([A, B], runs, Ranking(), repeats=1)
-    assert (line.mean, len(line.runs)) == (0.5, 1)
-
-
 def test_an_unknown_metric_names_the_ones_there_are() -> None:
     near = r"--metric accuraci: the task measures accuracy.*; did you mean 'accuracy'\?"
     with pytest.raises(ConfigError, match=near):
@@ -119,8 +113,3 @@ def test_a_line_from_elsewhere_is_named(tmp_path: Path) -> None:
         file.write('{"hello": 1}\n')
     with pytest.raises(ConfigError, match=r"runs\.jsonl:2: not a run of a sweep"):
         list(store.runs())
-
-
-def test_a_configuration_s_name_depends_on_all_of_it() -> None:
-    assert A.name != B.name
-    assert replace(A, keys={}).name == A.name
