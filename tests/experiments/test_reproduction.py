@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -37,13 +36,11 @@ from experiments.running import (
     Store,
     job_of,
     jobs_of,
-    left_s,
     run,
-    run_job,
     thinned,
 )
-from experiments.showing import DIFFERENCES, TABLE, mean_and_deviation, show, table
-from fedstream.core.errors import ConfigError, DataError
+from experiments.showing import DIFFERENCES, TABLE, show, table
+from fedstream.core.errors import ConfigError
 from fedstream.simulation import VersionMade
 
 TASK = """
@@ -142,43 +139,12 @@ def test_scale_divides_versions_and_keeps_the_decays_position(tiny: Experiment) 
     assert keys["solver.lr"] == 0.5
 
 
-def test_every_cell_is_repeated_as_often_as_declared_or_asked(tiny: Experiment) -> None:
-    def count(repeats: int | None) -> dict[str, int]:
-        jobs = jobs_of(tiny, repeats=repeats, scale=1.0, data_root=None)
-        return {c.label: sum(job.cell == c.label for job in jobs) for c in tiny.cells}
-
-    assert count(None) == {"fast": 2, "slow": 2}
-    assert count(1) == {"fast": 1, "slow": 1}
-
-
-def test_configurations_differ_but_not_by_data_root(
-    tiny: Experiment,
-) -> None:
-    def digest(experiment: Experiment, data_root: str | None = None) -> str:
-        return jobs_of(experiment, repeats=1, scale=1.0, data_root=data_root)[0].configuration
-
-    assert digest(tiny) == digest(tiny, "/elsewhere")
-    assert digest(tiny) != digest(replace(tiny, base={**tiny.base, "strategy.alpha": 0.6}))
-
-
 def test_every_experiment_has_a_valid_configuration() -> None:
     for experiment in catalogue().values():
         labels = [cell.label for cell in experiment.cells]
         assert len(set(labels)) == len(labels)
         for cell in experiment.cells:
             settings_of(experiment.sets(cell, 0, 1.0))
-
-
-def test_no_experiment_limits_norms(tiny: Experiment) -> None:
-    """What a run refuses by default, a device that takes enormous steps."""
-    base = {**tiny.base, "solver.lr": 1e4, "run.versions": 3}
-    job = jobs_of(
-        replace(tiny, base=base, cells=(Cell("wild", {}),)), repeats=1, scale=1.0, data_root=None
-    )[0]
-    row, _ = run_job(job)
-    assert (row.versions, row.refused) == (3, 0)
-    row, _ = run_job(replace(job, sets=job.sets | {"updater.norm_factor": 30}))
-    assert row.refused > 0
 
 
 # what is kept
@@ -245,17 +211,6 @@ def test_existing_run_is_not_repeated(
             np.testing.assert_array_equal(values, resumed.curves[row.cell, row.repeat][name])
 
 
-def test_stored_curves_are_compressed_the_same_way_every_time(
-    tiny: Experiment, tmp_path: Path
-) -> None:
-    """So that a repeated experiment changes the repository only where its numbers differ."""
-    run(tiny, tmp_path / "out", repeats=1)
-    stored = tmp_path / "out" / "curves.csv.gz"
-    text = gzip.decompress(stored.read_bytes())
-    assert text.startswith(b"cell,repeat,version,updates,gradients,")
-    assert stored.read_bytes() == gzip.compress(text, mtime=0)
-
-
 def test_only_changed_configurations_are_run_again(tiny: Experiment, tmp_path: Path) -> None:
     before = run(tiny, tmp_path)
     cells = (Cell("fast", {"solver.lr": 0.4}), tiny.cells[1])
@@ -278,39 +233,6 @@ def test_results_of_different_scales_are_not_mixed(tiny: Experiment, tmp_path: P
     with pytest.raises(ConfigError, match="holds results at scale 10, not 1: give --scale 10"):
         run(tiny, tmp_path)
     assert run(tiny, tmp_path, repeats=1, again=True).of("fast")[0].versions == 20
-
-
-@pytest.mark.process
-def test_parallel_processes_give_the_same_results(tiny: Experiment, tmp_path: Path) -> None:
-    alone = run(tiny, tmp_path / "one", repeats=1)
-    together = run(tiny, tmp_path / "two", repeats=1, processes=2)
-    for cell in ("fast", "slow"):
-        assert alone.values(cell).tolist() == together.values(cell).tolist()
-
-
-def test_time_left_is_estimated_from_the_remaining_cells() -> None:
-    def took(cell: str, seconds: float) -> Row:
-        return Row(cell, 0, 1.0, "", "finished", 1, 1, 1, 1.0, 1, 0, 1.0, 1, 1.0, seconds)
-
-    done = [took("long", 30.0), took("short", 2.0), took("short", 4.0)]
-    assert left_s({"long": 2, "short": 4, "over": 0}, done, processes=2) == (2 * 30 + 4 * 3) / 2
-    assert left_s({"long": 1, "short": 0}, done, processes=4) == 30  # no run is divided
-    assert left_s({"unknown": 3}, done, processes=1) == 3 * 12
-
-
-def test_claims_need_every_cell(tiny: Experiment, tmp_path: Path) -> None:
-    results = run(replace(tiny, cells=tiny.cells[:1]), tmp_path, repeats=1)
-    text = table(tiny, results)
-    assert "| slow |  | not run | | | 0 |" in text
-    assert "Not judged: 1 cells were not run yet." in text
-
-
-def test_cell_outside_the_tolerance_is_named(tiny: Experiment, tmp_path: Path) -> None:
-    far = replace(tiny, cells=(Cell("fast", {}, paper=0.1), Cell("slow", {})), tolerance=0.02)
-    results = run(far, tmp_path, repeats=1)
-    text = table(far, results)
-    assert "Within 0.02 of the paper: 0 of 1 cells; not: fast." in text
-    assert f"**{results.mean('fast') - 0.1:+.4f}**" in text
 
 
 def beside(accuracies: dict[str, list[list[float]]]) -> Results:
@@ -341,16 +263,6 @@ def test_cells_are_compared_repeat_by_repeat(tiny: Experiment) -> None:
     assert "## Repeat by repeat" not in table(tiny, results)
 
 
-def test_single_repeat_has_a_difference_without_a_deviation(tiny: Experiment) -> None:
-    results = beside({"fast": [[0.5]], "slow": [[0.75], [0.25]]})
-    fast, slow = tiny.cells
-    text = table(replace(tiny, cells=(fast, replace(slow, beside="fast"))), results)
-    assert "| slow | 0.5000 ± 0.3536 | fast | 0.5000 | +0.2500 |" in text.splitlines()
-    assert mean_and_deviation([-1e-9], sign="+") == "+0.0000"
-    with pytest.raises(ConfigError, match="no repeat of both 'slow' and 'none'"):
-        results.differences("slow", "none", "accuracy")
-
-
 def test_curves_are_thinned_and_average_losses_in_between() -> None:
     def made(version: int) -> VersionMade:
         metrics = {"accuracy": 0.5, "loss": 1.0} if version % 2 == 0 else {}
@@ -376,20 +288,12 @@ def comparison(errors: float, repeats: int = 5) -> Series:
         ([comparison(2.1)], "**held** (5 repeats)"),
         ([comparison(-2.1)], "**did not hold** (5 repeats)"),
         ([comparison(1.9)], "**not tested** (5 repeats, within two standard errors)"),
-        ([comparison(-1.9)], "**not tested** (5 repeats, within two standard errors)"),
         ([comparison(9.0, 4)], "**not tested** (four repeats)"),
-        ([np.array([0.0039 - 0.0033])], "**not tested** (one repeat)"),
-        ([np.zeros(5)], "**not tested** (5 repeats, within two standard errors)"),
-        ([np.full(5, -0.1)], "**did not hold** (5 repeats)"),
-        ([comparison(9.0), comparison(9.0, 6)], "**held** (5 repeats; 2 comparisons)"),
         (
             [comparison(9.0, 4), comparison(-9.0, 6), comparison(0.0)],
             "**did not hold** (6 repeats; 1 of 3 comparisons fails)",
         ),
-        (
-            [comparison(9.0), comparison(1.0)],
-            "**not tested** (5 repeats; 1 of 2 comparisons within two standard errors)",
-        ),
+        ([comparison(9.0), comparison(9.0, 6)], "**held** (5 repeats; 2 comparisons)"),
         ([], "**not tested** (no comparison)"),
     ],
 )
@@ -489,15 +393,6 @@ def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     assert told in table(tiny, results)
 
 
-def test_results_without_commits_are_still_read(tiny: Experiment, tmp_path: Path) -> None:
-    run(tiny, tmp_path, repeats=1, scale=10)
-    rows = (tmp_path / "results.csv").read_text().splitlines()
-    (tmp_path / "results.csv").write_text("".join(line.rpartition(",")[0] + "\n" for line in rows))
-    results = run(tiny, tmp_path, repeats=1, scale=10)
-    assert [row.commit for row in results.rows] == ["", ""]
-    assert "; 2 runs of a commit that was not recorded; machine" in table(tiny, results)
-
-
 @pytest.mark.parametrize("name", catalogue())
 def test_every_published_table_follows_from_the_stored_numbers(name: str) -> None:
     folder = Path(reproduction.__file__).parent / "results" / name
@@ -546,27 +441,10 @@ def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:
         ask(["afl-mnist-table2", "afl-mnist-table3"], tmp_path)
 
 
-@pytest.mark.process
-def test_missing_data_error_says_where_it_looked(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"is not in {tmp_path}"):
-        ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path))
-
-
-def test_unmeasured_metric_is_named(tiny: Experiment, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cell 'fast': the task does not measure perplexity"):
-        run(replace(tiny, metric="perplexity"), tmp_path, repeats=1, scale=50)
-
-
-def test_missing_results_are_named() -> None:
-    with pytest.raises(ConfigError, match="no results of cell 'fast'"):
-        Results([], {}, 1.0).mean("fast")
-
-
 @pytest.mark.parametrize("name", catalogue())
-@pytest.mark.parametrize("points", [1, 2, 3])
-def test_runs_too_short_to_judge_are_still_shown(name: str, points: int) -> None:
-    """As by --scale 2000: a version or two, with nothing to take a mean of."""
-    experiment = catalogue()[name]
+def test_runs_too_short_to_judge_are_still_shown(name: str) -> None:
+    """As by --scale 2000: one version, with nothing to take a mean of."""
+    experiment, points = catalogue()[name], 1
     rows, curves = [], {}
     for n, cell in enumerate(experiment.cells):
         best = 0.1 + n / 1000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib import metadata
-from typing import Any
 
 import pytest
 import yaml
@@ -101,12 +100,6 @@ def test_compose_mounts_what_the_configuration_names() -> None:
     assert SERVICES["acl"]["command"] == ["acl", "--out", users[1]]
 
 
-def test_compose_scales_the_trainers() -> None:
-    """Several containers of one service: no fixed name, no port of the machine's."""
-    trainer: dict[str, Any] = SERVICES["trainer"]
-    assert not {"container_name", "hostname", "ports"} & set(trainer)
-
-
 def test_compose_names_every_volume() -> None:
     """Redis's image declares one at /data; `down` would leave it behind, each time another."""
     assert SERVICES["redis"]["tmpfs"] == ["/data"]
@@ -165,11 +158,3 @@ def test_every_package_of_the_image_is_listed() -> None:
     """What --no-deps leaves out would be missing: `pip check` says so, but only in the build."""
     for torch in ("torch-cpu", "torch-cuda"):
         assert in_the_image() <= read("runtime").keys() | read(torch).keys()
-
-
-def test_no_compiled_module_depends_on_a_time() -> None:
-    """Else no two builds are alike, and with SOURCE_DATE_EPOCH every start compiles anew."""
-    installs = re.findall(r"pip install .+", DOCKERFILE)
-    assert installs
-    assert all("--no-compile" in line for line in installs)
-    assert "compileall -f -qq --invalidation-mode unchecked-hash /opt/fedstream/lib" in DOCKERFILE
