@@ -102,15 +102,8 @@ def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(
     sets = (*SETS, "solver.kind=scaffold", "solver.lr=0.1", "wire.model=int8")
     command = Command(
         tmp_path,
-        "--strategy",
-        "scaffold",
-        "--versions",
-        str(VERSIONS),
-        "--trainers",
-        "1",
-        "--task",
-        f"{program}:task",
-        *(word for one in sets for word in ("--set", one)),
+        f"--strategy scaffold --versions {VERSIONS} --trainers 1 --task {program}:task",
+        sets=sets,
         programs=quick_programs,
     )
     try:

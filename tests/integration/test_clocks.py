@@ -40,16 +40,8 @@ def test_round_loses_nothing_if_every_service_has_another_clock(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--strategy",
-        "fedavg",
-        "--versions",
-        "10",
-        "--set",
-        "strategy.clients_per_round=2",
-        "--devices-over-http",
-        "2",
+        "--task blobs.py:task --strategy fedavg --versions 10 --devices-over-http 2",
+        sets=("strategy.clients_per_round=2",),
     )
     try:
         assert command.ended() == 0, command.stdout + command.stderr

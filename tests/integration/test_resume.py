@@ -78,24 +78,14 @@ def mistaken(
     (folder / "own.py").write_text(BLOBS.replace("\ntask =", f"{MISTAKE}task ="))
     command = Command(
         folder,
-        "--task",
-        "own.py:task",
-        "--redis",
-        server.url,
-        "--versions",
-        "4000",
-        "--trainers",
-        "1",
-        "--set",
-        "lease.attempts=2",
-        "--set",
-        "lease.seconds=4",
-        "--set",
-        "trainer.threads=1",
-        "--set",
-        "devices.latency={kind='fixed', mean_s=0.1}",
-        "--set",
-        "run.dry_step=false",
+        f"--task own.py:task --redis {server.url} --versions 4000 --trainers 1",
+        sets=(
+            "lease.attempts=2",
+            "lease.seconds=4",
+            "trainer.threads=1",
+            "devices.latency={kind='fixed', mean_s=0.1}",
+            "run.dry_step=false",
+        ),
         programs=quick_programs,
     )
     try:
@@ -159,9 +149,7 @@ def test_interrupted_run_can_be_resumed(
     assert said.returncode == 1
     assert "--resume" in said.stderr
     assert said.stderr.count("\n") == 1
-    command = Command(
-        poisoned.folder, "--resume", TRUST, "--trainers", "1", programs=quick_programs
-    )
+    command = Command(poisoned.folder, f"--resume {TRUST} --trainers 1", programs=quick_programs)
     try:
         command.reaches(before["versions"] + 5)
         command.process.terminate()
@@ -184,16 +172,8 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(
     (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        "60",
-        "--trainers",
-        "1",
-        "--set",
-        "devices.latency={kind='fixed', mean_s=0.05}",
-        "--set",
-        "journal.sync=always",
+        "--task blobs.py:task --versions 60 --trainers 1",
+        sets=("devices.latency={kind='fixed', mean_s=0.05}", "journal.sync=always"),
     )
     try:
         command.reaches(12)
@@ -254,16 +234,11 @@ def test_joined_trainer_exits_when_the_run_is_finished(
     (tmp_path / "blobs.py").write_text(held(BLOBS, 3))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        "20",
-        "--trainers",
-        "1",
-        "--set",
-        "scheduler.policy={kind='in_flight', n=1}",
-        "--set",
-        "participation=[{devices=[2], rate=1e12, steps={kind='epochs', n=1}}]",
+        "--task blobs.py:task --versions 20 --trainers 1",
+        sets=(
+            "scheduler.policy={kind='in_flight', n=1}",
+            "participation=[{devices=[2], rate=1e12, steps={kind='epochs', n=1}}]",
+        ),
         programs=quick_programs,
     )
     guest: subprocess.Popen[str] | None = None

@@ -87,14 +87,8 @@ def test_a_run_goes_on_from_a_copy_that_was_made_while_it_went_on(
     (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        str(VERSIONS),
-        "--trainers",
-        "1",
-        "--set",
-        "journal.segment_versions=5",
+        f"--task blobs.py:task --versions {VERSIONS} --trainers 1",
+        sets=("journal.segment_versions=5",),
         programs=quick_programs,
     )
     volumes = Volumes(command.out / "journal", tmp_path / "copies", quick_programs)
@@ -116,7 +110,7 @@ def test_a_run_goes_on_from_a_copy_that_was_made_while_it_went_on(
     assert not volumes.journal.with_suffix(".before").exists()
     command.go()
     again = Command(
-        tmp_path, "--resume", "--trust-recorded-code", "--trainers", "1", programs=quick_programs
+        tmp_path, "--resume --trust-recorded-code --trainers 1", programs=quick_programs
     )
     try:
         assert again.ended() == 0, again.stdout + again.stderr
@@ -240,16 +234,8 @@ def test_an_updater_stops_when_a_copy_takes_its_journals_place(
     (tmp_path / "blobs.py").write_text(held(BLOBS, 12))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        str(VERSIONS),
-        "--trainers",
-        "1",
-        "--set",
-        "journal.segment_versions=5",
-        "--set",
-        "journal.adopt=true",
+        f"--task blobs.py:task --versions {VERSIONS} --trainers 1",
+        sets=("journal.segment_versions=5", "journal.adopt=true"),
         programs=quick_programs,
     )
     volumes = Volumes(command.out / "journal", tmp_path / "copies", quick_programs)
