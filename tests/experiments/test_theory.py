@@ -84,35 +84,6 @@ def test_fedasync_stays_below_both_bounds_and_converges() -> None:
 # AFA
 
 
-@pytest.mark.parametrize("step", [0.08, 0.04])
-def test_afa_cd_stalls_at_the_biased_optimum(step: float) -> None:
-    problem = afa.objective()
-    floor = afa.run(afa.cd(step), problem, afa.BIASED, burn_in=60, average=60).floor
-    assert floor == pytest.approx(afa.biased_floor(problem), rel=0.08)
-    bound, applies = afa.theorem_2(problem, step)
-    assert applies
-    assert floor < bound
-
-
-def test_afa_cd_under_uniform_arrivals_falls_with_the_step() -> None:
-    problem = afa.objective()
-    steps = (0.08, 0.02)
-    floors = [
-        afa.run(afa.cd(step), problem, afa.UNIFORM, burn_in=40, average=60).floor for step in steps
-    ]
-    assert floors[0] / floors[1] == pytest.approx(4, rel=0.35)
-    for step, floor in zip(steps, floors, strict=True):
-        bound, applies = afa.theorem_3(problem, step)
-        assert applies
-        assert floor < bound < 1
-
-
-def test_afa_cs_falls_to_the_floor_of_float32() -> None:
-    course = afa.run(afa.cs(0.08), afa.objective(), afa.BIASED, burn_in=200, average=10)
-    assert course.floor < 1e-11
-    assert course.floor == pytest.approx(afa.rounding(course.last), rel=0.5)  # that is why
-
-
 def test_afa_cs_stalls_without_a_device() -> None:
     problem = afa.objective()
     floor = afa.run(afa.cs(0.08), problem, afa.ABSENT, burn_in=100, average=10).floor
