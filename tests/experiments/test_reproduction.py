@@ -24,7 +24,6 @@ from experiments.reproduction import (
     Picture,
     Results,
     Row,
-    Series,
     SweepPanel,
     above,
     catalogue,
@@ -114,13 +113,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
 
 
 # what is run
-
-
-def test_cell_keys_override_the_base_and_the_repeat_is_the_seed(tiny: Experiment) -> None:
-    keys = tiny.sets(tiny.cells[0], 3, 1.0)
-    settings = settings_of(keys)
-    assert settings.solver.lr == 0.5
-    assert settings.run.seed == settings.task.seed == 3
 
 
 def test_changing_the_kind_drops_the_bases_keys(tiny: Experiment) -> None:
@@ -235,34 +227,6 @@ def test_results_of_different_scales_are_not_mixed(tiny: Experiment, tmp_path: P
     assert run(tiny, tmp_path, repeats=1, again=True).of("fast")[0].versions == 20
 
 
-def beside(accuracies: dict[str, list[list[float]]]) -> Results:
-    """Results with these measurements, a list for each repeat."""
-    rows, curves = [], {}
-    for cell, repeats in accuracies.items():
-        for repeat, values in enumerate(repeats):
-            rows.append(
-                Row(cell, repeat, 1.0, "", "finished", 9, 9, 9, 1.0, 9, 0, 1.0, 1, 1.0, 1.0)
-            )
-            curves[cell, repeat] = {"accuracy": np.array(values)}
-    return Results(rows, curves, 1.0)
-
-
-def test_cells_are_compared_repeat_by_repeat(tiny: Experiment) -> None:
-    results = beside(
-        {
-            "fast": [[0.0, 0.0, 0.0, 0.0, 0.4, 0.6], [0.0, 0.0, 0.7]],  # late: .5, .7
-            "slow": [[0.0, 0.9, 0.4], [0.0, 0.9, 0.5], [0.0, 0.9, 0.1]],
-        }
-    )
-    assert results.late("fast", "accuracy") == pytest.approx({0: 0.5, 1: 0.7})
-    np.testing.assert_allclose(results.differences("fast", "slow", "accuracy"), [0.1, 0.2])
-    fast, slow = tiny.cells
-    text = table(replace(tiny, cells=(replace(fast, beside="slow"), slow), claims=claims), results)
-    row = "| fast | 0.6000 ± 0.1414 | slow | 0.3333 ± 0.2082 | +0.1500 ± 0.0707 |"
-    assert row in text.splitlines()
-    assert "## Repeat by repeat" not in table(tiny, results)
-
-
 def test_curves_are_thinned_and_average_losses_in_between() -> None:
     def made(version: int) -> VersionMade:
         metrics = {"accuracy": 0.5, "loss": 1.0} if version % 2 == 0 else {}
@@ -273,34 +237,6 @@ def test_curves_are_thinned_and_average_losses_in_between() -> None:
     assert curve["version"].tolist() == [0, 4, 8]
     assert np.isnan(curve["training_loss"][0])
     assert curve["training_loss"][1:].tolist() == [2.5, 6.5]
-
-
-def comparison(errors: float, repeats: int = 5) -> Series:
-    """Margins with a mean of so many standard errors, which are 1."""
-    spread: Series = np.linspace(-1, 1, repeats)
-    margins: Series = errors + spread * float(repeats**0.5 / spread.std(ddof=1))
-    return margins
-
-
-@pytest.mark.parametrize(
-    ("comparisons", "verdict"),
-    [
-        ([comparison(2.1)], "**held** (5 repeats)"),
-        ([comparison(-2.1)], "**did not hold** (5 repeats)"),
-        ([comparison(1.9)], "**not tested** (5 repeats, within two standard errors)"),
-        ([comparison(9.0, 4)], "**not tested** (four repeats)"),
-        (
-            [comparison(9.0, 4), comparison(-9.0, 6), comparison(0.0)],
-            "**did not hold** (6 repeats; 1 of 3 comparisons fails)",
-        ),
-        ([comparison(9.0), comparison(9.0, 6)], "**held** (5 repeats; 2 comparisons)"),
-        ([], "**not tested** (no comparison)"),
-    ],
-)
-def test_verdict_needs_five_repeats_and_two_standard_errors(
-    comparisons: list[Series], verdict: str
-) -> None:
-    assert JudgedClaim("", comparisons, "").verdict == verdict
 
 
 def test_figures_are_compared_repeat_by_repeat() -> None:

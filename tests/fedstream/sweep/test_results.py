@@ -54,6 +54,12 @@ def test_a_configuration_that_failed_once_is_no_better_than_one_that_never_did(
     assert found[1].values == (0.95,)
 
 
+def test_runs_beyond_the_repeats_and_of_other_configurations_do_not_count() -> None:
+    runs = [run(A, 0, 0.5), run(A, 1, 0.9), run(C, 0, 0.9)]
+    (line,) = lines([A, B], runs, Ranking(), repeats=1)
+    assert (line.mean, len(line.runs)) == (0.5, 1)
+
+
 def test_an_unknown_metric_names_the_ones_there_are() -> None:
     near = r"--metric accuraci: the task measures accuracy.*; did you mean 'accuracy'\?"
     with pytest.raises(ConfigError, match=near):
