@@ -30,14 +30,7 @@ from experiments.reproduction import (
     settings_of,
     within,
 )
-from experiments.running import (
-    PlannedRun,
-    Store,
-    job_of,
-    jobs_of,
-    run,
-    thinned,
-)
+from experiments.running import PlannedRun, Store, job_of, jobs_of, run, thinned
 from experiments.showing import DIFFERENCES, TABLE, show, table
 from fedstream.core.errors import ConfigError
 from fedstream.simulation import VersionMade
@@ -89,10 +82,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
             "simulation.evaluate_every": 5,
             "simulation.threads": 1,
         },
-        cells=(
-            Cell("fast", {"solver.lr": 0.5}, paper=0.9),
-            Cell("slow", {"solver.lr": 0.1}),
-        ),
+        cells=(Cell("fast", {"solver.lr": 0.5}, paper=0.9), Cell("slow", {"solver.lr": 0.1})),
         repeats=2,
         tolerance=0.5,
         points=5,

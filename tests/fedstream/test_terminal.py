@@ -213,10 +213,7 @@ def test_hostile_text_is_escaped_in_journals(
         pages.show(pages.lines(chain, pages.Filter()))
     assert is_harmless(capsys.readouterr().out)
     cause = Cause(1, text, 0, 0, math.inf, math.nan, 1e308, None)
-    for said in (
-        pages.verdict(Verdict(text, 0, 0, damage=text)),
-        pages.cause(cause),
-    ):
+    for said in (pages.verdict(Verdict(text, 0, 0, damage=text)), pages.cause(cause)):
         terminal.line(said)
     shown = capsys.readouterr().out
     assert is_harmless(shown)

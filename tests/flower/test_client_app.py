@@ -27,15 +27,7 @@ from fedstream.trainer.vector import read as read_vector
 
 pytest.importorskip("flwr", reason="Flower has an environment of its own: make flower")
 
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 

@@ -135,11 +135,7 @@ class Devices:
 
         def made(method: str, target: str, body: Any = None, **more: str) -> bytes:
             data = body if isinstance(body, bytes) else b"" if body is None else _json(body)
-            about = {
-                "Host": NAME,
-                **token,
-                **{n.replace("_", "-"): v for n, v in more.items()},
-            }
+            about = {"Host": NAME, **token, **{n.replace("_", "-"): v for n, v in more.items()}}
             if body is not None:
                 about["Content-Length"] = str(len(data))
             lines = [f"{method} {target} HTTP/1.1", *(f"{n}: {v}" for n, v in about.items())]

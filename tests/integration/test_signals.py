@@ -81,9 +81,7 @@ def test_service_stopped_during_startup_exits_cleanly(
     assert done.stderr == f"fedstream: {number} during start-up\n"
 
 
-def test_service_stopped_while_loading_its_task_logs_it(
-    tmp_path: Path,
-) -> None:
+def test_service_stopped_while_loading_its_task_logs_it(tmp_path: Path) -> None:
     where = ("--set", "redis.url=redis://127.0.0.1:1")
     done = at(tmp_path, "SIGTERM", "import", "torch._", 0, "evaluator", *where)
     assert done.returncode == 0, done.stderr
@@ -291,11 +289,7 @@ with Stop() as stop:
     print(stop.name)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=GUARD_S,
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=GUARD_S
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "swallowed KeyboardInterrupt\nSIGINT\n"

@@ -35,11 +35,7 @@ OWN = {  # a user's files, named like our folders
     "updater/models.py": "",
 }
 FILE = (
-    {
-        **OWN,
-        "outputs.py": "outputs = 2\n",
-        "trainer.py": TASK.format(module="outputs"),
-    },
+    {**OWN, "outputs.py": "outputs = 2\n", "trainer.py": TASK.format(module="outputs")},
     "trainer.py:task",
 )
 PACKAGE = (

@@ -245,10 +245,7 @@ HEALTHY = {
 FINISHED = {"fedstream_run_running": "1x9 0x35"}
 STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     "all is well": ({}, set()),
-    "no version is made any more": (
-        {"run_published": "7200+60x15 8100x30"},
-        {"FedstreamStalled"},
-    ),
+    "no version is made any more": ({"run_published": "7200+60x15 8100x30"}, {"FedstreamStalled"}),
     "the newest model was lost": ({"models_repaired": "0x30 1x15"}, {"FedstreamModelRepaired"}),
     "it was lost an hour ago": ({"models_repaired": "0x5 1x40"}, set()),
     "that is so because the run is finished": (
@@ -264,12 +261,7 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
         set(),
     ),
     "Redis never answered": (
-        {
-            "run_running": "_x45",
-            "run_clock": "_x45",
-            "run_looked": "0x45",
-            "run_published": "_x45",
-        },
+        {"run_running": "_x45", "run_clock": "_x45", "run_looked": "0x45", "run_published": "_x45"},
         {"FedstreamRedisAway"},
     ),
     "the coordinators are gone": (
@@ -307,10 +299,7 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "the last backup was two days ago": ({"last_successful": "-172800x45"}, {"FedstreamNoBackup"}),
     "no backup ever succeeded": ({"last_successful": "_x45"}, {"FedstreamNoBackup"}),
-    "no backup was due yet": (
-        {"last_successful": "_x45", "cronjob_created": "-86400x45"},
-        set(),
-    ),
+    "no backup was due yet": ({"last_successful": "_x45", "cronjob_created": "-86400x45"}, set()),
     "the trainers' image can't be pulled": (
         {'status_replicas_ready{namespace="fl", deployment="trainer"': "2x15 0x30"},
         {"FedstreamNoReadyPod trainer"},
@@ -323,10 +312,7 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
         {'status_replicas_ready{namespace="fl", deployment="trainer"': "2x15 1x30"},
         set(),
     ),
-    "the trainers were scaled to none": (
-        {'deployment="trainer"': "2x15 0x30"},
-        set(),
-    ),
+    "the trainers were scaled to none": ({'deployment="trainer"': "2x15 0x30"}, set()),
     "pods of something else are not ready": (
         {
             'statefulset="updater"': "_x45",
@@ -344,24 +330,15 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
         },
         {"FedstreamStalled", "FedstreamRedisAway"},
     ),
-    "the updater's pod is gone": (
-        {'pod="u-0", role': "1x15 _x30"},
-        {"FedstreamNoLeader updater"},
-    ),
-    "both schedulers stand by": (
-        {'pod="s-0", role': "1x15 0x30"},
-        {"FedstreamNoLeader scheduler"},
-    ),
+    "the updater's pod is gone": ({'pod="u-0", role': "1x15 _x30"}, {"FedstreamNoLeader updater"}),
+    "both schedulers stand by": ({'pod="s-0", role': "1x15 0x30"}, {"FedstreamNoLeader scheduler"}),
     "the other scheduler takes over": (
         {'pod="s-0", role': "1x15 0x30", 'pod="s-1", role': "0x15 1x30"},
         set(),
     ),
     "a finished run needs no leader": (FINISHED | {"fedstream_leading": "1x9 _x35"}, set()),
     "no trainer comes": ({"run_trainers": "2x15 0x30"}, {"FedstreamNoTrainers"}),
-    "no trainer is needed": (
-        {"run_trainers": "2x15 0x30", "run_open": "0x45"},
-        set(),
-    ),
+    "no trainer is needed": ({"run_trainers": "2x15 0x30", "run_open": "0x45"}, set()),
     "what is open is in the queue": (
         {"run_trainers": "0x45", 'state="waiting"': "0x45", 'state="training"': "0x45"},
         set(),
@@ -381,14 +358,8 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
         {"journal_unsynced": "0x15 134217728x30"},
         {"FedstreamJournalBehind"},
     ),
-    "a record takes a second": (
-        {"seconds_sum": "0+3x15 45+60x30"},
-        {"FedstreamJournalBehind"},
-    ),
-    "an updater with nothing to do": (
-        {"seconds_sum": "5x45", "seconds_count": "5x45"},
-        set(),
-    ),
+    "a record takes a second": ({"seconds_sum": "0+3x15 45+60x30"}, {"FedstreamJournalBehind"}),
+    "an updater with nothing to do": ({"seconds_sum": "5x45", "seconds_count": "5x45"}, set()),
     "the journal's volume fills up": (
         {"stats_available": "50x15 9x30"},
         {"FedstreamJournalDiskFull"},

@@ -86,10 +86,7 @@ def refusals(site: str) -> list[Event]:
     [
         (tasks_that_raise, f"{NONE_WORKS}: no"),
         (tasks_that_kill, f"{NONE_WORKS}: they killed their trainers"),
-        (
-            refusals,
-            "100 updates in a row were refused (digest): the model can't make progress",
-        ),
+        (refusals, "100 updates in a row were refused (digest): the model can't make progress"),
     ],
 )
 def test_only_failures_of_the_pool_end_the_run(

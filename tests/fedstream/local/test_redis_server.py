@@ -226,9 +226,7 @@ def test_server_that_does_not_stop_is_killed() -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_error_quotes_the_last_output_of_a_non_redis_program(
-    tmp_path: Path,
-) -> None:
+def test_error_quotes_the_last_output_of_a_non_redis_program(tmp_path: Path) -> None:
     program = tmp_path / "redis-server"
     program.write_text("#!/bin/sh\necho bad omens >&2\n")
     with pytest.raises(FedstreamError, match="cannot be started: Permission denied"):

@@ -95,9 +95,7 @@ class Told(Supervisor):
         raise LookupError(f"nobody knows {program.name}")
 
 
-async def test_failure_to_start_counts_as_a_death(
-    tmp_path: Path,
-) -> None:
+async def test_failure_to_start_counts_as_a_death(tmp_path: Path) -> None:
     told = Told(tmp_path / "not there", Program("one", "updater", (), 1.0))
     told.start()
     await asyncio.wait_for(told.over.wait(), 10)

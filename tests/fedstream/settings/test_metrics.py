@@ -129,9 +129,7 @@ async def pipeline(
         yield contexts
 
 
-async def test_documented_metrics_are_the_exposed_ones(
-    pipeline: dict[str, Context],
-) -> None:
+async def test_documented_metrics_are_the_exposed_ones(pipeline: dict[str, Context]) -> None:
     exposed: dict[str, Metric] = {}
     for role, one in pipeline.items():
         for name, (kind, labels) in scraped(one).items():

@@ -35,10 +35,7 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["its run.toml", "its journal", "a module beside it"])
 def stranger(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    marker: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
     """A run's folder that names a program of its own, in one place or the other."""
     folder = tmp_path / "stranger"

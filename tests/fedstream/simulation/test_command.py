@@ -115,9 +115,7 @@ def test_simulate_writes_the_same_files_as_run(folder: Path) -> None:
 
 
 def test_written_configuration_gives_the_same_run(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again = tmp_path / "again"
     arguments = ("--config", str(folder / "run.toml"), "--out", str(again), "--no-journal")

@@ -550,9 +550,7 @@ def test_unknown_devices_are_rejected(sets: tuple[str, ...], keys: tuple[str, ..
         assert all(key in str(error.value) for key in (*keys, "task.devices"))
 
 
-def test_live_run_rejects_unknown_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_live_run_rejects_unknown_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"strategy\.devices = 9"):
         services.create_run(read(None, ["strategy.name=afa-cs", "strategy.devices=9"]))
     with pytest.raises(ConfigError, match=r"devices\.slow_devices"):

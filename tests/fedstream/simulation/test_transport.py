@@ -186,10 +186,7 @@ def test_bytes_of_updates_are_counted(update: str, size: int) -> None:
     assert found.update_bytes == 12 * 4 * size
 
 
-@pytest.mark.parametrize(
-    ("update", "reason"),
-    [("int8", "wire scale"), ("bf16", "not finite")],
-)
+@pytest.mark.parametrize(("update", "reason"), [("int8", "wire scale"), ("bf16", "not finite")])
 def test_update_that_is_not_finite_is_refused_for_its_format(
     update: str, reason: str, tmp_path: Path
 ) -> None:
