@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,6 @@ import pytest
 
 from experiments import __main__ as command
 from experiments import reproduction, running
-from experiments.program import commit
 from experiments.reproduction import (
     Cell,
     Experiment,
@@ -252,7 +248,7 @@ def test_stored_results_match_current_configurations(name: str) -> None:
 # some of it, and by which program
 
 
-def test_single_cell_with_a_given_first_seed(tiny: Experiment, tmp_path: Path) -> None:
+def test_single_cell_with_a_given_first_seed(tiny: Experiment) -> None:
     def wanted(*cells: str, seed: int = 0) -> list[tuple[str, int]]:
         jobs = jobs_of(tiny, repeats=2, scale=1.0, data_root=None, cells=cells, seed=seed)
         assert all(job.sets["run.seed"] == job.sets["task.seed"] == job.repeat for job in jobs)
@@ -262,48 +258,6 @@ def test_single_cell_with_a_given_first_seed(tiny: Experiment, tmp_path: Path) -
     assert wanted("s*", "fast") == wanted("*") == wanted()
     with pytest.raises(ConfigError, match="tiny has no cell 'slwo'; did you mean 'slow'"):
         wanted("slwo")
-    run(tiny, tmp_path, repeats=1, scale=10)
-    results = run(tiny, tmp_path, repeats=1, scale=10, cells=["slow"], seed=5)
-    assert [(row.cell, row.repeat) for row in results.rows] == [
-        ("fast", 0),
-        ("slow", 0),
-        ("slow", 5),
-    ]
-    before = {(row.cell, row.repeat): row for row in results.rows}
-    again = run(tiny, tmp_path, repeats=1, scale=10, cells=["slow"], seed=5, again=True)
-    after = {(row.cell, row.repeat): row for row in again.rows}
-    assert after.keys() == before.keys()
-    assert after["fast", 0] == before["fast", 0], "--again is about what is named"
-    with pytest.raises(ConfigError, match="results at scale 10, not 5"):
-        run(tiny, tmp_path, repeats=1, scale=5, cells=["slow"], again=True)
-
-
-def checkout(folder: Path) -> Path:
-    """A repository with a program in it."""
-    (folder / "program.py").write_text("1\n")
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run(
-            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
-            cwd=folder,
-            check=True,
-            env={"PATH": os.environ["PATH"], "HOME": str(folder)},
-        )
-    return folder
-
-
-@pytest.mark.process
-def test_commit_is_named_with_local_changes(tmp_path: Path) -> None:
-    there = checkout(tmp_path)
-    clean = commit(there)
-    assert re.fullmatch("[0-9a-f]{12}", clean)
-    (there / "results.csv").write_text("not the program")
-    assert commit(there) == clean
-    (there / "more.py").write_text("2\n")
-    assert commit(there) == clean + "+"
-    (there / "more.py").unlink()
-    (there / "program.py").write_text("3\n")
-    assert commit(there) == clean + "+"
-    assert commit(there / "nowhere") == ""
 
 
 def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
