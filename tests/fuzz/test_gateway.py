@@ -9,12 +9,6 @@ from tests.fuzz import by_schema, raw_requests
 from tests.support import Hand
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
 async def test_gateway_answers_or_cuts_off_whatever_comes(redis: RedisSettings, hand: Hand) -> None:
     tally = await raw_requests.attack(hand, redis, n=600, slow=30, seed=1)
     assert tally.is_clean, raw_requests.told(tally)

@@ -50,12 +50,6 @@ task = Digits()
 """
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
 def arrivals_of(chain: list[Segment]) -> list[Arrival]:
     """What arrived, as the journal has it."""
     taken = [

@@ -77,12 +77,6 @@ def scraped(registry: Context) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 async def pipeline(
     redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
 ) -> AsyncIterator[dict[str, Context]]:
