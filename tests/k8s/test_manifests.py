@@ -50,6 +50,7 @@ PARTS = [one for one in _YAML if "kind" not in one]  # of an overlay; tests/docs
 Rendering: TypeAlias = Callable[[str], Manifests]
 AOF, DEV, SENTINEL = "overlay production-aof", "overlay dev", "overlay production-sentinel"
 SITE, GATEWAY = "production with site", "base with gateway-route"
+SETTINGS = "ConfigMap fedstream-settings"
 
 # For each check a rendering, an object (of a generated ConfigMap the name without its hash), a
 # pattern of its JSON that is replaced once, the replacement, and a pattern of what must be said.
@@ -63,7 +64,7 @@ BREAKS = [
     (AOF, "Deployment trainer", '("livenessProbe": .*?)/livez', r"\1/readyz", "probes: .*/readyz"),
     (AOF, "PodDisruptionBudget trainer", '"50%"', '"0%"', "spread: .*lets no node drain"),
     (AOF, "ConfigMap redis-config", "noeviction", "allkeys-lru", "redis: .*maxmemory-policy"),
-    (AOF, "ConfigMap fedstream-settings", "rediss:", "redis:", "exposure: .*without TLS"),
+    (AOF, SETTINGS, "rediss:", "redis:", "exposure: .*without TLS"),
     (GATEWAY, "HTTPRoute gateway", "devices.example", "new.example", "exposure: .*differ in 'new"),
     (
         SITE,
@@ -73,6 +74,24 @@ BREAKS = [
         "sites: .*does not name 'site-a'",
     ),
     (AOF, "Deployment trainer", '"image": "fed', '"image": "x', "images: .*'xstream:"),
+    # What the documentation says that is refused.
+    (AOF, "Ingress coordinator", r', "tls": \[.*?\}\]', "", "exposure: .*is let in without TLS"),
+    (
+        AOF,
+        "Deployment coordinator",
+        '"FEDSTREAM_HTTP__TOKEN_FILE"',
+        '"X"',
+        "exposure: .*asks for no",
+    ),
+    (AOF, SETTINGS, 'SCHEDULER__POLICY__N"', 'RUN__SEED"', r"settings: .*policy\.n is not set"),
+    (SITE, "StatefulSet site-a", "fedstream-site-a", "fedstream-redis", "sites: .*has the Secret"),
+    (
+        SITE,
+        "StatefulSet redis",
+        "fedstream-site-a",
+        "fedstream-tls",
+        "sites: .*without the password",
+    ),
 ]
 
 
