@@ -25,7 +25,16 @@ _INTEGERS = (-1, 0, 1, 2**31, 2**32, 2**40, 2**53 + 1, 2**63 - 1, -(2**63), 2**6
 _FLOATS = (0.0, -0.0, 1e308, -1e308, 5e-324, math.inf, -math.inf, math.nan)
 _TEXTS = ("", "\0", "\x1b[2J\u202e[/]", "a" * 300, "9" * 5000, "../../etc", "a|b.c", "inf")
 _WORDS = ("bfloat16", "object", "parameter", b"", b"\xff" * 40, None, True)
-_CONTAINERS = ([], {}, _nested(100), [0] * 3000, {"v": 1, "k": "x"}, {1: 2}, [2**31] * 3, [-1])
+_CONTAINERS: tuple[Any, ...] = (
+    [],
+    {},
+    _nested(100),
+    [0] * 3000,
+    {"v": 1, "k": "x"},
+    {1: 2},
+    [2**31] * 3,
+    [-1],
+)
 HOSTILE: tuple[Any, ...] = (*_INTEGERS, *_FLOATS, *_TEXTS, *_WORDS, *_CONTAINERS)
 
 

@@ -75,7 +75,7 @@ def test_the_process_is_left_as_it_was() -> None:
     before = torch.get_rng_state(), torch.get_num_threads(), signal.getsignal(signal.SIGINT)
     mask = os.umask(0o022)
     os.umask(mask)
-    fedstream.simulate(Blobs(), versions=3, simulation={"threads": 1}, progress=False)
+    fedstream.simulate(Blobs(), versions=3, simulation={"threads": 2}, progress=False)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (torch.get_num_threads(), signal.getsignal(signal.SIGINT))
     assert os.umask(mask) == mask

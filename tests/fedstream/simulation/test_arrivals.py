@@ -126,6 +126,34 @@ def test_device_that_takes_too_long_is_given_up() -> None:
     assert 0.5 * 20 <= worked <= 1.5 * 20
 
 
+def test_a_round_with_too_few_answers_asks_others() -> None:
+    """Three of four devices never answer in time: with the fourth alone no version is made."""
+    slow = latency(
+        "strategy.name=fedavg",
+        "strategy.clients_per_round=3",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.timeout_s=10",
+        "scheduler.policy.min_answers=2",
+        "devices.slow_devices=[0,1]",
+        "devices.slow_factor=1000",
+    )
+    found = events(60, *slow, devices=4)
+    assert {one.device for one in found if isinstance(one, Arrival)} == {2, 3}
+    for version in range(20):
+        first, second, over = found[3 * version : 3 * version + 3]
+        assert isinstance(first, Arrival)
+        assert isinstance(second, Arrival)
+        assert isinstance(over, RoundOver)
+        assert (over.version, over.makes) == (version, True)
+        assert {first.tau, second.tau} == {version}
+    whys = [one.why for one in found if isinstance(one, RoundOver)]
+    assert whys[0] == "time-out"
+    assert len(set(whys)) == 2, "once the slow devices rest, nobody waits for them"
+    assert any(
+        over.time - first.time > 10 for first, over in zip(found[::3], found[2::3], strict=True)
+    )
+
+
 def test_plan_is_a_function_of_its_seed() -> None:
     one, same, other = (arrivals(50, f"run.seed={seed}") for seed in (1, 1, 2))
     assert one == same
