@@ -163,7 +163,7 @@ def test_second_signal_ends_a_run_and_its_redis_at_once(tmp_path: Path) -> None:
     [
         ("sys.exit(3)", (3, "")),
         ("sys.exit('no data: set DATA')", (1, "no data: set DATA\n")),  # as in Python
-        ("signal.default_int_handler()", (130, "")),
+        ("signal.default_int_handler(2, None)", (130, "")),
     ],
 )
 def test_exit_of_the_command_line_is_that_of_the_process(
