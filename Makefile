@@ -76,8 +76,19 @@ fuzz: .venv/installed  ## 100,000 hostile inputs for everything that reads what 
 	$(BIN)/python -m tests.fuzz.raw_requests --inputs 100000
 	$(BIN)/python -m tests.fuzz.by_schema --inputs 5000
 
-mutants: .venv/installed  ## 200 small faults, one at a time: would a test notice? (an hour)
-	$(BIN)/python -m tests.mutants --mutants 40 --csv benchmarks/results/mutants.csv
+# In a clone, since the faults are planted in its files.
+MUTANTS ?= $(filter-out operators,$(patsubst tests/mutants/%.toml,%,$(wildcard tests/mutants/*.toml)))
+mutants: .venv/installed .venv-mutants/installed  ## small faults, one at a time: would a test notice? (MUTANTS=journal; hours)
+	rm -rf build/mutants
+	git clone --quiet . build/mutants
+	cd build/mutants && export PATH=$(CURDIR)/$(BIN):$(CURDIR)/.venv-mutants/bin:$$PATH PYTHONPATH=$$PWD PYTHONDONTWRITEBYTECODE=1; \
+	for target in $(MUTANTS); do \
+	    cosmic-ray init tests/mutants/$$target.toml $$target.sqlite || exit 1; \
+	    cr-filter-operators $$target.sqlite tests/mutants/operators.toml || exit 1; \
+	    cosmic-ray exec tests/mutants/$$target.toml $$target.sqlite || exit 1; \
+	    cr-report --surviving-only --show-diff $$target.sqlite; \
+	done; \
+	python -m tests.mutants.lua
 
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.end_to_end
@@ -166,4 +177,4 @@ constraints: .venv/installed  ## pin what is installed now; then make lock
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:  ## remove what is built and installed
-	rm -rf .venv .venv-checkov .venv-docs .venv-fedlab .venv-flower .venv-tools .venv-runtime build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-checkov .venv-docs .venv-fedlab .venv-flower .venv-mutants .venv-runtime .venv-tools build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

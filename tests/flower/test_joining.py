@@ -42,12 +42,6 @@ def train(message, context):
 PROJECT = '[tool.flwr.app.components]\nclientapp = "joining_app:app"\n'
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
 @contextmanager
 def trainer(config: Path, app: Path) -> Iterator[None]:
     """The command, as a process. It has to end well when it is told to stop."""

@@ -73,12 +73,6 @@ learning-rate = 0.125
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def app(tmp_path: Path) -> Path:
     """A Flower app, built by Flower."""
     folder = tmp_path / "app"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any, TypeAlias
 
@@ -21,49 +21,21 @@ def _nested(depth: int) -> Any:
 
 
 # Values that checks forget: signs, limits of widths, no numbers, the empty, the long, the deep.
-HOSTILE: tuple[Callable[[], Any], ...] = (
-    lambda: None,
-    lambda: True,
-    lambda: -1,
-    lambda: 0,
-    lambda: 1,
-    lambda: 2**31,
-    lambda: 2**32,
-    lambda: 2**40,
-    lambda: 2**53 + 1,
-    lambda: 2**63 - 1,
-    lambda: -(2**63),
-    lambda: 2**64 - 1,
-    lambda: 0.0,
-    lambda: -0.0,
-    lambda: 1e308,
-    lambda: -1e308,
-    lambda: 5e-324,
-    lambda: math.inf,
-    lambda: -math.inf,
-    lambda: math.nan,
-    lambda: "",
-    lambda: "\0",
-    lambda: "\x1b[2J\u202e[/]",
-    lambda: "a" * 300,
-    lambda: "9" * 5000,
-    lambda: "../../etc",
-    lambda: "a|b.c",
-    lambda: b"",
-    lambda: b"\xff" * 40,
-    list,
-    dict,
-    lambda: _nested(100),
-    lambda: [0] * 3000,
-    lambda: {"v": 1, "k": "x"},
-    lambda: {1: 2},
-    lambda: "bfloat16",
-    lambda: "object",
-    lambda: [2**31, 2**31, 2**31],
-    lambda: [-1],
-    lambda: "parameter",
-    lambda: "inf",
+_INTEGERS = (-1, 0, 1, 2**31, 2**32, 2**40, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1)
+_FLOATS = (0.0, -0.0, 1e308, -1e308, 5e-324, math.inf, -math.inf, math.nan)
+_TEXTS = ("", "\0", "\x1b[2J\u202e[/]", "a" * 300, "9" * 5000, "../../etc", "a|b.c", "inf")
+_WORDS = ("bfloat16", "object", "parameter", b"", b"\xff" * 40, None, True)
+_CONTAINERS: tuple[Any, ...] = (
+    [],
+    {},
+    _nested(100),
+    [0] * 3000,
+    {"v": 1, "k": "x"},
+    {1: 2},
+    [2**31] * 3,
+    [-1],
 )
+HOSTILE: tuple[Any, ...] = (*_INTEGERS, *_FLOATS, *_TEXTS, *_WORDS, *_CONTAINERS)
 
 
 def mutated_value(value: Any, rng: Random) -> Any:
@@ -107,14 +79,14 @@ def packed(value: Any) -> bytes:
 def _changed(value: Any, rng: Random) -> Any:
     *outer, last = rng.choice([*_places(value)]) or (None,)
     if last is None:
-        return rng.choice(HOSTILE)()
+        return copy.deepcopy(rng.choice(HOSTILE))
     holder = value
     for key in outer:
         holder = holder[key]
     old = holder[last]
     match rng.randrange(8):
         case 0 | 1 | 2 | 3:
-            holder[last] = rng.choice(HOSTILE)()
+            holder[last] = copy.deepcopy(rng.choice(HOSTILE))
         case 4 if isinstance(old, int | float) and not isinstance(old, bool):
             holder[last] = rng.choice((old + 1, old - 1, -old, old * 1000, float(old), old / 3))
         case 5 if isinstance(holder, dict):

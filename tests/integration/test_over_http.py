@@ -7,10 +7,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,29 +20,11 @@ from tests.integration.command import (
     adds_up,
     held,
     is_alive,
-    wait_until,
 )
 
-PLAIN = Path(__file__).parents[2] / "examples" / "plain_device.py"
 KILLED = ("device-0", "gateway", "coordinator")
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
-
-
-@pytest.fixture(scope="module")
-def folders() -> Iterator[list[Command]]:
-    """Runs that were started: none is left running."""
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.clean_up()
-
-
-def begun(folder: Path, folders: list[Command], task: str, *options: str) -> Command:
-    (folder / "blobs.py").write_text(task)
-    command = Command(folder, "--task", "blobs.py:task", *options)
-    folders.append(command)
-    return command
 
 
 def pid_of(command: Command, name: str) -> int:
@@ -58,31 +37,27 @@ def pid_of(command: Command, name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -> Command:
+def battered(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """A run of two devices, in which one of them, the gateway and the coordinator are killed."""
     folder = tmp_path_factory.mktemp("battered")
-    command = begun(
+    (folder / "blobs.py").write_text(held(BLOBS, 40))
+    command = Command(
         folder,
-        folders,
-        held(BLOBS, 40),
-        "--versions",
-        "60",
-        "--devices-over-http",
-        "2",
-        "--set",
-        "devices.latency={kind='fixed', mean_s=0.05}",
-        "--set",
-        "wire.update=int8",
+        "--task blobs.py:task --versions 60 --devices-over-http 2",
+        sets=("devices.latency={kind='fixed', mean_s=0.05}", "wire.update=int8"),
     )
-    reached = 5
-    for name in KILLED:
+    try:
+        reached = 5
+        for name in KILLED:
+            command.reaches(reached)
+            os.kill(pid_of(command, name), signal.SIGKILL)
+            reached = min(command.version() + 5, 40)
         command.reaches(reached)
-        os.kill(pid_of(command, name), signal.SIGKILL)
-        reached = min(command.version() + 5, 40)
-    command.reaches(reached)
-    processes = command.children()
-    command.go()
-    assert command.ended() == 0, command.stdout + command.stderr
+        processes = command.children()
+        command.go()
+        assert command.ended() == 0, command.stdout + command.stderr
+    finally:
+        command.clean_up()
     assert not [one for one in processes if is_alive(one)]
     return command
 
@@ -125,57 +100,3 @@ def test_gateway_served_tls_and_logged_no_error(battered: Command) -> None:
     assert sorted(one.name for one in battered.out.iterdir()) == sorted([*FILES, "devices"])
     kept = [one for one in (battered.out / "devices").iterdir() if one.is_file()]
     assert {one.stat().st_mode & 0o077 for one in kept} == {0}
-
-
-def test_device_in_plain_python_takes_part(tmp_path: Path, folders: list[Command]) -> None:
-    command = begun(
-        tmp_path,
-        folders,
-        BLOBS,
-        "--versions",
-        "1000000",
-        "--devices-over-http",
-        "1",
-        "--set",
-        "devices.latency={kind='fixed', mean_s=0.05}",
-        "--set",
-        "run.seed=1",
-        "--set",
-        "scheduler.policy={kind='in_flight', n=2}",
-    )
-    command.reaches(1)
-    [url] = re.findall(r"^gateway +(\S+)$", command.stdout, re.MULTILINE)
-    invited = subprocess.run(
-        [SCRIPT, "devices", "invite", "3", "--json", "--config", command.out / "run.toml"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    invite = json.loads(invited.stdout)["invites"]["3"]
-    with subprocess.Popen(
-        [sys.executable, PLAIN, url, invite, command.out / "devices" / "ca.pem"],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as plain:
-        try:
-            assert plain.stdout is not None
-            said = [plain.stdout.readline() for _ in range(3)]
-        finally:
-            plain.kill()
-    assert all("'state': 'admitted'" in line for line in said), said
-    tasks = {line.split()[1].rstrip(":") for line in said}
-    wait_until(lambda: tasks <= {row["task"] for row in applied(command)}, "its updates applied")
-    command.interrupt()
-    assert command.ended() == 130, command.stdout + command.stderr
-    assert adds_up(command.summary)
-    assert {row["device"] for row in applied(command) if row["task"] in tasks} == {"3"}
-
-
-def applied(command: Command) -> list[dict[str, str]]:
-    """The rows of metrics.csv by now, which end at a measured version."""
-    table = command.out / "metrics.csv"
-    if not table.exists():
-        return []
-    header, *lines = table.read_text().splitlines()
-    rows = [dict(zip(header.split(","), line.split(","), strict=False)) for line in lines]
-    return [row for row in rows if row.get("task")]

@@ -47,7 +47,7 @@ POISON = """
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedTasks:
     """What a run said and left when it ended, before it was resumed."""
 
     folder: Path
@@ -56,10 +56,10 @@ class Ended:
     files: list[str]
 
 
-def left_by(command: Command) -> Ended:
+def left_by(command: Command) -> EndedTasks:
     """What there is of it now."""
     files = sorted(file.name for file in command.out.iterdir())
-    return Ended(command.folder, command.stdout, command.summary, files)
+    return EndedTasks(command.folder, command.stdout, command.summary, files)
 
 
 @pytest.fixture(scope="module")
@@ -72,30 +72,20 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture(scope="module")
 def mistaken(
     tmp_path_factory: pytest.TempPathFactory, server: RedisServer, quick_programs: Path
-) -> Ended:
+) -> EndedTasks:
     """A run that ended because the user's task raises."""
     folder = tmp_path_factory.mktemp("mistaken")
     (folder / "own.py").write_text(BLOBS.replace("\ntask =", f"{MISTAKE}task ="))
     command = Command(
         folder,
-        "--task",
-        "own.py:task",
-        "--redis",
-        server.url,
-        "--versions",
-        "4000",
-        "--trainers",
-        "1",
-        "--set",
-        "lease.attempts=2",
-        "--set",
-        "lease.seconds=4",
-        "--set",
-        "trainer.threads=1",
-        "--set",
-        "devices.latency={kind='fixed', mean_s=0.1}",
-        "--set",
-        "run.dry_step=false",
+        f"--task own.py:task --redis {server.url} --versions 4000 --trainers 1",
+        sets=(
+            "lease.attempts=2",
+            "lease.seconds=4",
+            "trainer.threads=1",
+            "devices.latency={kind='fixed', mean_s=0.1}",
+            "run.dry_step=false",
+        ),
         programs=quick_programs,
     )
     try:
@@ -105,7 +95,7 @@ def mistaken(
         command.clean_up()
 
 
-def test_users_mistake_is_shown_once_and_ends_the_run(mistaken: Ended) -> None:
+def test_users_mistake_is_shown_once_and_ends_the_run(mistaken: EndedTasks) -> None:
     assert mistaken.said.count("Traceback") == 1
     assert "at version 0 (trainer-1):" in mistaken.said
     assert mistaken.summary["versions"] == 0
@@ -116,7 +106,7 @@ def test_users_mistake_is_shown_once_and_ends_the_run(mistaken: Ended) -> None:
 
 
 @pytest.fixture(scope="module")
-def poisoned(mistaken: Ended, quick_programs: Path) -> Ended:
+def poisoned(mistaken: EndedTasks, quick_programs: Path) -> EndedTasks:
     """The same run with another mistake, a task that kills every trainer; interrupted later on."""
     poison = BLOBS.replace("\ntask =", f"{POISON}task =")
     (mistaken.folder / "own.py").write_text(poison)
@@ -133,14 +123,14 @@ def poisoned(mistaken: Ended, quick_programs: Path) -> Ended:
         command.clean_up()
 
 
-def test_task_that_kills_its_trainers_becomes_a_dead_letter(poisoned: Ended) -> None:
+def test_task_that_kills_its_trainers_becomes_a_dead_letter(poisoned: EndedTasks) -> None:
     summary = poisoned.summary
     assert summary["dead"] == {"crashed its trainers": 1}
     assert summary["restarts"]["trainer-1"] + summary["restarts"]["trainer-2"] == 2
     assert "exited with 9; restarting it" in poisoned.said
 
 
-def test_ctrl_c_still_writes_the_outputs(mistaken: Ended, poisoned: Ended) -> None:
+def test_ctrl_c_still_writes_the_outputs(mistaken: EndedTasks, poisoned: EndedTasks) -> None:
     assert poisoned.files == FILES
     assert poisoned.summary["state"] == "interrupted"
     assert 5 < poisoned.summary["versions"] < 4000
@@ -150,7 +140,7 @@ def test_ctrl_c_still_writes_the_outputs(mistaken: Ended, poisoned: Ended) -> No
 
 
 def test_interrupted_run_can_be_resumed(
-    poisoned: Ended, server: RedisServer, quick_programs: Path
+    poisoned: EndedTasks, server: RedisServer, quick_programs: Path
 ) -> None:
     before = poisoned.summary
     said = fedstream(
@@ -159,9 +149,7 @@ def test_interrupted_run_can_be_resumed(
     assert said.returncode == 1
     assert "--resume" in said.stderr
     assert said.stderr.count("\n") == 1
-    command = Command(
-        poisoned.folder, "--resume", TRUST, "--trainers", "1", programs=quick_programs
-    )
+    command = Command(poisoned.folder, f"--resume {TRUST} --trainers 1", programs=quick_programs)
     try:
         command.reaches(before["versions"] + 5)
         command.process.terminate()
@@ -184,16 +172,8 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(
     (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        "60",
-        "--trainers",
-        "1",
-        "--set",
-        "devices.latency={kind='fixed', mean_s=0.05}",
-        "--set",
-        "journal.sync=always",
+        "--task blobs.py:task --versions 60 --trainers 1",
+        sets=("devices.latency={kind='fixed', mean_s=0.05}", "journal.sync=always"),
     )
     try:
         command.reaches(12)
@@ -254,16 +234,11 @@ def test_joined_trainer_exits_when_the_run_is_finished(
     (tmp_path / "blobs.py").write_text(held(BLOBS, 3))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        "20",
-        "--trainers",
-        "1",
-        "--set",
-        "scheduler.policy={kind='in_flight', n=1}",
-        "--set",
-        "participation=[{devices=[2], rate=1e12, steps={kind='epochs', n=1}}]",
+        "--task blobs.py:task --versions 20 --trainers 1",
+        sets=(
+            "scheduler.policy={kind='in_flight', n=1}",
+            "participation=[{devices=[2], rate=1e12, steps={kind='epochs', n=1}}]",
+        ),
         programs=quick_programs,
     )
     guest: subprocess.Popen[str] | None = None

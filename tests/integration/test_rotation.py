@@ -108,15 +108,9 @@ def test_certificates_and_passwords_rotate_under_load(rotation: Rotation, tmp_pa
     )
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        "1000000",
-        "--devices-over-http",
-        "2",
-        "--redis",
-        f"rediss://127.0.0.1:{rotation.redis.port}/0",
-        *(word for one in sets for word in ("--set", one)),
+        "--task blobs.py:task --versions 1000000 --devices-over-http 2",
+        f"--redis rediss://127.0.0.1:{rotation.redis.port}/0",
+        sets=sets,
     )
     try:
         command.reaches(_MORE)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedstream.settings.config import Settings, read
+from fedstream.settings.config import Settings
 from tests.integration.command import (
     BLOBS,
     FILES,
@@ -28,7 +27,6 @@ from tests.integration.command import (
     wait_until,
 )
 
-README = Path(__file__).parents[2] / "README.md"
 STEPS = [
     ("scheduler", "triggered"),
     ("trainer", "taken"),
@@ -56,7 +54,7 @@ def digits(
 ) -> tuple[Command, list[psutil.Process]]:
     """A short run of the defaults, to its end; and the processes it had."""
     folder = tmp_path_factory.mktemp("digits")
-    command = Command(folder, "--versions", "40", "--set", "log.tasks=true")
+    command = Command(folder, "--versions 40", sets=("log.tasks=true",))
     folders.append(command)
     command.reaches(1)
     processes = command.children()
@@ -93,58 +91,6 @@ def test_run_writes_every_file(digits: Digits) -> None:
         assert json.loads(lines[-1])["event"] == "stopped"
 
 
-TRUNCATED = """
-    devices = 10
-    def device_data(self, device):
-        data = super().device_data(device)
-        return Truncated(data) if device == 3 else data
-
-class Truncated(torch.utils.data.Dataset):
-    def __init__(self, data):
-        self.data = data
-    def __len__(self):
-        return len(self.data)
-    def __getitem__(self, row):
-        raise OSError("image file is truncated")
-
-task = Ten()
-"""
-
-
-def test_rounds_end_without_the_device_whose_data_are_broken(
-    tmp_path: Path, folders: list[Command], quick_programs: Path
-) -> None:
-    own = BLOBS.replace("\ntask = Blobs()\n", f"\nclass Ten(Blobs):{TRUNCATED}")
-    (tmp_path / "own.py").write_text(own)
-    command = Command(
-        tmp_path,
-        "--task",
-        "own.py:task",
-        "--strategy",
-        "fedavg",
-        "--versions",
-        "5",
-        "--set",
-        "strategy.clients_per_round=10",
-        "--set",
-        "trainer.threads=1",
-        programs=quick_programs,
-    )
-    folders.append(command)
-    assert command.ended() == 0, command.stdout + command.stderr
-    summary = command.summary
-    assert adds_up(summary)
-    assert summary["updates"] == 5 * 9
-    [(device, about)] = summary["failing"].items()
-    assert (device, about["reason"]) == ("3", "raised OSError")
-    assert summary["given_up"] == {"raised OSError": about["tasks"]}
-    assert about["tasks"] < 6
-    assert (
-        "device 3 failed 2 tasks in a row (raised OSError): it is asked less often"
-        in command.stdout
-    )
-
-
 def test_final_model_is_the_measured_one(digits: Digits) -> None:
     from safetensors.torch import load_file
 
@@ -158,13 +104,6 @@ def test_final_model_is_the_measured_one(digits: Digits) -> None:
     assert data is not None
     metrics = task.metrics(module, data)
     assert metrics["accuracy"] == pytest.approx(command.summary["accuracy"])
-
-
-def test_written_configuration_can_be_run_again(digits: Digits) -> None:
-    command, _ = digits
-    settings = read(command.out / "run.toml")
-    assert settings.run.versions == 40
-    assert "url" not in settings.redis.model_fields_set  # its own Redis is gone
 
 
 def test_every_step_of_a_task_is_logged(digits: Digits) -> None:
@@ -200,12 +139,8 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
     (folder / "blobs.py").write_text(held(BLOBS, 40))
     command = Command(
         folder,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        "90",
-        "--set",
-        "devices.latency={kind='fixed', mean_s=0.15}",
+        "--task blobs.py:task --versions 90",
+        sets=("devices.latency={kind='fixed', mean_s=0.15}",),
     )
     folders.append(command)
     reached = 5
@@ -220,49 +155,16 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
     return command
 
 
-@pytest.mark.parametrize("service", ROLES)
-def test_killed_service_is_restarted(battered: Command, service: str) -> None:
-    assert battered.summary["restarts"][service] == 1
-    assert f"{service} was killed by SIGKILL; restarting it in 0.5 s" in battered.stdout
-
-
-def test_no_update_counts_twice_whichever_service_is_killed(battered: Command) -> None:
+def test_killed_services_are_restarted_and_no_update_counts_twice(battered: Command) -> None:
+    for service in ROLES:
+        assert battered.summary["restarts"][service] == 1
+        assert f"{service} was killed by SIGKILL; restarting it in 0.5 s" in battered.stdout
     summary = battered.summary
     assert adds_up(summary)
     assert summary["versions"] == summary["tasks"]["applied"] == 90
     tasks = [row["task"] for row in battered.rows[1:]]
     assert len(set(tasks)) == len(tasks) == 90
     assert [int(row["version"]) for row in battered.rows] == list(range(91))
-
-
-def test_readmes_own_task_runs_with_fedavg_and_json(tmp_path: Path, folders: list[Command]) -> None:
-    [program, *_] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len([line for line in program.splitlines() if line.strip()]) <= 15
-    (tmp_path / "my_task.py").write_text(program + "print('this is not the summary')\n")
-    (tmp_path / "trainer.py").write_text("raise ImportError('not the package')\n")
-    command = Command(
-        tmp_path,
-        "--task",
-        "my_task.py:task",
-        "--strategy",
-        "fedavg",
-        "--versions",
-        "15",
-        "--trainers",
-        "1",
-        "--set",
-        "strategy.clients_per_round=3",
-        "--json",
-    )
-    folders.append(command)
-    assert command.ended() == 0, command.stderr
-    summary = json.loads(command.stdout)
-    assert summary == command.summary
-    assert adds_up(summary)
-    assert summary["accuracy"] > 0.9
-    assert (summary["strategy"], summary["versions"]) == ("fedavg", 15)
-    assert (summary["tasks"]["applied"], summary["tasks"]["buffered"]) == (15, 30)
-    assert [row["updates"] for row in command.rows] == ["0", *["3"] * 15]
 
 
 def test_services_exit_with_their_run(tmp_path: Path, folders: list[Command]) -> None:

@@ -35,11 +35,7 @@ OWN = {  # a user's files, named like our folders
     "updater/models.py": "",
 }
 FILE = (
-    {
-        **OWN,
-        "outputs.py": "outputs = 2\n",
-        "trainer.py": TASK.format(module="outputs"),
-    },
+    {**OWN, "outputs.py": "outputs = 2\n", "trainer.py": TASK.format(module="outputs")},
     "trainer.py:task",
 )
 PACKAGE = (
@@ -51,8 +47,6 @@ PACKAGE = (
     },
     "my_task.py:task",
 )
-LAYOUTS = pytest.mark.parametrize("layout", [FILE, PACKAGE], ids=["a file", "a package"])
-
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 
@@ -126,11 +120,10 @@ def test_task_in_a_package_named_like_ours_trains_live(
     assert json.loads(done.stdout)["versions"] == 3
 
 
-@LAYOUTS
 def test_task_beside_files_named_like_ours_trains_in_a_simulation(
-    layout: tuple[dict[str, str], str], installed: dict[str, str], tmp_path: Path
+    installed: dict[str, str], tmp_path: Path
 ) -> None:
-    task = write(layout, tmp_path)
+    task = write(FILE, tmp_path)
     # As a module the current folder comes first on the path, and in it the user's files.
     command = [sys.executable, "-m", "fedstream", "simulate", "--task", task, "--versions", "3"]
     done = subprocess.run(

@@ -70,14 +70,6 @@ class Manifests:
         """One object that must be there. Raises KeyError."""
         return self._by[kind, name]
 
-    def put(self, one: Manifest) -> None:
-        """Adds an object, or replaces the one of the same name."""
-        self._by[one["kind"], one["metadata"]["name"]] = one
-
-    def drop(self, kind: str, name: str) -> None:
-        """Takes an object out. Raises KeyError if it is not there."""
-        del self._by[kind, name]
-
 
 def texts(one: Manifest) -> dict[str, str]:
     """What a ConfigMap or Secret holds, decoded."""

@@ -1,4 +1,4 @@
-"""Component backup: what its jobs run, on the journal of a run that goes on meanwhile."""
+"""Component backup: what its jobs run. On a cluster a run goes on from a copy: tests/cluster."""
 
 from __future__ import annotations
 
@@ -80,64 +80,6 @@ def segments(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.journal"))}
 
 
-def test_a_run_goes_on_from_a_copy_that_was_made_while_it_went_on(
-    tmp_path: Path, quick_programs: Path
-) -> None:
-    """The journal's volume and Redis are lost together; the claim is empty when it is restored."""
-    (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
-    command = Command(
-        tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        str(VERSIONS),
-        "--trainers",
-        "1",
-        "--set",
-        "journal.segment_versions=5",
-        programs=quick_programs,
-    )
-    volumes = Volumes(command.out / "journal", tmp_path / "copies", quick_programs)
-    try:
-        command.reaches(7)
-        first = volumes.backup()
-        command.reaches(20)
-        copy = volumes.backup()
-    finally:
-        command.clean_up()
-    shared = min(segments(first))
-    assert (copy / shared).samefile(first / shared), "complete segments take no more room"
-    before = segments(copy)
-    shutil.rmtree(volumes.journal)
-    volumes.journal.mkdir()
-    (volumes.journal / "00000002.claim").touch()  # an updater was here before
-    assert copy.name in volumes.job("restore")
-    assert segments(volumes.journal) == before
-    assert not volumes.journal.with_suffix(".before").exists()
-    command.go()
-    again = Command(
-        tmp_path, "--resume", "--trust-recorded-code", "--trainers", "1", programs=quick_programs
-    )
-    try:
-        assert again.ended() == 0, again.stdout + again.stderr
-    finally:
-        again.clean_up()
-    assert again.summary["versions"] == VERSIONS
-    assert 0 < again.summary["versions_before"] < VERSIONS
-    after = segments(volumes.journal)
-    own = [name for name in before if after.get(name) == before[name]]
-    assert own == [*before][: max(len(own), len(before) - 1)], "only its end may have been torn"
-    replay = subprocess.run(
-        [quick_programs / "fedstream", "replay", "out", "--trust-recorded-code"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TEST_GUARD_S,
-        check=False,
-    )
-    assert f"{VERSIONS} of {VERSIONS} versions identical" in replay.stdout, replay.stderr
-
-
 @pytest.fixture
 def volumes(tmp_path: Path, quick_programs: Path) -> Volumes:
     """With a journal of four segments, and no copies."""
@@ -149,8 +91,10 @@ def volumes(tmp_path: Path, quick_programs: Path) -> Volumes:
 
 
 def test_no_more_copies_are_kept_than_wanted(volumes: Volumes) -> None:
-    made = [volumes.backup().name for _ in range(3)]
-    assert volumes.names() == made[1:]
+    made = [volumes.backup() for _ in range(3)]
+    assert volumes.names() == [one.name for one in made[1:]]
+    shared = min(segments(made[1]))
+    assert (made[2] / shared).samefile(made[1] / shared), "complete segments take no more room"
 
 
 def test_a_copy_lacks_no_segment_between_two_when_the_oldest_are_deleted_meanwhile(
@@ -240,16 +184,8 @@ def test_an_updater_stops_when_a_copy_takes_its_journals_place(
     (tmp_path / "blobs.py").write_text(held(BLOBS, 12))
     command = Command(
         tmp_path,
-        "--task",
-        "blobs.py:task",
-        "--versions",
-        str(VERSIONS),
-        "--trainers",
-        "1",
-        "--set",
-        "journal.segment_versions=5",
-        "--set",
-        "journal.adopt=true",
+        f"--task blobs.py:task --versions {VERSIONS} --trainers 1",
+        sets=("journal.segment_versions=5", "journal.adopt=true"),
         programs=quick_programs,
     )
     volumes = Volumes(command.out / "journal", tmp_path / "copies", quick_programs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib import metadata
-from typing import Any
 
 import pytest
 import yaml
@@ -101,24 +100,6 @@ def test_compose_mounts_what_the_configuration_names() -> None:
     assert SERVICES["acl"]["command"] == ["acl", "--out", users[1]]
 
 
-def test_compose_scales_the_trainers() -> None:
-    """Several containers of one service: no fixed name, no port of the machine's."""
-    trainer: dict[str, Any] = SERVICES["trainer"]
-    assert not {"container_name", "hostname", "ports"} & set(trainer)
-
-
-def test_compose_names_every_volume() -> None:
-    """Redis's image declares one at /data; `down` would leave it behind, each time another."""
-    assert SERVICES["redis"]["tmpfs"] == ["/data"]
-    named = {
-        volume.partition(":")[0]
-        for service in COMPOSE["services"].values()
-        for volume in service["volumes"]
-        if re.match(r"[a-z]", volume)
-    }
-    assert set(COMPOSE["volumes"]) == named
-
-
 def test_image_and_build_context_have_every_package() -> None:
     linked = {path.name for path in (ROOT / "fedstream").iterdir() if path.is_symlink()}
     packages = {"fedstream", *linked}
@@ -143,33 +124,7 @@ def test_image_matches_the_manifests_assumptions() -> None:
     )
 
 
-def test_image_installs_torch_from_one_of_two_lists() -> None:
-    """By the build argument's word; which hashes they allow: tests/test_requirements.py."""
-    words = re.findall(r"^ {6}(\w+)\) from=", DOCKERFILE, re.MULTILINE)
-    assert words == ["cpu", "cuda"]
-    copied = re.search(r"^COPY (requirements/.*) \./$", DOCKERFILE, re.MULTILINE)
-    assert copied
-    lists = {f"torch-{word}" for word in words} | {"runtime"}
-    assert set(copied[1].split()) == {f"requirements/{name}.txt" for name in lists}
-
-
-def test_image_satisfies_its_packages_requirements() -> None:
-    """`pip check` runs while pip is there, before anything is removed: torch lost setuptools so."""
-    removed = re.findall(r"pip uninstall --yes (.+)$", DOCKERFILE, re.MULTILINE)
-    assert removed
-    for line in removed:
-        assert not in_the_image() & {canonicalize_name(name) for name in line.split()}
-
-
 def test_every_package_of_the_image_is_listed() -> None:
     """What --no-deps leaves out would be missing: `pip check` says so, but only in the build."""
     for torch in ("torch-cpu", "torch-cuda"):
         assert in_the_image() <= read("runtime").keys() | read(torch).keys()
-
-
-def test_no_compiled_module_depends_on_a_time() -> None:
-    """Else no two builds are alike, and with SOURCE_DATE_EPOCH every start compiles anew."""
-    installs = re.findall(r"pip install .+", DOCKERFILE)
-    assert installs
-    assert all("--no-compile" in line for line in installs)
-    assert "compileall -f -qq --invalidation-mode unchecked-hash /opt/fedstream/lib" in DOCKERFILE

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import textwrap
 from collections.abc import Callable
@@ -30,12 +29,10 @@ from tests.k8s.manifests import (
     differences,
     kubectl,
     largest,
-    on_base,
     overlays,
     rendered,
     renderings,
 )
-from tests.k8s.policy import linters
 from tests.k8s.policy.__main__ import covers, lacking, main, redis_hosts
 from tests.k8s.policy.checks import CHECKS, durable, findings
 from tests.k8s.policy.settings import read
@@ -53,150 +50,49 @@ PARTS = [one for one in _YAML if "kind" not in one]  # of an overlay; tests/docs
 Rendering: TypeAlias = Callable[[str], Manifests]
 AOF, DEV, SENTINEL = "overlay production-aof", "overlay dev", "overlay production-sentinel"
 SITE, GATEWAY = "production with site", "base with gateway-route"
+SETTINGS = "ConfigMap fedstream-settings"
 
-# A rendering, an object (of a generated ConfigMap the name without its hash), a pattern of its JSON
-# that is replaced once, the replacement, and a pattern of the line that must be said of it.
+# For each check a rendering, an object (of a generated ConfigMap the name without its hash), a
+# pattern of its JSON that is replaced once, the replacement, and a pattern of what must be said.
 BREAKS = [
     (AOF, "Deployment trainer", '"args"', '"argz": "x", "args"', "schemas: .*1.30: .*argz"),
-    (AOF, "ScaledObject trainer", '"spec": {', '"spec": {"least": 0, ', "schemas: .*least"),
     (AOF, "Service redis", '"selector": {', '"selector": {"a": "b", ', "references: .*selects no"),
-    (AOF, "Service coordinator", '"targetPort": "http"', '"targetPort": "web"',
-     "references: .*Deployment coordinator has no port 'web'"),
-    (AOF, "Ingress coordinator", '"service": {"name": "coord', '"service": {"name": "x',
-     "references: .*no port .* of Service 'xinator'"),
-    (AOF, "Ingress coordinator", '"secretName": "fed', '"secretName": "x',
-     "references: .*no Secret 'xstream-tls'"),
-    (AOF, "Deployment trainer", '"configMap": {"name": "', '"configMap": {"name": "x',
-     "references: .*no ConfigMap 'xfedstream-config"),
-    (AOF, "Deployment trainer", '"configMapRef": {"name": "', '"configMapRef": {"name": "x',
-     "references: .*no ConfigMap 'xfedstream-run"),
-    (AOF, "Deployment trainer", '"subPath": "run.toml"', '"subPath": "run.tml"',
-     r"references: .*ConfigMap .* has no 'run\.tml'"),
-    (AOF, "Deployment trainer", '"key": "trainer"', '"key": "trainers"',
-     "references: .*Secret 'fedstream-redis' has no 'trainers'"),
-    (AOF, "Deployment evaluator", '/run.toml", "name": "config"', '/run.toml", "name": "conf"',
-     "references: .*no volume 'conf'"),
-    (AOF, "Deployment trainer", '"claimName": "fed', '"claimName": "x',
-     "references: .*no PersistentVolumeClaim 'xstream-data'"),
-    (AOF, "Deployment trainer", '"serviceAccountName": "', '"serviceAccountName": "x',
-     "references: .*no ServiceAccount 'xfedstream'"),
-    (AOF, "Deployment scheduler", '("matchLabels": .*?component": )"scheduler"', r'\1"updater"',
-     "references: Deployment scheduler: its selector is for ..StatefulSet updater"),
-    (AOF, "StatefulSet updater", '"serviceName": "metrics"', '"serviceName": "coordinator"',
-     "references: .*no Service 'coordinator' for its pods"),
-    (AOF, "StatefulSet updater", '"whenDeleted": "Retain"', '"whenDeleted": "Delete"',
-     "references: StatefulSet updater: its claims are deleted with it"),
+    (AOF, "Deployment trainer", '"key": "trainer"', '"key": "x"', "references: .*has no 'x'"),
     (AOF, "ConfigMap fedstream-config", "seed = 0", "seeds = 0", r"settings: .*run\.seeds"),
-    (AOF, "ConfigMap fedstream-config", r"(updater\]\\ndrain_s = )20", r"\g<1>26",
-     "settings: StatefulSet updater, .*GracePeriodSeconds 30 is less than .* 31$"),
-    (AOF, "Deployment coordinator", '"seconds": 5', '"seconds": 11',
-     "settings: Deployment coordinator, .*GracePeriodSeconds 30 .* 31$"),
-    (AOF, "Deployment scheduler", '"containerPort": 8081', '"containerPort": 8000',
-     r"settings: .*http\.health_port = 8081, the port .* is 8000$"),
-    (AOF, "Deployment trainer", 'USERNAME", "value": "trainer"', 'USERNAME", "value": "updater"',
-     "settings: .*is not Redis's user 'trainer'"),
-    (AOF, "ConfigMap fedstream-settings", "//redis:", "//cache:",
-     r"settings: .*redis\.url = 'rediss://cache:6379/0' is no Service here"),
-    (AOF, "ConfigMap redis-config", r'"tls\.inc"', '"tls.in"',
-     "settings: .*'rediss://redis:6379/0', and Redis speaks redis://"),
-    (SENTINEL, "Deployment trainer", '"key": "watch"', '"key": "trainer"',
-     "settings: .*is not the Sentinels' user 'watch'"),
-    (SENTINEL, "ConfigMap fedstream-settings", "sentinel-0", "sentinel-9",
-     r"settings: .*sentinel-9\.sentinels:26379 is no pod"),
-    (AOF, "ConfigMap fedstream-config", "task.py:task", "my.py:task",
-     "settings: Deployment trainer, .*no ConfigMap is mounted"),
-    (AOF, "ConfigMap fedstream-config", "/data", "/none", "settings: .*task.data_root = '/none'"),
-    (AOF, "ConfigMap fedstream-config", "/var/lib", "/var/log",
-     r"settings: StatefulSet updater, .*: journal\.dir = '/var/log/fedstream/journal'"),
-    (AOF, "ConfigMap fedstream-settings", '"data": {',
-     '"data": {"FEDSTREAM_JOURNAL__ADOPT": "true", ',
-     r"settings: .*journal\.adopt = true with a volume that lasts"),
-    (DEV, "ConfigMap fedstream-settings", 'ADOPT": "true"', 'ADOPT": "false"',
-     r"settings: .*journal\.adopt is false: nobody would go on"),
-    (DEV, "ConfigMap fedstream-settings", '"data": {',
-     '"data": {"FEDSTREAM_SCHEDULER__POLICY": "{kind = \\\\"in_flight\\\\", n = 4}", ',
-     "settings: .*nothing scales the trainers"),
-    (AOF, "ConfigMap fedstream-settings", r'POLICY__N": "\d+"', 'POLICY__N": "17"',
-     r"settings: .*n = 17 is above maxReplicaCount 16"),
-    (AOF, "ConfigMap fedstream-settings", r'SCHEDULER__POLICY__N": "\d+"', 'RUN__SEED": "0"',
-     r"settings: .*policy\.n is not set"),
-    (AOF, "ConfigMap fedstream-settings", r'SCHEDULER__POLICY__N": "\d+"',
-     'SCHEDULER__POLICY__KIND": "none", "FEDSTREAM_TRAINER__ANARCHIC__RATE": "1.0"',
-     "settings: .*policy.kind = 'none'"),
-    (AOF, "Deployment trainer", '"spec": {', '"spec": {"replicas": 2, ',
-     "settings: ScaledObject trainer: its Deployment says replicas"),
-    (AOF, "ConfigMap fedstream-run", '"demo"', '"prod"',
-     r"settings: .*asks /v1/runs/demo/scaling, and run\.name is 'prod'"),
-    (AOF, "Deployment trainer", '("limits": {[^}]*"ephemeral-storage": )"[^"]*"', r'\1"256Mi"',
-     "storage: .*ephemeral-storage are 256 MiB, its .* 306 MiB"),
+    (AOF, "Deployment coordinator", '"seconds": 5', '"seconds": 11', "settings: .*is less than"),
     (AOF, "Deployment trainer", '"sizeLimit": "[^"]*"', "", "storage: .*without sizeLimit"),
-    (AOF, "StatefulSet redis", r'("livenessProbe": {)"exec": {[^}]*}',
-     r'\1"tcpSocket": {"port": "redis"}', "probes: .*livenessProbe is no command"),
-    (AOF, "Deployment trainer", '("livenessProbe": .*?)/livez', r"\1/readyz",
-     "probes: Deployment trainer, .*: livenessProbe asks .*/readyz"),
-    (AOF, "Deployment coordinator", '("livenessProbe": .*?)"health"', r'\1"http"',
-     "probes: Deployment coordinator, .*: livenessProbe asks .*'http'"),
-    (AOF, "StatefulSet updater", '"failureThreshold": 120', '"failureThreshold": 10',
-     "probes: .*startup may take 50 s, less than 600 s"),
-    (AOF, "PodDisruptionBudget trainer", '"matchLabels": {', '"matchLabels": {"a": "b", ',
-     "spread: Deployment trainer: several replicas and 0 PodDisruptionBudgets"),
-    (AOF, "PodDisruptionBudget coordinator", '"maxUnavailable": 1', '"minAvailable": 3',
-     "spread: Deployment coordinator: its PodDisruptionBudget lets no node drain"),
-    (AOF, "PodDisruptionBudget trainer", '"maxUnavailable": "50%"', '"maxUnavailable": "0%"',
-     "spread: Deployment trainer: its PodDisruptionBudget lets no node drain"),
-    (AOF, "Deployment coordinator", '"nodeTaintsPolicy": "Honor", ', "",
-     "spread: .*tainted nodes count as empty ones"),
-    (AOF, "Deployment coordinator", '("topologySpread.*?component": )"coordinator"', r'\1"x"',
-     "spread: .*topologySpreadConstraint selects other pods"),
-    (AOF, "StatefulSet updater", '"podManagementPolicy": "Parallel", ', "",
-     "spread: StatefulSet updater: podManagementPolicy is not Parallel"),
+    (AOF, "Deployment trainer", '("livenessProbe": .*?)/livez', r"\1/readyz", "probes: .*/readyz"),
+    (AOF, "PodDisruptionBudget trainer", '"50%"', '"0%"', "spread: .*lets no node drain"),
     (AOF, "ConfigMap redis-config", "noeviction", "allkeys-lru", "redis: .*maxmemory-policy"),
-    (AOF, "ConfigMap redis-config", "timeout 300", "timeout 0", "redis: .*no timeout"),
-    (AOF, "StatefulSet redis", '("limits": {[^}]*"memory": )"3Gi"', r'\1"1536Mi"',
-     r"redis: .*maxmemory 1572864000 B is not at most 0\.5"),
-    (AOF, "ConfigMap redis-config", "users.acl", "user.acl",
-     r"redis: .*no init container writes aclfile /run/redis/user\.acl"),
-    (AOF, "Ingress coordinator", r', "tls": \[.*?\}\]', "",
-     r"exposure: .*fedstream\.example\.org is let in without TLS"),
-    (AOF, "Deployment coordinator", '"FEDSTREAM_HTTP__TOKEN_FILE"', '"OTHER"',
-     "exposure: .*Ingress coordinator leads to it, and it asks for no"),
-    (AOF, "Deployment coordinator", '("secretName": "fedstream-http")', r'"optional": true, \1',
-     "exposure: .*it asks for no token of a Secret"),
-    (AOF, "ConfigMap fedstream-settings", "rediss:", "redis:",
-     "exposure: StatefulSet updater: talks to Redis without TLS"),
-    ("base with route", "Deployment coordinator", '"FEDSTREAM_HTTP__TOKEN_FILE"', '"OTHER"',
-     "exposure: .*HTTPRoute coordinator leads to it, and it asks for no"),
+    (AOF, SETTINGS, "rediss:", "redis:", "exposure: .*without TLS"),
+    (GATEWAY, "HTTPRoute gateway", "devices.example", "new.example", "exposure: .*differ in 'new"),
+    (
+        SITE,
+        "ConfigMap fedstream-run",
+        '"FEDSTREAM_COORDINATOR__SITES__SITE_A"',
+        '"OTHER"',
+        "sites: .*does not name 'site-a'",
+    ),
     (AOF, "Deployment trainer", '"image": "fed', '"image": "x', "images: .*'xstream:"),
-    (SITE, "StatefulSet site-a", '("key": )"password"(.*?)"name": "fedstream-site-a"',
-     r'\1"trainer"\2"name": "fedstream-redis"',
-     "sites: .*Deployment trainer has the Secret of its site"),
-    (SITE, "StatefulSet site-a", 'USERNAME", "value": "trainer-', 'USERNAME", "value": "',
-     "settings: .*is not Redis's user 'trainer-site-a'"),
-    (SITE, "ConfigMap fedstream-run", '"FEDSTREAM_COORDINATOR__SITES__SITE_A"', '"OTHER"',
-     r"sites: StatefulSet site-a: coordinator\.sites does not name 'site-a'"),
-    (SITE, "StatefulSet redis", '"secretName": "fedstream-site-a"', '"secretName": "fedstream-tls"',
-     "sites: .*users are made without the password of 'fedstream-site-a'"),
-    (GATEWAY, "ConfigMap fedstream-run", '"FEDSTREAM_COORDINATOR__SITES__GATEWAY"', '"OTHER"',
-     r"sites: StatefulSet gateway: coordinator\.sites does not name 'gateway'"),
-    (GATEWAY, "StatefulSet gateway", '"containerPort": 8080', '"containerPort": 8443',
-     r"settings: .*http\.port = 8080, the port named http is 8443"),
-    (GATEWAY, "StatefulSet gateway", '"spec": {', '"spec": {"replicas": 2, ',
-     "settings: HorizontalPodAutoscaler gateway: every apply would set back"),
-    (GATEWAY, "HorizontalPodAutoscaler gateway", '"name": "gateway"}', '"name": "gateways"}',
-     "settings: .*there is no StatefulSet 'gateways'"),
-    (GATEWAY, "HTTPRoute gateway", ', "sectionName": "https"', "",
-     "exposure: .*lets in without TLS"),
-    (GATEWAY, "HTTPRoute gateway", "devices.example", "new.example",
-     r"exposure: .*gateway\.names .* differ in 'new\.example\.org'"),
-    (GATEWAY, "ConfigMap fedstream-run", '"FEDSTREAM_GATEWAY__NAMES__ROUTE"', '"OTHER"',
-     r"exposure: .*gateway\.names .* differ in 'devices\.example\.org'"),
-    (GATEWAY, "HTTPRoute gateway", '"port": 80', '"port": 8080',
-     "references: .*no port .*8080.* of Service 'gateway'"),
-    (GATEWAY, "HTTPRoute gateway", '"value": "/v1"', '"value": "/"',
-     "references: .*/ lets out more than the API"),
-    ("production with backup", "CronJob backup", "journal-updater-0", "journal-updater-1",
-     "references: .*no PersistentVolumeClaim 'journal-updater-1'"),
-]  # fmt: skip
+    # What the documentation says that is refused.
+    (AOF, "Ingress coordinator", r', "tls": \[.*?\}\]', "", "exposure: .*is let in without TLS"),
+    (
+        AOF,
+        "Deployment coordinator",
+        '"FEDSTREAM_HTTP__TOKEN_FILE"',
+        '"X"',
+        "exposure: .*asks for no",
+    ),
+    (AOF, SETTINGS, 'SCHEDULER__POLICY__N"', 'RUN__SEED"', r"settings: .*policy\.n is not set"),
+    (SITE, "StatefulSet site-a", "fedstream-site-a", "fedstream-redis", "sites: .*has the Secret"),
+    (
+        SITE,
+        "StatefulSet redis",
+        "fedstream-site-a",
+        "fedstream-tls",
+        "sites: .*without the password",
+    ),
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -232,9 +128,7 @@ def broken(manifests: Manifests, *changes: tuple[str, str, str]) -> Manifests:
 @pytest.mark.parametrize("names", largest(), ids=" ".join)
 def test_the_order_of_components_does_not_matter(names: tuple[str, ...]) -> None:
     """The reverse of an order has every pair the other way round."""
-    shuffled = [*names]
-    random.Random(0).shuffle(shuffled)
-    assert list(differences([names, names[::-1], shuffled])) == []
+    assert list(differences([names, names[::-1]])) == []
 
 
 @pytest.mark.parametrize("row", BREAKS, ids=lambda row: f"{row[1]} {row[2]}"[:60])
@@ -346,25 +240,11 @@ def test_documented_certificate_has_the_names_that_pods_connect_to(rendering: Re
     assert redis_hosts(alone) == ["redis"]
     assert redis_hosts(rendering("base with redis-sentinel")) == []  # without TLS
     assert list(lacking(sentinels, names)) == list(lacking(alone, names)) == []
-    stars = ["redis", "*.redis-nodes", "*.sentinels"]
-    assert list(lacking(alone, stars)) == []
-    lines = list(lacking(sentinels, stars))
-    assert len(lines) == 6
-    assert "is not for redis-0.redis-nodes, to which services connect (it names redis" in lines[3]
-    assert "*.sentinels matches no name" in lines[0]
 
 
 @pytest.mark.parametrize(
     ("name", "host"),
-    [
-        ("redis", "Redis"),
-        ("redis", "redis2"),
-        ("*.sentinels", "a.sentinels"),
-        ("*.a.b", "x.a.b"),
-        ("*.a.b", "x.y.a.b"),
-        ("*.a.b", "a.b"),
-        ("*.A.b", "x.a.B"),
-    ],
+    [("redis", "Redis"), ("*.sentinels", "a.sentinels"), ("*.A.b", "x.a.B"), ("*.a.b", "x.y.a.b")],
 )
 def test_names_are_compared_as_openssl_does(name: str, host: str) -> None:
     assert covers(name, host) == is_accepted(name, host)
@@ -411,40 +291,3 @@ def test_own_overlay_builds_on_production(tmp_path: Path) -> None:
     )
     assert mine[0] != another[0]
     assert mine[1] == another[1]
-
-
-# Parts of a trainer's JSON that are replaced, and checkov's checks that must fail.
-UNSAFE = [
-    ('"allowPrivilegeEscalation": false', '"privileged": true', {"CKV_K8S_16", "CKV_K8S_20"}),
-    ('"readOnlyRootFilesystem": true', '"readOnlyRootFilesystem": false', {"CKV_K8S_22"}),
-    ('"drop": ..ALL..', '"drop": []', {"CKV_K8S_28", "CKV_K8S_37"}),
-    ('"runAsNonRoot": true, "runAsUser": 10001', '"runAsUser": 0', {"CKV_K8S_23", "CKV_K8S_40"}),
-    ('"RuntimeDefault"', '"Unconfined"', {"CKV_K8S_31"}),
-    (
-        '"automountServiceAccountToken": false',
-        '"automountServiceAccountToken": true',
-        {"CKV_K8S_38"},
-    ),
-    (
-        '"limits": {"cpu": "[^"]*", ("ephemeral-storage": "[^"]*"), "memory": "[^"]*"}',
-        r'"limits": {\1}',
-        {"CKV_K8S_11", "CKV_K8S_13"},
-    ),
-    ('("image": "[^"]*:)[^:"]*"', r'\1latest"', {"CKV_K8S_14"}),
-]
-
-
-@pytest.mark.process
-@pytest.mark.skipif(
-    not linters.PROGRAM.is_file(), reason="checkov is not installed: make .venv-checkov/installed"
-)
-def test_checkov_finds_mistakes_and_unneeded_exceptions() -> None:
-    changes = [("Deployment trainer", before, after) for before, after, _ in UNSAFE]
-    manifests = broken(on_base("keda"), *changes)
-    allowed = {**linters.exceptions(), "CKV_K8S_1": "an exception for something that nobody does"}
-    wrong = linters.checkov({"broken": manifests}, allowed).wrong
-    found = {line.split()[1] for line in wrong if "Deployment.fedstream.trainer" in line}
-    assert found == set().union(*(checks for _, _, checks in UNSAFE))
-    others = [line for line in wrong if "Deployment.fedstream.trainer" not in line]
-    assert len(others) == 1
-    assert "nothing needs the exception CKV_K8S_1 " in others[0]

@@ -38,6 +38,13 @@ ROLES = [name.removeprefix("FEDSTREAM_PASSWORD_").lower() for name in PASSWORDS]
 SITE = "nor.th"  # its user's name would be a pattern that others match
 
 
+def redis_cli(options: str, *command: str) -> str:
+    """The reply to a command over TLS; '' if nobody answers."""
+    words = ["redis-cli", "--tls", "--no-auth-warning", *options.split(), *command]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip()
+
+
 class Pod:
     """The folders of the manifest's Redis, and its files."""
 
@@ -85,20 +92,10 @@ class Pod:
         return acl.file_of(RUN, {}, [SITE, "norxth"], folder=self.passwords, reload="of-reload")
 
     def server(self) -> AbstractContextManager[Redis]:
-        return redis(
-            self.root / "server",
-            "--tls-cert-file",
-            str(self.tls / "tls.crt"),
-            "--tls-key-file",
-            str(self.tls / "tls.key"),
-            "--tls-auth-clients",
-            "no",
-            "--tls-ca-cert-file",
-            str(self.tls / "ca.crt"),
-            "--aclfile",
-            str(self.users),
-            tls=True,
-        )
+        files = f"--tls-cert-file {self.tls}/tls.crt --tls-key-file {self.tls}/tls.key"
+        more = f"--tls-ca-cert-file {self.tls}/ca.crt --tls-auth-clients no"
+        options = f"{files} {more} --aclfile {self.users}"
+        return redis(self.root / "server", *options.split(), tls=True)
 
     def here(self, file: Path) -> str:
         """A file of the manifests, with the folders of this machine."""
@@ -135,25 +132,7 @@ class Pod:
 
     def asked(self, server: Redis, *command: str) -> str:
         """The reply to the tests' own user."""
-        return subprocess.run(
-            [
-                "redis-cli",
-                "-p",
-                str(server.port),
-                "--tls",
-                "--insecure",
-                "--user",
-                "reader",
-                "--pass",
-                "x",
-                "--no-auth-warning",
-                *command,
-            ],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout.strip()
+        return redis_cli(f"-p {server.port} --insecure --user reader --pass x", *command)
 
     def greeted(self, server: Redis, user: str, password: str, by: str = "first") -> bytes:
         """The reply to a login over TLS, of a server whose certificate that authority signed."""
@@ -326,28 +305,9 @@ class Sentinel:
 
     def asked(self, user: str, password: str, *command: str, ca: Path | None = None) -> str:
         """The reply to a command; '' if it does not answer. ``ca``: who must have signed."""
-        trust = ("--cacert", str(ca)) if ca else ("--insecure",)
-        return subprocess.run(
-            [
-                "redis-cli",
-                "-h",
-                self.host,
-                "-p",
-                "26379",
-                "--tls",
-                *trust,
-                "--user",
-                user,
-                "--pass",
-                password,
-                "--no-auth-warning",
-                *command,
-            ],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout.strip()
+        trust = f"--cacert {ca}" if ca else "--insecure"
+        login = ("--user", user, "--pass", password)
+        return redis_cli(f"-h {self.host} -p 26379 {trust}", *login, *command)
 
     def sees_master(self, password: str) -> bool:
         """Whether the master is not down to it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,17 +128,3 @@ def test_what_a_process_cannot_find_is_told_with_what_to_do(
         settings(strategy=rules.Outer.Inner)
     with pytest.raises(ConfigError, match=r"function \S*<lambda> can't be found"):
         settings(strategy={"name": "fedbuff", "staleness": {"kind": lambda d: 1.0}})
-
-
-def test_a_simulation_with_a_class_is_recorded_by_its_name(
-    rules: ModuleType, tmp_path: Path
-) -> None:
-    run = fedstream.simulate(
-        strategy=rules.Mine(beta=0.5, buffer_size=2),
-        versions=2,
-        out=tmp_path / "out",
-        journal=False,
-        progress=False,
-    )
-    recorded = json.loads((run.path / "summary.json").read_text())
-    assert recorded["strategy"] == f"{rules.__file__}:Mine"

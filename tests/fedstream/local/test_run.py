@@ -34,11 +34,6 @@ from fedstream.trainer.task import Task
 from tests.fedstream.views import view
 
 
-def half(d: int) -> float:
-    """s(0) is not 1."""
-    return 0.5
-
-
 class Untested(Task):
     """A task that nobody asks."""
 
@@ -203,10 +198,17 @@ async def test_measurements_are_in_the_table_while_the_run_goes_on(
     assert capsys.readouterr().err == f"{table}: cannot be written: Is a directory\n"
 
 
+def half(d: int) -> float:
+    """s(0) is not 1."""
+    return 0.5
+
+
 async def test_refusing_redis_ends_the_run_with_a_report(
-    asked: RunRequest, monkeypatch: pytest.MonkeyPatch
+    asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    running = Running(asked)
+    """And before that it was told what was probably not meant."""
+    name = f"strategy.staleness.kind={__name__}:half"
+    running = Running(replace(asked, settings=read(None, [name])))
 
     async def refused(**_: object) -> bool:
         raise BrokerError("Redis at h:1 refuses: NOAUTH Authentication required.")
@@ -216,19 +218,6 @@ async def test_refusing_redis_ends_the_run_with_a_report(
     assert (code, numbers["state"]) == (1, "failed")
     assert numbers["why"] == "Redis at h:1 refuses: NOAUTH Authentication required."
     assert (asked.out / "summary.json").exists()
-
-
-async def test_what_was_probably_not_meant_is_told_at_the_start(
-    asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = f"strategy.staleness.kind={__name__}:half"
-    running = Running(replace(asked, settings=read(None, [name])))
-
-    async def refused(**_: object) -> bool:
-        raise BrokerError("Redis refuses")
-
-    monkeypatch.setattr(running._observer, "step", refused)
-    await asyncio.wait_for(running.live(Stop()), 30)
     assert capsys.readouterr().err.count("half': s(0) is 0.5, but an update that is not stale") == 1
 
 

@@ -1,24 +1,34 @@
-"""When a process that died is started again, why it died, and what can go wrong beside it."""
+"""Supervision: restarts, why a process died, programs, waits in Redis, and held ports."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import socket
+import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from fedstream.broker.client import Client, RedisSettings
 from fedstream.local.launcher import Interpreters
+from fedstream.local.redis_server import RedisServer
 from fedstream.local.supervisor import (
     Child,
+    HeldPort,
     Program,
     Restarts,
     Supervisor,
+    end_waits,
+    environment,
     how_it_ended,
     last_words,
+    programs,
 )
+from fedstream.settings.config import Settings
 from tests.support import wait_until
 
 
@@ -41,37 +51,18 @@ def test_service_killed_by_its_work_is_always_restarted() -> None:
     assert policy.died(1.0) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (1, "exited with 1"),
-        (0, "exited with 0"),
-        (-9, "was killed by SIGKILL"),
-        (-250, "was killed by signal 250"),
-    ],
-)
-def test_exit_status_in_words(code: int, words: str) -> None:
-    assert how_it_ended(code) == words
-
-
-def test_last_words_are_the_last_errors_reason() -> None:
+def test_end_of_a_process_in_words() -> None:
+    codes = {1: "exited with 1", -9: "was killed by SIGKILL", -250: "was killed by signal 250"}
+    assert {code: how_it_ended(code) for code in codes} == codes
     lines = [
         json.dumps({"level": "error", "event": "failed", "reason": "the first"}),
         json.dumps({"level": "error", "event": "failed", "reason": "the second"}),
         json.dumps({"level": "info", "event": "stopped"}),
     ]
     assert last_words("\n".join(lines)) == "the second"
-
-
-def test_last_words_of_a_crash_are_the_exception() -> None:
     trace = "Traceback (most recent call last):\n  File ...\nKeyError: 'x'"
-    line = json.dumps({"level": "error", "event": "crashed", "exception": trace})
-    assert last_words(line) == "KeyError: 'x'"
-
-
-def test_last_words_may_be_pythons_output() -> None:
-    text = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'x'\n"
-    assert last_words(text) == "ModuleNotFoundError: No module named 'x'"
+    crashed = json.dumps({"level": "error", "event": "crashed", "exception": trace})
+    assert last_words(crashed) == last_words(trace) == "KeyError: 'x'"
     assert last_words("") == ""
 
 
@@ -104,9 +95,7 @@ class Told(Supervisor):
         raise LookupError(f"nobody knows {program.name}")
 
 
-async def test_failure_to_start_counts_as_a_death(
-    tmp_path: Path,
-) -> None:
+async def test_failure_to_start_counts_as_a_death(tmp_path: Path) -> None:
     told = Told(tmp_path / "not there", Program("one", "updater", (), 1.0))
     told.start()
     await asyncio.wait_for(told.over.wait(), 10)
@@ -126,7 +115,7 @@ async def test_run_goes_on_without_a_service_it_can_do_without(tmp_path: Path) -
     await told.stop()
 
 
-class Ended:
+class EndedTasks:
     """A process that has ended."""
 
     pid = 1
@@ -150,9 +139,11 @@ class Endings:
         self.codes = [*codes]
         self.asked: list[tuple[list[str], Mapping[str, str]]] = []
 
-    async def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Ended:
+    async def start(
+        self, words: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> EndedTasks:
         self.asked.append(([*words], environment))
-        return Ended(self.codes.pop(0))
+        return EndedTasks(self.codes.pop(0))
 
 
 async def test_program_that_may_end_is_restarted_only_after_a_failure(tmp_path: Path) -> None:
@@ -242,3 +233,107 @@ async def test_waits_of_those_that_stop_are_ended_until_they_have_stopped(
     told._end_waits = end_waits
     await told.stop()
     assert ended == ["scheduler"] * 2 + ["trainer"] * 2 + ["updater"] * 2
+
+
+# programs, waits in Redis, and held ports
+
+
+def test_services_inherit_no_override_twice() -> None:
+    environ = {
+        "PATH": "/bin",
+        "FEDSTREAM_DATA": "/data",
+        "FEDSTREAM_RUN__VERSIONS": "7",
+        "FEDSTREAM_CONFIG": "other.toml",
+        "FEDSTREAM_NAME": "me",
+    }
+    assert environment(environ, Settings(), "redis://h:1/0") == {
+        "PATH": "/bin",
+        "FEDSTREAM_DATA": "/data",
+        "FEDSTREAM_REDIS__URL": "redis://h:1/0",
+    }
+
+
+def test_every_service_is_started_and_the_coordinator_gets_its_port() -> None:
+    services = {one.name: one for one in programs(Settings(), 2, Path("run.toml"), 8080)}
+    assert sorted(services) == [
+        "coordinator",
+        "evaluator",
+        "scheduler",
+        "trainer-1",
+        "trainer-2",
+        "updater",
+    ]
+    assert "http.port=8080" in services["coordinator"].arguments
+    assert services["trainer-2"].role == "trainer"
+    assert services["trainer-2"].arguments[:4] == ("--name", "trainer-2", "--config", "run.toml")
+    assert services["trainer-2"].drain_s == Settings().trainer.drain_s
+
+
+@pytest.mark.process
+async def test_waits_of_the_named_alone_end_with_nothing() -> None:
+    with RedisServer() as server:
+        url = RedisSettings(url=server.url)
+        clients = {name: Client(url, name) for name in ("trainer-1", "trainer-2", "run")}
+        began = time.monotonic()
+        waits = {
+            name: asyncio.create_task(
+                clients[name].call("XREAD", "BLOCK", 20_000, "STREAMS", "s", "0", wait_s=20)
+            )
+            for name in ("trainer-1", "trainer-2")
+        }
+
+        async def both_wait() -> bool:
+            listing = await clients["run"].call("CLIENT", "LIST")
+            return bool(listing.count(b" cmd=xread ") == 2)
+
+        await wait_until(both_wait)
+        await end_waits(clients["run"], ["trainer-1", "updater"])
+        assert await waits["trainer-1"] is None
+        assert time.monotonic() - began < 10
+        assert not waits["trainer-2"].done()
+        await clients["run"].call("XADD", "s", "1-0", "m", "news")
+        assert await waits["trainer-2"] == [[b"s", [[b"1-0", [b"m", b"news"]]]]]
+        await end_waits(clients["run"], ["trainer-1", "trainer-2"])  # nobody waits
+        for client in clients.values():
+            await client.close()
+
+
+_IP_LOCAL_PORT_RANGE = 51  # linux/in.h, since 6.3: the ports that the kernel chooses from
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="held on Linux alone")
+
+
+def only(port: int) -> socket.socket:
+    """A socket for which the kernel has to choose this port, or fail."""
+    choosing = socket.socket()
+    try:
+        choosing.setsockopt(
+            socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, (port | port << 16).to_bytes(4, sys.byteorder)
+        )
+    except OSError:
+        choosing.close()
+        pytest.skip("this kernel lets nobody narrow the choice of ports")
+    return choosing
+
+
+@on_linux
+def test_held_port_is_not_given_away_until_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with HeldPort() as held:
+            with only(held.number) as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", 0))
+            with only(held.number) as client, pytest.raises(OSError, match="Cannot assign"):
+                client.connect(server.getsockname())
+        with only(held.number) as client:
+            client.connect(server.getsockname())
+            assert client.getsockname()[1] == held.number
+
+
+@on_linux
+def test_our_process_can_listen_on_a_held_port_repeatedly() -> None:
+    with HeldPort() as held:
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", held.number)) as ours:
+                socket.create_connection(ours.getsockname()).close()
+                with pytest.raises(OSError, match="in use"):
+                    HeldPort(("127.0.0.1", held.number))

@@ -1,4 +1,4 @@
-"""Command-line options and paths in the configuration."""
+"""Command-line options, paths and wire formats in the configuration."""
 
 from __future__ import annotations
 
@@ -123,3 +123,28 @@ def test_devices_that_trigger_themselves_have_no_rests() -> None:
     assert read(None, own).scheduler.rest_s == 0.0
     with pytest.raises(ConfigError, match=r"scheduler\.rest_s = 60 with scheduler\.policy\.kind"):
         read(None, [*own, "scheduler.rest_s=60"])
+
+
+def _error(*sets: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(None, sets)
+    return str(caught.value)
+
+
+def test_a_format_is_written_in_one_way() -> None:
+    deltas = "strategy.name=fedbuff"
+    wire = read(None, ["wire.update=topk:0.100", "wire.model=bf16+zstd", deltas]).wire
+    assert (wire.update, wire.of_updates.name) == ("topk:0.1", "topk:0.1")
+    assert (wire.model, wire.of_models.name) == ("bf16+zstd", "bf16+zstd")
+    said = _error("wire.update=topk:2", deltas)
+    assert "wire.update" in said
+    assert "the share of topk is a decimal number above 0 and at most 1" in said
+
+
+@pytest.mark.parametrize("strategy", ["fedasync", "fedavg"])
+def test_models_take_no_format_of_changes(strategy: str) -> None:
+    sets = f"strategy.name={strategy}"
+    said = _error("wire.update=topk:0.1", sets)
+    assert f"{strategy} takes models, and topk is too coarse for them; use bf16 or int8" in said
+    assert read(None, ["wire.update=int8+zstd", sets]).wire.update == "int8+zstd"
+    assert "int4 is too coarse for models: use f32, bf16 or int8" in _error("wire.model=int4")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.keys import Keys
-from fedstream.core.errors import ConfigError, DataError, TaskError
+from fedstream.core.errors import ConfigError, TaskError
 from fedstream.settings import services
 from fedstream.settings.config import Settings, read
 from fedstream.settings.dry_step import try_task
@@ -248,7 +248,7 @@ def test_own_code_that_raises_is_shown_from_its_first_frame_on() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", ["run", "simulate", "sweep"])
+@pytest.mark.parametrize("command", ["run", "sweep"])
 def test_commands_report_it_alike(command: str, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "out"
     options = {"sweep": ("--over", "solver.lr=0.1,0.2")}.get(command, ())
@@ -326,15 +326,3 @@ def test_random_numbers_are_those_of_a_run_without_it() -> None:
         found = simulate(of(Drawing, *keys), task)
         drawn.append((task.seen[-6:], found.model.digest()))
     assert drawn[0] == drawn[1]
-
-
-def test_it_draws_no_random_numbers() -> None:
-    for keys in ((), ("run.dry_step=false",)):
-        task, before = Drawing(), (random.getstate(), str(np.random.get_state()))
-        task.seen = []
-        try_task(of(Drawing, *keys), task, 5, simulated=True)
-        assert (random.getstate(), str(np.random.get_state())) == before
-
-
-def test_errors_are_found_by_handlers_of_old() -> None:
-    assert issubclass(TaskError, DataError)

@@ -77,12 +77,6 @@ def scraped(registry: Context) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 async def pipeline(
     redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
 ) -> AsyncIterator[dict[str, Context]]:
@@ -129,9 +123,7 @@ async def pipeline(
         yield contexts
 
 
-async def test_documented_metrics_are_the_exposed_ones(
-    pipeline: dict[str, Context],
-) -> None:
+async def test_documented_metrics_are_the_exposed_ones(pipeline: dict[str, Context]) -> None:
     exposed: dict[str, Metric] = {}
     for role, one in pipeline.items():
         for name, (kind, labels) in scraped(one).items():

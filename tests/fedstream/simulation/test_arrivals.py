@@ -259,13 +259,6 @@ def test_poisson_triggers_come_at_their_rate() -> None:
     assert found[-1].time == pytest.approx(500, rel=0.15)
 
 
-def test_anarchic_devices_decide_by_themselves() -> None:
-    anarchic = ("scheduler.policy.kind=none", "trainer.anarchic.rate=0.5")
-    found = arrivals(1000, *latency(*anarchic))
-    assert set(Counter(one.device for one in found)) == set(range(10))
-    assert found[-1].time == pytest.approx(1000 / 10 * (2 + 1), rel=0.15)
-
-
 def test_anarchic_devices_use_their_own_rates_and_lengths() -> None:
     """A device that decides at rate r and then works for a second comes every 1 / r + 1 seconds."""
     groups = "participation=[{devices=[0], rate=4.0, steps={kind='fixed', n=7}}]"
@@ -282,26 +275,6 @@ def test_anarchic_devices_use_their_own_rates_and_lengths() -> None:
     assert came[0] / others == pytest.approx((1 / 0.25 + 1) / (1 / 1.0 + 1), rel=0.1)
     assert {one.steps for one in found if one.device == 0} == {7}
     assert {(one.steps, one.epochs) for one in found if one.device > 0} == {(None, 1)}
-
-
-def test_round_ends_with_its_last_device_or_timeout() -> None:
-    rounds = ("strategy.name=fedavg", "strategy.clients_per_round=4")
-    full = events(40, *latency(*rounds))
-    assert all(isinstance(one, Arrival) and one.tau == one.version for one in full)
-    timed = events(
-        200,
-        *latency(
-            *rounds,
-            "scheduler.policy.kind=rounds",
-            "scheduler.policy.k=4",
-            "scheduler.policy.timeout_s=1.0",
-        ),
-    )
-    over = [one for one in timed if isinstance(one, RoundOver)]
-    assert over
-    assert any(one.makes for one in over)
-    versions = [one.version for one in timed]
-    assert versions == sorted(versions)
 
 
 def test_round_of_all_devices_may_be_smaller_than_k() -> None:
@@ -353,12 +326,6 @@ def test_nonsensical_settings_are_rejected(sets: tuple[str, ...], said: str) -> 
     [
         ("strategy.name=scaffold",),
         ("solver.kind=scaffold",),
-        (
-            "strategy.name=afa-cd",
-            "strategy.buffer_size=5",
-            "scheduler.policy.kind=rounds",
-            "scheduler.policy.k=4",
-        ),
         ("strategy.name=fedasync", "scheduler.policy.kind=rounds"),
         ("strategy.name=afa-cs", "strategy.devices=10", "task.devices=9"),
     ],
@@ -370,13 +337,3 @@ def test_conflicting_settings_are_rejected_with_both_keys(sets: tuple[str, ...])
     named = [key for key in keys if key in str(refused.value)]
     assert named
     assert str(refused.value).count("strategy.") >= 1
-
-
-@pytest.mark.parametrize("name", ["fedbuff", "afa-cd", "afa-cs"])
-def test_rules_with_a_batch_go_with_rounds(name: str) -> None:
-    settings(
-        f"strategy.name={name}",
-        "strategy.buffer_size=5",
-        "scheduler.policy.kind=rounds",
-        "scheduler.policy.k=5",
-    )

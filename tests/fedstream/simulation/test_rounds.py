@@ -33,6 +33,24 @@ from fedstream.trainer.task import TaskSettings
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 FEDAVG, AFA = ("strategy.name=fedavg",), ("strategy.name=afa-cd", "strategy.buffer_size=5")
 ROUNDS = "scheduler.policy.kind=rounds"
+QUIET = Situation(
+    now=0.0,
+    issued=0,
+    version=0,
+    open=(),
+    queue=0,
+    backlog=0,
+    kept=1,
+    held=(),
+    round_ending=False,
+    mean_staleness=0.0,
+    trainers=1,
+    workers=1,
+    model_bytes=1,
+    devices=tuple(range(10)),
+    last=-1e9,
+    round_since=0.0,
+)
 
 
 # the rules
@@ -189,20 +207,13 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
             parts,
             FREE,
             given.run.seed,
-            Situation(
+            replace(
+                QUIET,
                 now=now,
                 issued=issued,
                 version=version,
                 open=tuple(at_work.values()),
-                queue=0,
-                backlog=0,
-                kept=1,
                 held=tuple(held),
-                round_ending=False,
-                mean_staleness=0.0,
-                trainers=1,
-                workers=1,
-                model_bytes=1,
                 devices=tuple(device for device in range(devices) if device not in resting),
                 last=0.0,
                 round_since=since,
@@ -264,7 +275,7 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
     return told[:count]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     batch=st.integers(1, 6),
     more=st.integers(0, 3),
@@ -363,26 +374,8 @@ def test_tasks_one_at_a_time_are_the_same_live_and_simulated(policy: str) -> Non
         ],
     )
     parts = Participation(given.scheduler.steps, given.participation)
-    seen = Situation(
-        now=0.0,
-        issued=0,
-        version=0,
-        open=(),
-        queue=0,
-        backlog=0,
-        kept=1,
-        held=(),
-        round_ending=False,
-        mean_staleness=0.0,
-        trainers=1,
-        workers=1,
-        model_bytes=1,
-        devices=tuple(range(10)),
-        last=-1e9,
-        round_since=0.0,
-    )
     triggered = [
-        plan(given.policy, parts, FREE, given.run.seed, replace(seen, issued=n)).triggers[0]
+        plan(given.policy, parts, FREE, given.run.seed, replace(QUIET, issued=n)).triggers[0]
         for n in range(300)
     ]
     live = [(one.device, one.seed, one.steps) for one in triggered]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from fedstream.trainer.task import Task
 
 FEDBUFF = (*RULES["fedbuff"], "simulation.staleness.most=3")
-TAKE_MODELS = ("fedasync", "fedavg")
 PARAMETERS = 18  # of Small's model
 
 
@@ -109,7 +107,6 @@ def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Float
     [
         (FEDBUFF, "int4", "f32"),
         (FEDBUFF, "topk:0.2", "int8"),
-        (FEDBUFF, "int8+zstd", "bf16+zstd"),
         (RULES["fedasync"], "bf16", "int8"),
         (SCAFFOLD, "int4+zstd", "bf16"),
     ],
@@ -137,14 +134,15 @@ def test_simulation_computes_what_trainers_and_rule_do(
 @pytest.mark.parametrize(
     ("rule", "update"),
     [
-        (rule, update)
-        for rule in ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
-        for update in ("bf16", "int8+zstd", "int4", "topk:0.3")
-        if rule not in TAKE_MODELS or not format_of(update).of_changes
+        ("fedasync", "bf16"),
+        ("fedavg", "int8+zstd"),
+        ("fedbuff", "int4"),
+        ("afa-cd", "topk:0.3"),
+        ("afa-cs", "bf16"),
+        ("scaffold", "int8+zstd"),
     ],
 )
 def test_run_learns_and_its_journal_replays(rule: str, update: str, tmp_path: Path) -> None:
-    """Every strategy with every format; what is left out is refused before a run begins."""
     sets = (*RULES[rule], f"wire.update={update}", "wire.model=int8")
     found = run(*sets, journal=tmp_path / "journal")
     assert found.state == "finished"
@@ -176,22 +174,10 @@ def test_devices_trained_together_keep_their_own_feedback() -> None:
     assert apart(together.model, alone.model) < 0.01 * apart(together.model, exact.model)
 
 
-def test_only_devices_that_sent_remember_anything() -> None:
-    settings = read(None, [*FEDBUFF, "run.versions=1"])
-    first = islice(plan(settings, DEVICES), 4)
-    sent = {event.device for event in first if isinstance(event, Arrival)}
-    found = run(*FEDBUFF, "run.versions=1", "wire.update=topk:0.1")
-    assert found.remembering == len(sent) < DEVICES
-    assert run(*FEDBUFF, "run.versions=1", "wire.update=int8").remembering == 0
-
-
 @pytest.mark.parametrize(
     ("update", "size"),
     [
         ("f32", 4 * PARAMETERS),
-        ("bf16", 2 * PARAMETERS),
-        ("int8", 4 + PARAMETERS),  # one block's scale
-        ("int4", 4 + PARAMETERS // 2),
         ("topk:0.1", 4 + 2 * (2 + 1)),  # two values, and a byte for each place
     ],
 )
@@ -200,10 +186,7 @@ def test_bytes_of_updates_are_counted(update: str, size: int) -> None:
     assert found.update_bytes == 12 * 4 * size
 
 
-@pytest.mark.parametrize(
-    ("update", "reason"),
-    [("int8", "wire scale"), ("int4", "wire scale"), ("bf16", "not finite")],
-)
+@pytest.mark.parametrize(("update", "reason"), [("int8", "wire scale"), ("bf16", "not finite")])
 def test_update_that_is_not_finite_is_refused_for_its_format(
     update: str, reason: str, tmp_path: Path
 ) -> None:

@@ -18,12 +18,6 @@ from tests.support import Hand
 BEGAN = 1_700_000_000.0
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
 class Messages:
     """Writes what updater and evaluator would."""
 

@@ -202,7 +202,6 @@ def test_parameters_are_flat_and_without_secrets() -> None:
     ("sets", "said"),
     [
         ('[{kind="tensorbord"}]', "did you mean 'tensorboard'"),
-        ('[{kind="mlflow", uri="x"}]', "unknown key"),
         ('[{kind="wandb", mode="of"}]', "sinks[0].mode"),
     ],
 )

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.core.errors import FedstreamError
+from fedstream.sweep.parallel import each
 from tests.fedstream.conftest import Command
 
 TASK = """
@@ -95,18 +97,8 @@ def test_a_sweep_finds_the_best_and_a_longer_one_adds_to_it(
 def test_a_configuration_that_is_wrong_is_named_before_anything_runs(
     command: Command, task: str, tmp_path: Path
 ) -> None:
-    code, _, said = command(
-        "sweep",
-        "--task",
-        task,
-        *OPTIONS,
-        "--out",
-        tmp_path / "out",
-        "--over",
-        "strategy.name=fedbuff,fedasync",
-        "--over",
-        "strategy.buffer_size=2,4",
-    )
+    over = ("--over", "strategy.name=fedbuff,fedasync", "--over", "strategy.buffer_size=2,4")
+    code, _, said = command("sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out", *over)
     assert code == 2
     assert said.startswith(
         "fedstream: with strategy.name = fedasync: strategy.buffer_size = 2 (from --over): "
@@ -117,8 +109,6 @@ def test_a_configuration_that_is_wrong_is_named_before_anything_runs(
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ((), "name what to vary with --over"),
-        (("--over", "solver.lr=0..1"), "a range needs --random N"),
         (("--over", "solver.lr=1,2", "--goal", "most"), "--goal most: must be max or min"),
         (("--over", "task.seed=1,2"), "task.seed has no effect"),
         (("--over", "solver.lrr=1,2"), "fedstream: solver.lrr = 1 (from --over): unknown key"),
@@ -135,20 +125,9 @@ def test_a_wrong_command_says_what_is_wrong(
 def test_a_sweep_in_which_every_run_fails_says_why(
     command: Command, task: str, tmp_path: Path
 ) -> None:
-    code, _, said = command(
-        "sweep",
-        "--task",
-        task,
-        *OPTIONS,
-        "--out",
-        tmp_path / "out",
-        "--repeats",
-        "1",
-        "--over",
-        "solver.lr=1e30,1e31",
-        "--set",
-        "solver.weight_decay=1e9",
-    )
+    arguments = ("sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out", "--repeats", 1)
+    wild = ("--over", "solver.lr=1e30,1e31", "--set", "solver.weight_decay=1e9")
+    code, _, said = command(*arguments, *wild)
     assert code == 1
     assert "every run failed; the first one: 100 updates in a row were refused (not finite)" in said
     assert not (tmp_path / "out" / "best.toml").exists()
@@ -159,20 +138,8 @@ def test_a_configuration_whose_task_raises_fails_alone_and_is_tried_again(
 ) -> None:
     file, fixed = tmp_path / "fragile.py", tmp_path / "fixed"
     file.write_text(FRAGILE)
-    arguments = (
-        "sweep",
-        "--task",
-        f"{file}:Fragile",
-        *OPTIONS,
-        "--repeats",
-        "1",
-        "--set",
-        f"task.args.fixed={fixed}",
-        "--over",
-        "solver.lr=0.1,0.5",
-        "--out",
-        tmp_path / "out",
-    )
+    asked = ("--repeats", 1, "--set", f"task.args.fixed={fixed}", "--over", "solver.lr=0.1,0.5")
+    arguments = ("sweep", "--task", f"{file}:Fragile", *OPTIONS, *asked, "--out", tmp_path / "out")
     code, said, wrong = command(*arguments)
     assert code == 1
     assert "[1/2] solver.lr = 0.1, repeat 0: raised (" in said
@@ -209,22 +176,22 @@ def test_a_metric_that_nobody_measures_is_refused_before_a_run_is_over(
     assert (tmp_path / "out" / "runs.jsonl").read_text() == done
 
 
+def _killed(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.process
+def test_a_killed_process_ends_the_sweep_with_advice() -> None:
+    with pytest.raises(FedstreamError, match=r"was killed.* the same command continues"):
+        list(each(_killed, [1, 2], processes=2, threads=1))
+
+
 @pytest.mark.process
 def test_an_interrupted_sweep_keeps_what_has_finished(
     command: Command, task: str, tmp_path: Path
 ) -> None:
-    arguments = (
-        "sweep",
-        "--task",
-        task,
-        *OPTIONS,
-        "--out",
-        tmp_path / "out",
-        "--over",
-        "solver.lr=0.1,0.2,0.3,0.4",
-        "--repeats",
-        "25",
-    )
+    over = ("--over", "solver.lr=0.1,0.2,0.3,0.4", "--repeats", "25")
+    arguments = ("sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out", *over)
     sweep = subprocess.Popen(
         [sys.executable, "-m", "fedstream", *map(str, arguments)],
         stdout=subprocess.PIPE,

@@ -119,8 +119,3 @@ def test_a_line_from_elsewhere_is_named(tmp_path: Path) -> None:
         file.write('{"hello": 1}\n')
     with pytest.raises(ConfigError, match=r"runs\.jsonl:2: not a run of a sweep"):
         list(store.runs())
-
-
-def test_a_configuration_s_name_depends_on_all_of_it() -> None:
-    assert A.name != B.name
-    assert replace(A, keys={}).name == A.name

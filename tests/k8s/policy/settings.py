@@ -16,14 +16,7 @@ from fedstream.settings.config import Settings
 from fedstream.settings.services import ROLES
 from fedstream.sinks.service import DRAIN_S
 from tests.k8s.manifests import Manifest, Manifests, texts
-from tests.k8s.workloads import (
-    Workload,
-    environment,
-    file_at,
-    mount_of,
-    secret_at,
-    workloads,
-)
+from tests.k8s.workloads import Workload, environment, file_at, mount_of, secret_at, workloads
 
 _CLOSE_S = 5.0  # a grace period must exceed drain_s by this: runtime/service.py
 _LEARNS = ("updater", "trainer", "evaluator")  # those that load the user's task
