@@ -59,7 +59,7 @@ class _Copy:
         return self.rebuild.progress.state.version
 
 
-class Past:
+class JournalModels:
     """A journal's versions, to walk along. Close it; one thread at a time may use it."""
 
     def __init__(self, journal: Path, *, memory: int = MEMORY) -> None:
@@ -84,13 +84,13 @@ class Past:
         self._filling = 0  # bytes that were read for them
         self._room = Model(self.layout)  # for one update at a time
 
-    def reopened(self) -> Past:
+    def reopened(self) -> JournalModels:
         """The journal as it stands now, with the copies that were left; closes this one.
 
         Only what was appended may be new. Raises JournalError.
         """
         self.close()
-        other = Past(self.journal, memory=self.memory)
+        other = JournalModels(self.journal, memory=self.memory)
         newest = self._name(len(self._chain) - 1)
         other._copies, other._origin = self._copies, self._origin
         other._filled, other._full = self._filled, self._full - {newest}

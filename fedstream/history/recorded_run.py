@@ -14,8 +14,8 @@ from fedstream.core.messages import Goal
 from fedstream.history import report
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, measurements
-from fedstream.history.model_stats import LatePushes, MeasuredShares, Portraits
-from fedstream.history.models import MEMORY, Past
+from fedstream.history.model_stats import MeasuredShares, RecentPushes, VersionStatsCache
+from fedstream.history.models import MEMORY, JournalModels
 from fedstream.history.summary import stands
 from fedstream.history.table import NONE, Columns
 from fedstream.journal import journal_of, opened
@@ -39,31 +39,31 @@ class RecordedRun:
         metrics: Path | None = None,
         other: RecordedRun | None = None,
         is_live: bool = False,
-        told: Callable[[], Sequence[Measurement]] = tuple,
-        lately: Callable[[int], LatePushes | None] = lambda _device: None,
+        measured: Callable[[], Sequence[Measurement]] = tuple,
+        recent_pushes: Callable[[int], RecentPushes | None] = lambda _device: None,
     ) -> None:
-        """Open it; ``read`` is told of the bytes of the journal that are read.
+        """Open a run. Raises FedstreamError if there is no journal.
 
-        ``metrics``: another table of measurements than the run's own. ``other``: a run to compare
-        it with. ``is_live``: its pages stand beside the live page. ``told``: what was measured, if
-        there is no table of it yet. ``lately``: what was read of a device's newest updates. Raises
-        FedstreamError if there is no run.
+        ``read``: is told how many bytes of the journal were read. ``metrics``: a table of
+        measurements that replaces the run's own. ``other``: a run to compare this one with.
+        ``is_live``: the pages stand beside the live page. ``measured``: the measurements of a run
+        that has no table of them yet. ``recent_pushes``: a device's newest updates as vectors.
         """
         self.path = path
         self.other = other
         self.is_live = is_live
         self._table = metrics or path / report.METRICS
-        self._told = told
+        self._live_measurements = measured
         self.journal = journal_of(path)
         self._marks = marks(self.journal)
         if not self._marks:
             raise FedstreamError(_no_run(path))
         self.columns: Columns = columns_of(self.journal, read)
-        self.lately = lately
+        self.recent_pushes = recent_pushes
         self.measured_shares: Callable[[], MeasuredShares | None] = lambda: None
         """what the models said last of all devices' updates, if that was asked"""
-        self._past: Past | None = None
-        self._portraits: Portraits | None = None
+        self._models: JournalModels | None = None
+        self._version_stats: VersionStatsCache | None = None
 
     def refresh(self) -> RecordedRun:
         """The run as it stands now: this one, unless its journal, or the other's, has grown."""
@@ -76,15 +76,15 @@ class RecordedRun:
             metrics=self._table,
             other=other,
             is_live=self.is_live,
-            told=self._told,
-            lately=self.lately,
+            measured=self._live_measurements,
+            recent_pushes=self.recent_pushes,
         )
         fresh.measured_shares = self.measured_shares
-        if self._past is not None and fresh.columns.continues(self.columns):
-            fresh._past = self._past.reopened()
-            if self._portraits is not None:
-                fresh._portraits = self._portraits.continued(
-                    fresh._past,
+        if self._models is not None and fresh.columns.continues(self.columns):
+            fresh._models = self._models.reopened()
+            if self._version_stats is not None:
+                fresh._version_stats = self._version_stats.continued(
+                    fresh._models,
                     fresh.columns.numbers.tolist(),
                 )
         self._closing()
@@ -97,8 +97,8 @@ class RecordedRun:
             self.other.close()
 
     def _closing(self) -> None:
-        if self._past is not None:
-            self._past.close()
+        if self._models is not None:
+            self._models.close()
 
     @property
     def shares(self) -> Mapping[int, Share] | None:
@@ -115,35 +115,39 @@ class RecordedRun:
             return parting(ours, theirs)
 
     @property
-    def past(self) -> Past:
+    def models(self) -> JournalModels:
         """Its models."""
-        if self._past is None:
-            self._past = Past(self.journal, memory=_LIVE_MEMORY if self.is_live else MEMORY)
-        return self._past
+        if self._models is None:
+            self._models = JournalModels(
+                self.journal, memory=_LIVE_MEMORY if self.is_live else MEMORY
+            )
+        return self._models
 
     @property
-    def portraits(self) -> Portraits:
+    def version_stats(self) -> VersionStatsCache:
         """What its models say of each version."""
-        if self._portraits is None:
-            self._portraits = Portraits(self.past, self.columns.numbers.tolist())
-        return self._portraits
+        if self._version_stats is None:
+            self._version_stats = VersionStatsCache(self.models, self.columns.numbers.tolist())
+        return self._version_stats
 
     def knows(self, version: int) -> bool:
         """Whether what a version's model says is known by now. Any thread may ask."""
-        return self._portraits is not None and self._portraits.known(version) is not None
+        return self._version_stats is not None and self._version_stats.known(version) is not None
 
-    def look_around(self, version: int, step: int | None, is_wanted: Callable[[], bool]) -> None:
+    def prepare_neighbours(
+        self, version: int, step: int | None, is_wanted: Callable[[], bool]
+    ) -> None:
         """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
 
         ``step``: by how many versions whoever asked moved last; None: nobody asked for a version
         yet, so only this one is looked at, and less of the journal is read for copies.
         """
         if step is None:
-            self.portraits.of(version, is_wanted)
-            self.past.fill(version, is_wanted, _UNASKED)
+            self.version_stats.of(version, is_wanted)
+            self.models.fill(version, is_wanted, _UNASKED)
         elif self.columns.has(version):
-            self.portraits.look_around(version, step, is_wanted)
-            self.past.fill(version, is_wanted)
+            self.version_stats.prepare_neighbours(version, step, is_wanted)
+            self.models.fill(version, is_wanted)
 
     @cached_property
     def measured(self) -> list[Measurement]:
@@ -151,7 +155,7 @@ class RecordedRun:
         return self._measurements()
 
     def _measurements(self) -> list[Measurement]:
-        found = measurements(self._table) or self._told()
+        found = measurements(self._table) or self._live_measurements()
         return sorted(found, key=lambda one: one.version)
 
     @cached_property
@@ -167,7 +171,7 @@ class RecordedRun:
 
     @property
     def _goal(self) -> Goals:
-        return self.past.head.goal or {}
+        return self.models.head.goal or {}
 
     def measured_at(self, version: int) -> Measurement | None:
         """The newest measurement at or before a version."""
@@ -196,11 +200,11 @@ class RecordedRun:
     @property
     def is_simulated(self) -> bool:
         """Whether times are a simulation's, which begins at zero."""
-        return self.past.head.created == 0.0
+        return self.models.head.created == 0.0
 
     def seconds(self, time: float) -> float:
         """Seconds from the run's beginning to a time of the journal."""
-        return max(0.0, time - self.past.head.created)
+        return max(0.0, time - self.models.head.created)
 
     def times(self, versions: Sequence[int]) -> list[float]:
         """When versions were made, in seconds from the run's beginning; none is before the last.
@@ -210,7 +214,7 @@ class RecordedRun:
         """
         made = self.columns.made
         rows = np.searchsorted(self.columns.numbers, versions, side="right") - 1
-        times = made["time"][self.columns.places[np.maximum(rows, 0)]] - self.past.head.created
+        times = made["time"][self.columns.places[np.maximum(rows, 0)]] - self.models.head.created
         found: list[float] = np.maximum.accumulate(np.maximum(times, 0.0)).tolist()
         return found
 
@@ -226,11 +230,11 @@ class RecordedRun:
         row = self.columns.row(version)
         name = self.columns.segments[int(row["segment"])]
         offset = int(row["offset"])
-        return self.past.digest(name, None if offset == NONE else offset)
+        return self.models.digest(name, None if offset == NONE else offset)
 
     def task(self, update: int) -> str:
         """The id of the task that an update answers. Raises JournalError."""
-        return self.past.taken(*self.columns.at(update)).upload.task
+        return self.models.taken(*self.columns.at(update)).upload.task
 
 
 def _no_run(path: Path) -> str:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from fedstream.core.errors import FedstreamError, NoRun
-from fedstream.history.live.collector import Glance
-from fedstream.history.live.scene import Scene
+from fedstream.history.live.collector import Collected
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.runtime.backoff import pause
 
 LOG = 10_000  # events that are remembered; the stream in Redis keeps about as many
@@ -31,8 +31,8 @@ _LASTS_S = 10.0  # for which a page that was loaded counts as a look
 _ALIVE_S = 10.0  # without news: then a sign of life, for proxies
 _RETRY_MS = 1000  # after which a browser connects again
 
-Drawing = Callable[[Glance], Awaitable["DrawnGlance"]]
-Away = Callable[[Scene, float], Mapping[str, str]]
+Drawing = Callable[[Collected], Awaitable["DrawnGlance"]]
+Away = Callable[[Snapshot, float], Mapping[str, str]]
 """The parts that say for how many seconds Redis has not answered."""
 
 
@@ -49,7 +49,7 @@ class DrawnGlance:
 class LivePicture:
     """The newest look."""
 
-    scene: Scene
+    snapshot: Snapshot
     parts: Mapping[str, str]
     number: int  # of the look
 
@@ -63,7 +63,7 @@ class Broadcast:
 
     def __init__(
         self,
-        look: Callable[[], Awaitable[Glance]],
+        look: Callable[[], Awaitable[Collected]],
         draw: Drawing,
         away: Away,
         fault: Callable[[Exception], object],
@@ -134,8 +134,8 @@ class Broadcast:
             self.trouble = error
             if self.picture is not None:
                 away_s = time.monotonic() - self._looked
-                parts = {**self.picture.parts, **self._away(self.picture.scene, away_s)}
-                self._show(self.picture.scene, parts)
+                parts = {**self.picture.parts, **self._away(self.picture.snapshot, away_s)}
+                self._show(self.picture.snapshot, parts)
             self._tell_all()
             return 0.0
         began, self._looked = perf_counter(), time.monotonic()
@@ -144,25 +144,25 @@ class Broadcast:
         for id_, row in drawn.rows:
             self._log.append((id_, json.dumps([id_, *row], separators=(",", ":"))))
             self._known[id_] = self._end
-        self._known.setdefault(look.scene.position, self._end)
+        self._known.setdefault(look.snapshot.position, self._end)
         while len(self._log) > LOG:
             gone, _ = self._log.popleft()
             self._known.pop(gone, None)
             self._first += 1
-        self._show(look.scene, drawn.parts)
+        self._show(look.snapshot, drawn.parts)
         self.trouble = None
         self._tell_all()
         if look.is_anew:  # that takes longer, once
             return 0.0
         return look.seconds + drawn.seconds + perf_counter() - began
 
-    def _show(self, scene: Scene, parts: Mapping[str, str]) -> None:
+    def _show(self, snapshot: Snapshot, parts: Mapping[str, str]) -> None:
         self._number += 1
         before = self.picture.parts if self.picture is not None else {}
         for name, html in parts.items():
             if before.get(name) != html:
                 self._numbers[name] = self._number
-        self.picture = LivePicture(scene, parts, self._number)
+        self.picture = LivePicture(snapshot, parts, self._number)
 
     @property
     def _end(self) -> int:
@@ -230,7 +230,7 @@ class Broadcast:
                     yield _event("trouble", json.dumps(_words(self.trouble)))
                 if self.is_over:
                     if self.picture is not None:
-                        yield _event("over", json.dumps(self.picture.scene.tally.run.state))
+                        yield _event("over", json.dumps(self.picture.snapshot.tally.run.state))
                     return
                 while not await _within(changed, _ALIVE_S):
                     yield b": still here\n\n"
@@ -249,7 +249,7 @@ class Broadcast:
 
     def _lost(self) -> bytes:
         assert self.picture is not None  # noqa: S101  (asked for only with one)
-        return _event("anew", "null", self.picture.scene.position)
+        return _event("anew", "null", self.picture.snapshot.position)
 
     def _news(self, number: int, at: int) -> bytes:
         """What a viewer gets who has the look of this number and so many rows."""

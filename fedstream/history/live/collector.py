@@ -1,4 +1,4 @@
-"""Makes scenes of what Redis has. It knows the run from the first look on, and asks for news."""
+"""Makes snapshots of what Redis has. It knows the run from the first look on, and asks for news."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ from fedstream.broker.ledger.onlooker import (
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import time_of
 from fedstream.core.records import Bookmark, Tally
-from fedstream.history.live.recent import Recent, Told
-from fedstream.history.live.scene import PHASES, Phase, RedisMemory, Scene, SeenTask, SeenWorker
+from fedstream.history.live.recent import Recent
+from fedstream.history.live.snapshot import (
+    PHASES,
+    Phase,
+    RedisMemory,
+    SeenTask,
+    SeenWorker,
+    Snapshot,
+    ToldEvent,
+)
 from fedstream.settings.config import Settings
 
 _SHOWN = 1000  # open tasks
@@ -31,11 +39,11 @@ _REGISTER_S = 5.0  # between two readings of how trainers describe themselves
 
 
 @dataclass(frozen=True)
-class Glance:
-    """A scene, and what was told since the one before."""
+class Collected:
+    """A snapshot, and what was told since the one before."""
 
-    scene: Scene
-    news: list[tuple[str, Told]]  # with the ids of their events
+    snapshot: Snapshot
+    news: list[ToldEvent]
     is_anew: bool  # the first look, or Redis no longer has what follows the last
     seconds: float  # that this process spent on it, waiting aside
 
@@ -53,14 +61,14 @@ class Collector:
         self._recent = Recent()
         self._event = self._version = BEGINNING
         self._is_anew = True
-        self._untold: list[tuple[str, Told]] = []  # since the last look that went well
+        self._untold: list[ToldEvent] = []  # since the last look that went well
         self._open: dict[str, OpenTask] = {}
         self._place: Bookmark | None = None
         self._seen: dict[str, tuple[Phase, float]] = {}  # task -> phase, since
         self._described: dict[str, Described] = {}
         self._described_at = 0.0
 
-    async def look(self) -> Glance:
+    async def look(self) -> Collected:
         """Look at the run. Raises NoRun until it exists, and what the client raises."""
         try:
             return await self._looked()
@@ -70,7 +78,7 @@ class Collector:
             self._begin_anew()
             raise
 
-    async def _looked(self) -> Glance:
+    async def _looked(self) -> Collected:
         spent = _Stopwatch()
         tally, opened = await self._ledger.opened(self._place)
         on_their_way = [] if opened.all_tasks else self._on_their_way()
@@ -105,7 +113,7 @@ class Collector:
             phases = Counter(task.phase for task in tasks)
             recent = self._recent
             recent.gauge(tally, memory.used, phases["training"], phases["uploading"], leading)
-            scene = Scene(
+            snapshot = Snapshot(
                 name=self._ledger.keys.name,
                 settings=self._settings,
                 tally=tally,
@@ -125,12 +133,11 @@ class Collector:
                 reasons=tuple(recent.reasons),
                 made=recent.made.newest(),
                 gauged=recent.gauged.newest(),
-                outcomes=tuple(recent.outcomes),
-                notes=tuple(recent.notes),
+                told=tuple(recent.told),
             )
         is_anew, self._is_anew = self._is_anew, False
         news, self._untold = self._untold, []
-        return Glance(scene, news, is_anew, spent.seconds)
+        return Collected(snapshot, news, is_anew, spent.seconds)
 
     async def _caught_up(self, spent: _Stopwatch) -> bool:
         """Read until there is nothing new; False if something may be missing."""

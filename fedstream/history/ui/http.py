@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 from aiohttp import web
 
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Asker: TypeAlias = Literal["may", "operator", "nobody"]
+Permission: TypeAlias = Literal["may", "operator", "nobody"]
 """May who sent a request have work done? Or only an operator, or nobody, as there are none?"""
 
 HEADERS = {
@@ -51,7 +51,7 @@ _TYPES = {
     "charts.js": "text/javascript",
     "page.js": "text/javascript",
     "page.css": "text/css",
-    "asking.js": "text/javascript",
+    "question.js": "text/javascript",
     "live.js": "text/javascript",
     "live-panels.js": "text/javascript",
     "live.css": "text/css",

@@ -14,7 +14,7 @@ from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import OUTCOMES
 from fedstream.history import charts
 from fedstream.history.devices import DEVICE_COLUMNS, DeviceRow, DeviceTable, devices_of
-from fedstream.history.model_stats import LayerGap, Portrait, Push
+from fedstream.history.model_stats import LayerGap, Push, VersionStats
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.table import different, each
 from fedstream.history.ui import templating
@@ -109,15 +109,15 @@ def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) 
     if not (found := table.rows(only=wanted)):
         raise NotThere(f"device {wanted} sent no update that the journal has")
     (row,) = found
-    drawn, lately = charts.of_device(run, wanted, window), run.lately(wanted)
-    if lately is not None:
-        drawn = [*charts.of_pushes(run, lately.rows, window), *drawn]
+    drawn, recent_pushes = charts.of_device(run, wanted, window), run.recent_pushes(wanted)
+    if recent_pushes is not None:
+        drawn = [*charts.of_pushes(run, recent_pushes.rows, window), *drawn]
     return page(
         run,
         "device.html",
         f"Device {wanted}",
         "Devices",
-        lately=lately,
+        recent_pushes=recent_pushes,
         measured_shares=run.measured_shares(),
         device=row,
         labels=LABELS,
@@ -269,10 +269,10 @@ class VersionView:
     begins: bool  # no update made it
     used: list[dict[str, Any]]  # the updates that made it
     others: list[dict[str, Any]]  # decided since the version before, but not in this one
-    portrait: Portrait | None
+    stats: VersionStats | None
     pushes: dict[int, Push] | None
     gaps: dict[str, LayerGap]
-    problem: str  # why there is no portrait
+    problem: str  # why there is no stats
 
 
 def view(
@@ -280,18 +280,18 @@ def view(
 ) -> VersionView:
     """A version that the journal has, with arguments as for :func:`version`. Raises Unwanted."""
     columns = run.columns
-    portrait, gaps, problem = run.portraits.known(wanted), {}, ""
+    stats, gaps, problem = run.version_stats.known(wanted), {}, ""
     try:
         if models:
-            portrait = run.portraits.of(wanted, is_waiting)
-        if portrait is not None and to is not None:
-            gaps = {one.name: one for one in run.portraits.gap(wanted, to, is_waiting)}
+            stats = run.version_stats.of(wanted, is_waiting)
+        if stats is not None and to is not None:
+            gaps = {one.name: one for one in run.version_stats.gap(wanted, to, is_waiting)}
     except FedstreamError as error:  # without weights, or the rule that made it may not be loaded
         problem = f"No models: {error}"
     begin, end = columns.since_previous(wanted)
     outside = columns.contained[begin:end] != wanted
     used = shown(run, np.flatnonzero(columns.contained == wanted))
-    pushes = None if portrait is None else {push.offset: push for push in portrait.pushes}
+    pushes = None if stats is None else {push.offset: push for push in stats.pushes}
     for row in used:
         if pushes and row["offset"] in pushes and not isfinite(row["norm"]):
             row["norm"] = pushes[row["offset"]].distance  # the updater did not measure it
@@ -302,7 +302,7 @@ def view(
         bool(columns.row(wanted)["begins"]),
         used,
         shown(run, np.arange(begin, end)[outside]),
-        portrait,
+        stats,
         pushes,
         gaps,
         problem,
@@ -421,7 +421,7 @@ def _number_in(names: Sequence[str], name: str, what: str) -> int:
 
 def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -> str:
     """A page of a template. ``here``: where the navigation stands."""
-    head = run.past.head
+    head = run.models.head
     state, why = run.state
     return rendered(
         template,

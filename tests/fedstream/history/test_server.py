@@ -128,7 +128,7 @@ async def test_looking_ahead_gives_way_to_who_asks_and_to_the_end(
             time.sleep(0.001)
         raise Unwanted
 
-    monkeypatch.setattr(RecordedRun, "look_around", forever)
+    monkeypatch.setattr(RecordedRun, "prepare_neighbours", forever)
     site = PageServer(RecordedRun(recorded))
     async with asyncio.timeout(60):
         async with TestClient(TestServer(site.application())) as client:
@@ -170,9 +170,9 @@ async def test_an_accuracy_that_fell_leads_to_bisect(recorded: Path, tmp_path: P
 
 def test_models_take_less_memory_in_a_service(recorded: Path) -> None:
     run = RecordedRun(recorded, is_live=True)
-    assert 4 * run.past.memory < RecordedRun(recorded).past.memory
-    assert run.past.model(55).digest() == RecordedRun(recorded).past.model(55).digest()
-    assert run.past.reopened().memory == run.past.memory
+    assert 4 * run.models.memory < RecordedRun(recorded).models.memory
+    assert run.models.model(55).digest() == RecordedRun(recorded).models.model(55).digest()
+    assert run.models.reopened().memory == run.models.memory
 
 
 def test_curves_beside_the_live_page_lead_to_each_other(recorded: Path) -> None:
@@ -441,25 +441,25 @@ async def test_models_stay_known_while_a_run_goes_on(tmp_path: Path) -> None:
     scribe.writer.sync()
     run = RecordedRun(tmp_path)
     for version in (20, 35):
-        run.portraits.of(version)
+        run.version_stats.of(version)
     scribe.update()
     scribe.segment()
     scribe.update()
     scribe.writer.sync()
     again = run.refresh()
     assert again is not run
-    assert again.portraits.known(20) == RecordedRun(tmp_path).portraits.of(20)
-    assert again.portraits.known(35) is None
+    assert again.version_stats.known(20) == RecordedRun(tmp_path).version_stats.of(20)
+    assert again.version_stats.known(35) is None
     patience = iter([True, True])
-    assert again.past.model(34, lambda: next(patience))  # from the copy that was left there
+    assert again.models.model(34, lambda: next(patience))  # from the copy that was left there
     for version in (35, 41, 42):
-        assert again.portraits.of(version) == RecordedRun(tmp_path).portraits.of(version)
+        assert again.version_stats.of(version) == RecordedRun(tmp_path).version_stats.of(version)
     scribe.close()
     shutil.rmtree(tmp_path / "journal")
     two_segments(tmp_path / "journal", seed=1)
     other = again.refresh()
-    assert other.portraits.known(20) is None
-    assert other.portraits.of(5) == RecordedRun(tmp_path).portraits.of(5)
+    assert other.version_stats.known(20) is None
+    assert other.version_stats.of(5) == RecordedRun(tmp_path).version_stats.of(5)
 
 
 async def test_a_journal_that_is_gone_and_back_again(recorded: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_all_else_is_ours() -> None:
         "page.css",
         "charts.js",
         "page.js",
-        "asking.js",
+        "question.js",
         "report.js",
         "live.js",
         "live-panels.js",

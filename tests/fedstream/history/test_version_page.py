@@ -26,7 +26,7 @@ def test_a_distance_that_the_updater_did_not_note_comes_from_the_models(tmp_path
     two_segments(tmp_path)
     run = RecordedRun(tmp_path)
     assert distance(run, 5, models=False) == "–"  # noqa: RUF001  (a table's sign for no value)
-    [push] = run.portraits.of(5).pushes
+    [push] = run.version_stats.of(5).pushes
     assert distance(run, 5, models=False) == f"{push.distance:.4g}"  # the models are known now
 
 

@@ -8,8 +8,8 @@ from math import nan
 import numpy as np
 
 from fedstream.history.live.panels import device_table
-from fedstream.history.live.scene import PUSHED, SeenPushes
-from tests.fedstream.history.live.scenes import busy, ended, scene
+from fedstream.history.live.snapshot import PUSHED, SeenPushes
+from tests.fedstream.history.live.snapshots import busy, ended, snapshot
 
 
 def test_the_device_that_stands_out_is_first_and_marked() -> None:
@@ -24,7 +24,7 @@ def test_the_device_that_stands_out_is_first_and_marked() -> None:
 def test_figures_of_the_journal_are_means_of_what_was_read() -> None:
     read = [(0, 1, 2.0, 1.0, 0.5), (0, 2, 4.0, 2.0, nan), (5, 3, 9.0, 9.0, 0.9)]
     rows = np.array([*read, (2, 4, 1.0, 1.0, nan)], PUSHED)
-    moment = scene(ended=ended([{"device": 0}, {"device": 1}, {"device": 2}]))
+    moment = snapshot(ended=ended([{"device": 0}, {"device": 1}, {"device": 2}]))
     found = device_table(replace(moment, pushes=SeenPushes(rows, 7))).rows("-sent")
     keys = ("sent", "norm", "cosine")
     assert [line.device for line in found] == [0, 2, 1]
@@ -38,7 +38,7 @@ def test_figures_of_the_journal_are_means_of_what_was_read() -> None:
 
 def test_any_column_sorts_both_ways_and_unknown_figures_come_last() -> None:
     rows = [{"device": n, "loss": loss} for n, loss in enumerate((2.0, nan, 1.0))]
-    table = device_table(scene(ended=ended(rows)))
+    table = device_table(snapshot(ended=ended(rows)))
     assert [line.device for line in table.rows("loss")] == [2, 0, 1]
     assert [line.device for line in table.rows("-loss")] == [0, 2, 1]
     assert [line.device for line in table.rows("nonsense")] == [0, 1, 2]

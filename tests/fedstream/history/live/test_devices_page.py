@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedstream.core.messages import GiveUp
-from fedstream.history.live.following import JournalFollower
+from fedstream.history.live.journal_follower import JournalFollower
 from tests.fedstream.history.live.conftest import Serve
 from tests.support import Hand, wait_until
 

@@ -20,14 +20,14 @@ from fedstream.history.live.panels import (
     headline_html,
     staleness_html,
 )
-from fedstream.history.live.scene import Scene, SeenMetrics, SeenPushes
+from fedstream.history.live.snapshot import SeenMetrics, SeenPushes, Snapshot
 from tests.fedstream.history.conftest import Page
-from tests.fedstream.history.live.scenes import NOW, busy, crowd, scene
+from tests.fedstream.history.live.snapshots import NOW, busy, crowd, snapshot
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=[panel.name for panel in PANELS])
 def test_a_panel_needs_no_script_and_no_style(panel: LivePanel) -> None:
-    for moment in (busy(), scene()):
+    for moment in (busy(), snapshot()):
         text = panel.html(moment)
         assert Page(text).inline == []
         assert re.search(r">[^<]*\w[^<]*<", text)  # it says something, even if there is nothing
@@ -39,19 +39,19 @@ def test_the_headline_has_progress_and_numbers() -> None:
     assert "5.8 versions/s, 1:16 left" in text
     assert "standstill" not in text
     assert "Stalled for 0:10 because no trainer is alive" in headline_html(
-        replace(scene(head_time=scene().now - 10, trainers=0), made=busy().made)
+        replace(snapshot(head_time=snapshot().now - 10, trainers=0), made=busy().made)
     )
 
 
 def test_the_headline_names_failing_devices() -> None:
-    assert "failing and resting" not in headline_html(scene())
-    text = headline_html(scene(failing={3: Failing(6, 1.0, "raised OSError")}))
+    assert "failing and resting" not in headline_html(snapshot())
+    text = headline_html(snapshot(failing={3: Failing(6, 1.0, "raised OSError")}))
     assert "device 3 failed 6 tasks in a row (raised OSError)" in text
 
 
 def test_foreign_text_is_escaped() -> None:
     script = "<script>alert(1)</script>"
-    evil = scene(
+    evil = snapshot(
         measured=(SeenMetrics(1, NOW, {f"\u202e{script}": 1.0}),),
         failing={3: Failing(2, 1.0, script)},
     )
@@ -65,10 +65,10 @@ def test_the_best_of_a_metric_is_on_the_side_of_its_goal() -> None:
     seen = tuple(
         SeenMetrics(version, NOW, {"rmse": value, "bits": value}) for version, value in values
     )
-    facts = dict(headline_facts(scene(measured=seen)))
+    facts = dict(headline_facts(snapshot(measured=seen)))
     assert facts["best rmse"] == "1.0000 at 5"
     assert "best bits" not in facts
-    declared = dict(headline_facts(scene(measured=seen, run_goal={"bits": "max"})))
+    declared = dict(headline_facts(snapshot(measured=seen, run_goal={"bits": "max"})))
     assert declared["best bits"] == "3.0000 at 0"
 
 
@@ -118,7 +118,7 @@ def test_a_device_has_a_page() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: busy(devices=400, trainers=200), crowd], ids=["busy", "crowd"]
 )
-def test_all_panels_together_are_drawn_quickly(make: Callable[[], Scene]) -> None:
+def test_all_panels_together_are_drawn_quickly(make: Callable[[], Snapshot]) -> None:
     """They are drawn every second, for as long as somebody looks: 50 ms would be 5% of a core."""
     moment = make()
     [panel.html(moment) for panel in PANELS]  # templates are compiled once

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fedstream.history.live.panels import PANELS
-from fedstream.history.live.scene import Scene
+from fedstream.history.live.snapshot import Snapshot
 from tests.fedstream.history.browsing import Tab, flaws
-from tests.fedstream.history.live.scenes import busy, gauged, idle, scene, tasks
 from tests.fedstream.history.live.showing import Moments, showing
+from tests.fedstream.history.live.snapshots import busy, gauged, idle, snapshot, tasks
 from tests.integration.command import TEST_GUARD_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
@@ -25,15 +25,15 @@ STALLED = idle(
     gauged=gauged(open=3, training=0, trainers=0, dead=2),
     dead=2,
 )
-MOMENTS: dict[str, Scene] = {
+MOMENTS: dict[str, Snapshot] = {
     "busy": busy(),
     "crowded": busy(devices=300, trainers=100),
     "stalled": STALLED,
-    "new": scene(),
+    "new": snapshot(),
 }
 
 
-def at_version(version: int) -> Scene:
+def at_version(version: int) -> Snapshot:
     """The busy run later on."""
     found = busy(seed=2)
     head = replace(found.tally.head, version=version)

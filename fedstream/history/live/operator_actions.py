@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WHY_STOPPED = "stopped by an operator"
 
 
-class Acting:
+class OperatorActions:
     """An operator's acts on one run."""
 
     def __init__(self, settings: Settings, client: Client, keys: Keys) -> None:

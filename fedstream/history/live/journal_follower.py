@@ -17,7 +17,7 @@ from time import thread_time
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Floats
 from fedstream.history.live.recent import ROWS, Ring
-from fedstream.history.live.scene import PUSHED, SeenPushes
+from fedstream.history.live.snapshot import PUSHED, SeenPushes
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.table import whole
 from fedstream.journal import SUFFIX, Cut, Record, Segment, SegmentEnd

@@ -13,8 +13,8 @@ import pytest
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Model
 from fedstream.history.live import following
-from fedstream.history.live.following import JournalFollower
-from fedstream.history.live.scene import SeenPushes
+from fedstream.history.live.journal_follower import JournalFollower
+from fedstream.history.live.snapshot import SeenPushes
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.table import RowArray
 from fedstream.journal import opened

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fedstream.history.bisect import Search
 from fedstream.history.recorded_run import RecordedRun
-from fedstream.history.ui import answers
+from fedstream.history.ui import question_pages
 from fedstream.history.ui.http import HEADERS
 from fedstream.history.ui.jobs import PageJob, PageJobs, Workplace
 from fedstream.history.ui.questions import OtherRule, keys_in
@@ -171,7 +171,7 @@ async def test_answer_that_comes_while_its_page_is_made(
         job.answer = Search(1)
         return keys_in(recorded)
 
-    monkeypatch.setattr(answers, "keys_in", answered)
+    monkeypatch.setattr(question_pages, "keys_in", answered)
     text = await site.get(address)
     assert "data-going" in text
     assert "Answered" not in text
