@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from fedstream import __version__
 from fedstream.history.devices import OUTLIER, mark_of_score, style_of_score
+from fedstream.history.display import duration
 from fedstream.runtime.text import visible
 from fedstream.terminal import counted, number
 
@@ -125,6 +126,7 @@ _FILTERS: dict[str, Callable[..., str]] = {
     "seconds": shown_seconds,
     "counted": counted,
     "cell_of": cell_of,
+    "duration": duration,
     "moment": moment,
     "iso": _iso,
 }
