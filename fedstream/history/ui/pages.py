@@ -27,6 +27,7 @@ from fedstream.history.ui.templating import (
     shown_bytes,
     shown_count,
     shown_number,
+    shown_seconds,
 )
 from fedstream.journal import JournalError
 from fedstream.terminal import measure
@@ -315,7 +316,6 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     used = int(columns.used.sum())
     late = columns.updates["staleness"][columns.used]
     seconds = float(columns.made["time"][-1] - columns.made["time"][0])
-    clock = "virtual seconds" if run.is_simulated else "seconds"
     found = [("versions", f"{shown_count(run.oldest)} to {shown_count(run.newest)}")]
     for name in run.metrics[:3]:
         values = [(one.metrics[name], one.version) for one in run.measured if name in one.metrics]
@@ -328,7 +328,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
         ("staleness", f"{late.mean():.2f} mean, {int(late.max()):,} most" if used else ""),
         ("devices that took part", shown_count(len(different(columns.updates["device"])))),
         ("received", shown_bytes(int(columns.updates["bytes"].sum()))),
-        ("time", f"{shown_number(seconds)} {clock}"),
+        ("virtual time" if run.is_simulated else "time", shown_seconds(seconds)),
     ]
     if seconds > 0:
         found.append(("pace", f"{shown_number(used / seconds)} updates/s"))
@@ -338,7 +338,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
 def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
     row = run.columns.row(wanted)
     seconds = run.seconds(float(row["time"]))
-    found = [("made", f"{shown_number(seconds)} s after the beginning")]
+    found = [("made", f"{shown_seconds(seconds)} after the beginning")]
     if not run.is_simulated:
         found.append(("at", moment(float(row["time"]))))
     if measured := run.measured_at(wanted):
