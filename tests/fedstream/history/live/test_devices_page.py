@@ -74,10 +74,12 @@ async def test_a_device_has_curves_of_what_was_read_along(
             return text if "up to version 30." in text else ""
 
         text = str(await wait_until(read, 60, "the end of the journal"))
+        async with page.http.get("/") as answer:
+            assert "in the journal, up to version 30" in await answer.text()
         assert "Norm, distance over its newest update: as far as" in text
         for name in ("norm", "distance"):  # the cosine takes ten versions more than there are
             assert f'data-chart="newest-{name}"' in text
-        first = page.service._pushed().rows["device"][0]
+        first = page.service._pushes().rows["device"][0]
         async with page.http.get(f"/devices/{first}?over=time") as answer:
             text = await answer.text()
         assert 'data-chart="newest-norm"' in text
