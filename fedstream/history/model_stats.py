@@ -1,4 +1,4 @@
-"""What the models say of one version: its updates' directions, its layers, how far others are."""
+"""Figures of a version's model: norms of its updates and layers, distances to other versions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LayerGap:
 
 @dataclass(frozen=True, slots=True)
 class VersionStats:
-    """A version, as its model says."""
+    """Figures of one version's model."""
 
     version: int
     pushes: tuple[Push, ...]
@@ -65,7 +65,7 @@ class VersionStats:
 
 @dataclass(frozen=True)
 class RecentPushes:
-    """A device's newest updates as vectors, of what a live page has read of the journal."""
+    """Figures of a device's newest updates, as far as the live page has read the journal."""
 
     rows: RowArray  # with version, norm, distance and cosine; NaN: not known yet
     until: int  # the version up to which the journal was read
@@ -74,7 +74,7 @@ class RecentPushes:
 
 @dataclass(frozen=True)
 class MeasuredShares:
-    """What all models say of each device's updates, by device."""
+    """Each device's figures over all models of a run."""
 
     by_device: Mapping[int, Share]
     until: int  # the last version that counted
@@ -90,7 +90,7 @@ class _Open:
 
 
 class VersionStatsCache:
-    """Looks at versions, and remembers what it saw."""
+    """Computes figures of versions, and keeps the newest 4,096."""
 
     def __init__(self, models: JournalModels, versions: Sequence[int]) -> None:
         """``versions``: all that the journal has, ascending."""
@@ -102,7 +102,7 @@ class VersionStatsCache:
         self._pair: tuple[tuple[int, int], tuple[LayerGap, ...]] | None = None
 
     def continued(self, models: JournalModels, versions: Sequence[int]) -> VersionStatsCache:
-        """Those of the same run with more versions: what does not depend on these is known."""
+        """A cache for the run with more versions; figures that can't change are kept."""
         other = VersionStatsCache(models, versions)
         other._known.update(
             (version, one) for version, one in self._known.items() if one.ahead == AHEAD
@@ -110,19 +110,19 @@ class VersionStatsCache:
         return other
 
     def known(self, version: int) -> VersionStats | None:
-        """The stats of a version if that was looked at before."""
+        """A version's figures if they are in the cache."""
         return self._known.get(version)
 
     def of(self, version: int, is_wanted: Callable[[], bool] = lambda: True) -> VersionStats:
-        """The stats of a version that the journal has. Raises JournalError, Unwanted."""
+        """A version's figures, computed if need be. Raises JournalError, Unwanted."""
         if version not in self._known:
             self._look({version}, is_wanted)
         return self._known[version]
 
     def prepare_neighbours(self, version: int, step: int, is_wanted: Callable[[], bool]) -> None:
-        """Look at the versions that are likely to be asked for after this one.
+        """Compute figures of the versions that a reader is likely to ask for next.
 
-        ``step``: by how many versions whoever asked moved last. Raises JournalError, Unwanted.
+        ``step``: the reader's last move, in versions. Raises JournalError, Unwanted.
         """
         here, half = bisect_left(self._versions, version), self._block // 2 or 1
         onward = half if step >= 0 else -half
@@ -133,7 +133,7 @@ class VersionStatsCache:
                 self._look(unknown, is_wanted)
 
     def _look(self, wanted: set[int], is_wanted: Callable[[], bool]) -> None:
-        """Look at versions in one walk. Raises JournalError, Unwanted."""
+        """Compute figures of versions in one walk. Raises JournalError, Unwanted."""
         begin = int(self._versions[max(0, bisect_left(self._versions, min(wanted)) - 1)])
         for stats in self._looked(self._models.walk(begin, is_wanted), wanted):
             self._known[stats.version] = stats
@@ -203,7 +203,7 @@ class VersionStatsCache:
 
 
 def _closed(one: _Open, later: Floats, ahead: int) -> VersionStats:
-    """A stats with its cosines, once the model has moved on."""
+    """The figures with cosines, which need a later version's model."""
     if not ahead:  # the newest version: nobody knows yet where the model goes
         return one.stats
     way = later - one.model

@@ -1,4 +1,4 @@
-"""All that a page may ask about one run. What is costly is read once, and again if it changed."""
+"""A recorded run for the pages: columns, measurements and models, read again when files change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIVE_MEMORY = 32 << 20  # bytes of models that are kept in a service, which has
 
 
 class RecordedRun:
-    """A run's folder or a bare journal, as it stands. One thread at a time may use it."""
+    """A run's folder or a bare journal. One thread at a time may use it."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class RecordedRun:
         self.columns: Columns = columns_of(self.journal, read)
         self.recent_pushes = recent_pushes
         self.measured_shares: Callable[[], MeasuredShares | None] = lambda: None
-        """what the models said last of all devices' updates, if that was asked"""
+        """each device's figures over all models, if a reader asked for them"""
         self._models: JournalModels | None = None
         self._version_stats: VersionStatsCache | None = None
 
     def refresh(self) -> RecordedRun:
-        """The run as it stands now: this one, unless its journal, or the other's, has grown."""
+        """This run, or a new object if its journal, or the other run's, has grown."""
         other = self.other and self.other.refresh()
         is_same = marks(self.journal) == self._marks and other is self.other
         if is_same and not (self.is_live and self.measured[-1:] != self._measurements()[-1:]):
@@ -102,13 +102,13 @@ class RecordedRun:
 
     @property
     def shares(self) -> Mapping[int, Share] | None:
-        """What the models say of each device's updates; None until that was measured."""
+        """Each device's figures over all models; None until they were measured."""
         found = self.measured_shares()
         return None if found is None else found.by_device
 
     @cached_property
     def parting(self) -> Parting | None:
-        """Where this run and the other one part; None without another. Raises JournalError."""
+        """The first difference from the other run; None without another. Raises JournalError."""
         if self.other is None:
             return None
         with opened(self.journal) as ours, opened(self.other.journal) as theirs:
@@ -116,7 +116,7 @@ class RecordedRun:
 
     @property
     def models(self) -> JournalModels:
-        """Its models."""
+        """The models, rebuilt on demand."""
         if self._models is None:
             self._models = JournalModels(
                 self.journal, memory=_LIVE_MEMORY if self.is_live else MEMORY
@@ -125,22 +125,22 @@ class RecordedRun:
 
     @property
     def version_stats(self) -> VersionStatsCache:
-        """What its models say of each version."""
+        """Figures of each version's model."""
         if self._version_stats is None:
             self._version_stats = VersionStatsCache(self.models, self.columns.numbers.tolist())
         return self._version_stats
 
     def knows(self, version: int) -> bool:
-        """Whether what a version's model says is known by now. Any thread may ask."""
+        """Whether a version's figures are in the cache. Any thread may ask."""
         return self._version_stats is not None and self._version_stats.known(version) is not None
 
     def prepare_neighbours(
         self, version: int, step: int | None, is_wanted: Callable[[], bool]
     ) -> None:
-        """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
+        """Compute the figures that a reader will likely ask for next.
 
-        ``step``: by how many versions whoever asked moved last; None: nobody asked for a version
-        yet, so only this one is looked at, and less of the journal is read for copies.
+        ``step``: the reader's last move, in versions; None: no version was asked for yet, so only
+        this one is computed, and less of the journal is read. Raises FedstreamError, Unwanted.
         """
         if step is None:
             self.version_stats.of(version, is_wanted)
@@ -151,7 +151,7 @@ class RecordedRun:
 
     @cached_property
     def measured(self) -> list[Measurement]:
-        """What was measured, by ascending version. Raises FedstreamError for a foreign table."""
+        """The measurements by ascending version. Raises FedstreamError for a foreign table."""
         return self._measurements()
 
     def _measurements(self) -> list[Measurement]:
@@ -166,7 +166,7 @@ class RecordedRun:
         return tuple(dict.fromkeys([*first, *names]))
 
     def goal_of(self, metric: str) -> Goal | None:
-        """Whether a metric is to be low or high; None if nobody said so."""
+        """Whether a low or a high value of a metric is good; None if undeclared."""
         return goal_of(metric, self._goal)
 
     @property
@@ -184,7 +184,7 @@ class RecordedRun:
 
     @property
     def state(self) -> tuple[str, str]:
-        """State, and why it is that."""
+        """The run's state and its reason."""
         return stands(self.path, lambda: self.columns.finished)
 
     @property
@@ -238,7 +238,7 @@ class RecordedRun:
 
 
 def _no_run(path: Path) -> str:
-    """What is wrong with a path without a journal, and which runs are in it."""
+    """The error for a path without a journal; it names runs inside the path."""
     from fedstream.history.listing import runs_in
 
     inside = [one for one in runs_in(path) if marks(journal_of(one))] if path.is_dir() else []

@@ -1,7 +1,7 @@
 """The alerts of `k8s/components/monitoring`, judged by a snapshot: firing, pending or quiet.
 
-A rule is here with the same name, threshold and durations as in the manifests; a test compares
-them. Alerts on what a snapshot does not know (a disk, a gateway, a restart) are left to Prometheus.
+Names, thresholds and durations equal those of the manifests; a test compares them. Alerts about
+disks, gateways and restarts, which a snapshot doesn't contain, are left to Prometheus.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEADS = {"scheduler": 1, "updater": 2}
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a snapshot says of a rule's condition."""
+    """Whether a rule's condition holds in a snapshot."""
 
     text: str  # what is wrong, as it stands now
     holds: Flags  # at the time of each row of ``Snapshot.gauged``, newest last
@@ -40,7 +40,7 @@ Judging: TypeAlias = Callable[[Snapshot, "AlarmRule"], Evidence]
 
 @dataclass(frozen=True)
 class AlarmRule:
-    """A rule as the manifests have it."""
+    """An alert rule of the manifests."""
 
     name: str
     severity: Severity
@@ -53,13 +53,13 @@ class AlarmRule:
 
     @property
     def key(self) -> str:
-        """Tells it from all others."""
+        """A unique name."""
         return f"{self.name} {self.role}".strip()
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rule as it stands."""
+    """A rule and its state."""
 
     rule: AlarmRule
     state: AlarmState
@@ -68,10 +68,10 @@ class Alarm:
 
 
 def alarms(snapshot: Snapshot) -> list[Alarm]:
-    """All rules as they stand, those that fire first.
+    """All rules with their states, firing ones first.
 
-    How long a condition holds is known from when somebody began to look: until then an alert that
-    fires in the cluster is pending here.
+    A condition's duration is known only since the first viewer: an alert that fires in the cluster
+    may be pending here.
     """
     found = [_judged(rule, snapshot) for rule in RULES]
     order = ("firing", "pending", "quiet")
@@ -126,7 +126,7 @@ def _task_raises(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
 
 
 def _share(snapshot: Snapshot, rule: AlarmRule, bad: Flags, what: str) -> Evidence:
-    """A share of the tasks that ended in the time over which the rule looks back."""
+    """The share of bad outcomes among the tasks that ended in the last ``rule.over_s`` seconds."""
     times = np.append(snapshot.gauged["time"], snapshot.now)
     ends = snapshot.ended["time"]
     first, last = np.searchsorted(ends, times - rule.over_s), np.searchsorted(ends, times, "right")

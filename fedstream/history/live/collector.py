@@ -1,4 +1,4 @@
-"""Makes snapshots of what Redis has. It knows the run from the first look on, and asks for news."""
+"""Collects snapshots of a run from Redis: everything at first, then only changes."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _REGISTER_S = 5.0  # between two readings of how trainers describe themselves
 
 @dataclass(frozen=True)
 class Collected:
-    """A snapshot, and what was told since the one before."""
+    """A snapshot, and the events since the snapshot before it."""
 
     snapshot: Snapshot
     news: list[ToldEvent]
-    is_anew: bool  # the first look, or Redis no longer has what follows the last
-    seconds: float  # that this process spent on it, waiting aside
+    is_anew: bool  # the first snapshot, or Redis lacks events since the last one
+    seconds: float  # of this process's time, without waiting
 
 
 class Collector:
-    """Reads the run, each time what is new."""
+    """Collects snapshots of one run."""
 
     def __init__(self, ledger: Onlooker, settings: Settings) -> None:
         self._ledger = ledger
@@ -69,12 +69,12 @@ class Collector:
         self._described_at = 0.0
 
     async def look(self) -> Collected:
-        """Look at the run. Raises NoRun until it exists, and what the client raises."""
+        """Collect a snapshot. Raises NoRun until the run exists, and the client's errors."""
         try:
             return await self._looked()
         except FedstreamError:
             raise
-        except Exception:  # nobody knows what of it was taken in
+        except Exception:  # some of the changes may have been taken in
             self._begin_anew()
             raise
 
@@ -154,19 +154,19 @@ class Collector:
                 return True
 
     def _on_their_way(self) -> list[str]:
-        """Tasks that nobody had when we looked last."""
+        """Tasks that no trainer had in the last snapshot."""
         found = (name for name, (phase, *_) in self._seen.items() if phase in _ON_THEIR_WAY)
         return list(islice(found, _SHOWN))
 
     def _owners(self) -> list[str]:
-        """Whose streams have open tasks; '' for the pool's."""
+        """Owners with open tasks in their streams; '' stands for the pool."""
         found = {task.owner or "" for task in self._open.values() if task.entry is not None}
         return sorted(found)[:_STREAMS]
 
     def _placed(
         self, tally: Tally, admitted: set[str], held: Mapping[str, HeldEntries]
     ) -> list[SeenTask]:
-        """The open tasks, oldest first, each with how far it is."""
+        """The open tasks with their phases, oldest first."""
         found, seen = list[SeenTask](), dict[str, tuple[Phase, float]]()
         for name, task in self._open.items():
             before = self._seen.get(name)
@@ -188,7 +188,7 @@ def _phase(task: OpenTask, is_admitted: bool, held: HeldEntries | None) -> Phase
         return "waiting"
     if task.entry in held.by:
         return "training"
-    # An answer takes its entry away: what was taken once and is no longer held was answered.
+    # An answer deletes the entry: an entry that was delivered and isn't held was answered.
     return "uploading" if _place(task.entry) <= _place(held.delivered) else "waiting"
 
 
@@ -204,7 +204,7 @@ def _worker(name: str, heard: float, described: Described) -> SeenWorker:
 
 
 class _Stopwatch:
-    """Adds up what the blocks take."""
+    """Adds up the time spent in its `with` blocks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

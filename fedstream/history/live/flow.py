@@ -1,8 +1,7 @@
-"""The way of a task as a row of places: how many are there, how fast they pass, what holds them up.
+"""Numbers of open tasks by stage, their rates, and the bottleneck.
 
-The bottleneck is the service for which tasks wait, not the place that has most of them: what is
-being trained is being served. Waiting is the mean over the last looks, since a single look often
-falls between two batches.
+The bottleneck is the service for which most tasks wait; tasks in training don't wait. Waiting tasks
+are averaged over several snapshots, since a single snapshot often falls between two batches.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _HELPS: dict[FlowPlace, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A place on the way: what is there now, and how much passes it."""
+    """A stage of a task: number of tasks in it, and rate."""
 
     name: FlowPlace
     tells: str  # what is counted
@@ -50,7 +49,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What the run waits for, and how that was decided."""
+    """The stage with the bottleneck, and sentences that say why."""
 
     place: FlowPlace | None  # None: nothing in particular
     text: str  # sentences
@@ -94,7 +93,7 @@ def flow(snapshot: Snapshot) -> Flow:
 
 
 def bottleneck(snapshot: Snapshot) -> Bottleneck:
-    """Where tasks wait most, or else what takes the time."""
+    """The stage in which most tasks wait, or else the one that takes the time."""
     if snapshot.tally.run.state == "finished":
         return Bottleneck(None, "The run is finished.")
     if len(snapshot.gauged) < LOOKS:
@@ -134,9 +133,9 @@ def bottleneck(snapshot: Snapshot) -> Bottleneck:
 
 
 def waiting(snapshot: Snapshot) -> tuple[dict[FlowPlace, float], float]:
-    """How many tasks wait at each place, as means over the last seconds, and over how many.
+    """Mean number of waiting tasks by stage, and the seconds of that mean.
 
-    The snapshot has at least ``LOOKS`` gauges.
+    ``Snapshot.gauged`` must have at least ``LOOKS`` rows.
     """
     rows = snapshot.gauged[snapshot.gauged["time"] > snapshot.now - LOOK_S]
     if len(rows) < LOOKS:  # a busy coordinator looks every ten seconds

@@ -1,4 +1,4 @@
-"""The panels of the live page: each draws one thing of a snapshot, readable without JavaScript."""
+"""The panels of the live page, as HTML that is readable without JavaScript."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DRAWN = 2  # metrics with charts of their own
 
 
 def headline_html(snapshot: Snapshot, *, away_s: float = 0.0) -> str:
-    """Progress, why nothing moves, and the run in numbers."""
+    """Progress, the cause of a standstill, and the run in numbers."""
     tally = snapshot.tally
     version, versions = tally.head.version, tally.run.versions
     return rendered(
@@ -81,7 +81,7 @@ def _at(value: float, version: int) -> str:
 
 
 def flow_html(snapshot: Snapshot) -> str:
-    """Where the tasks are, and the bottleneck."""
+    """Numbers of tasks by stage, and the bottleneck."""
     return rendered("live/flow.html", flow=flow(snapshot))
 
 
@@ -119,20 +119,20 @@ def curves_of(snapshot: Snapshot) -> list[Chart]:
 
 
 def staleness_html(snapshot: Snapshot) -> str:
-    """How late updates are over the versions, and the weight that they are given for it."""
+    """Charts of the updates' staleness, and of their weights by staleness."""
     found = charts.of_updates(_used(snapshot), "staleness", "lateness")
     return rendered("live/charts.html", charts=found, nothing="No update has been used yet.")
 
 
 def _used(snapshot: Snapshot) -> RowArray:
-    """The newest updates that went into a version, by version."""
+    """The newest used updates, ordered by version."""
     rows = snapshot.ended[is_used_row(snapshot.ended) & (snapshot.ended["staleness"] >= 0)]
     found: RowArray = rows[np.argsort(rows["version"], kind="stable")]
     return found
 
 
 def alarms_html(snapshot: Snapshot) -> str:
-    """Which alerts would fire."""
+    """The alerts by state."""
     found = alarms(snapshot)
     loud = [one for one in found if one.state != "quiet"]
     quiet = [one for one in found if one.state == "quiet"]
@@ -145,7 +145,7 @@ def device_table(snapshot: Snapshot) -> DeviceTable:
 
 
 def devices_html(snapshot: Snapshot, sort: str = "") -> str:
-    """The devices, by default with the oddest first. ``sort``: a column, or -column."""
+    """The devices' table. ``sort``: column or -column; default: most outliers first."""
     table = device_table(snapshot)
     return rendered(
         "live/devices.html",
@@ -158,7 +158,7 @@ def devices_html(snapshot: Snapshot, sort: str = "") -> str:
 
 
 def device_html(snapshot: Snapshot, device: int) -> str:
-    """What is known of one device."""
+    """One device's figures, charts and open tasks."""
     table, used = device_table(snapshot), _used(snapshot)
     row = next(iter(table.rows(only=device)), None)
     return rendered(

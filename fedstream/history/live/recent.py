@@ -1,4 +1,4 @@
-"""What a run has done lately, from its events and versions. Pure: no clock, no I/O."""
+"""The newest events, versions and counts of a run, each bounded. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
 
 
 class Ring:
-    """The newest rows of an array that grows."""
+    """A bounded array of rows that forgets the oldest rows."""
 
     def __init__(self, kind: np.dtype[Any], most: int) -> None:
         self._rows = np.zeros(2 * most, kind)
@@ -38,7 +38,7 @@ class Ring:
         self._end = 0
 
     def add(self, row: tuple[Any, ...]) -> int:
-        """Append a row: its number."""
+        """Append a row; returns its number."""
         if self._end == len(self._rows):
             self._rows[: self._most] = self._rows[self._most :]
             self._dropped += self._most
@@ -48,17 +48,17 @@ class Ring:
         return self._dropped + self._end - 1
 
     def set(self, number: int, name: str, value: float) -> None:
-        """Change a row that may still be there."""
+        """Change a field of a row, unless the row was forgotten."""
         if number >= self._dropped:
             self._rows[name][number - self._dropped] = value
 
     def newest(self) -> RowArray:
-        """The newest rows, oldest first, as an array that nobody else has."""
+        """A copy of the newest rows, oldest first."""
         return self._rows[max(0, self._end - self._most) : self._end].copy()
 
 
 class Recent:
-    """Outcomes, measurements, versions and gauges, each bounded, newest last."""
+    """Outcomes, measurements, versions and counts, newest last."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = [""]
@@ -67,14 +67,14 @@ class Recent:
         self.ended = Ring(UPDATE, ROWS)
         self.made = Ring(MADE, ROWS)
         self.gauged = Ring(GAUGED, _GAUGES)
-        self.moved = 0.0  # when the newest event or version was told
+        self.moved = 0.0  # time of the newest event or version
         self._reasons = {"": 0}
         self._rows: dict[str, int] = {}  # task -> its row, of those used and not in a version yet
         self._unmatched: dict[str, Contribution] = {}
         self._counts: deque[tuple[float, dict[str, int]]] = deque()
 
     def tell(self, entries: Iterable[Entry]) -> list[ToldEvent]:
-        """Take events, in order; returns those that can be read."""
+        """Add events, in order; returns the readable ones."""
         told: list[ToldEvent] = []
         for entry in entries:
             with suppress(BadMessage):
@@ -122,7 +122,7 @@ class Recent:
         return self._reasons[reason]
 
     def publish(self, entries: Iterable[Entry]) -> None:
-        """Take versions, in order."""
+        """Add versions, in order."""
         for entry in entries:
             with suppress(BadMessage):
                 version = Version.decode(entry.data)
@@ -139,7 +139,7 @@ class Recent:
     def gauge(
         self, tally: Tally, memory: int, training: int, uploading: int, leading: Collection[str]
     ) -> None:
-        """Take what is there now."""
+        """Add a row of counts."""
         self.gauged.add(
             (
                 tally.now,
@@ -162,7 +162,7 @@ class Recent:
 
     @property
     def rates(self) -> Rates:
-        """Per second, from the counts of the last ten."""
+        """Rates over the last ten seconds."""
         if len(self._counts) < 2:
             return Rates()
         (began, before), (now, after) = self._counts[0], self._counts[-1]
@@ -187,7 +187,7 @@ def is_measurement(event: Event) -> bool:
 
 
 def _moment(seconds: float) -> float:
-    """Seconds since 1970 that have a date, whatever a clock said."""
+    """Seconds since 1970, limited to times that have a date."""
     return min(max(seconds, 0.0), _LAST_S) if isfinite(seconds) else 0.0
 
 

@@ -9,7 +9,7 @@ import markupsafe
 
 from fedstream.broker.keys import Keys
 from fedstream.core.messages import Event
-from fedstream.history.live.broadcast import DrawnGlance, LivePicture
+from fedstream.history.live.broadcast import DrawnSnapshot, LivePicture
 from fedstream.history.live.collector import Collected
 from fedstream.history.live.panels import PANELS, device_html, devices_html, headline_html
 from fedstream.history.live.recent import is_measurement
@@ -23,8 +23,8 @@ HEADLINE = "headline"
 _TEXT = 300  # characters of an error that the log shows
 
 
-def drawn(look: Collected) -> DrawnGlance:
-    """A look as its viewers get it."""
+def drawn(look: Collected) -> DrawnSnapshot:
+    """Draw a snapshot's panels, and its events as lines of the log."""
     began = thread_time()
     run = look.snapshot.tally.run
     state = f"{run.state}: {run.why}" if run.why else run.state
@@ -34,11 +34,11 @@ def drawn(look: Collected) -> DrawnGlance:
     }
     parts |= {panel.name: panel.html(look.snapshot) for panel in PANELS}
     rows = [(id_, row(event)) for id_, event in look.news]
-    return DrawnGlance(parts, rows, thread_time() - began)
+    return DrawnSnapshot(parts, rows, thread_time() - began)
 
 
 def away(snapshot: Snapshot, away_s: float) -> dict[str, str]:
-    """The part that says for how long Redis has not answered."""
+    """The headline that says for how long Redis has not answered."""
     return {HEADLINE: headline_html(snapshot, away_s=away_s)}
 
 
@@ -74,7 +74,7 @@ def page(
     has_operators: bool,
     may_leave: bool,
 ) -> str:
-    """The whole page. ``journal``: where it would be; ``may_leave``: the viewer has logged in."""
+    """The whole page. ``journal``: path of the journal; ``may_leave``: the viewer has logged in."""
     snapshot = picture.snapshot
     return rendered(
         "live.html",
@@ -90,12 +90,12 @@ def page(
 
 
 def devices(picture: LivePicture, sort: str, *, has_operators: bool) -> str:
-    """The devices of the newest tasks, by a column. For a run without a journal here."""
+    """The devices' figures in the newest tasks, sorted by a column; used without a journal."""
     return _inside(picture, "Devices", devices_html(picture.snapshot, sort), has_operators)
 
 
 def device(picture: LivePicture, number: int, *, has_operators: bool) -> str:
-    """What the newest tasks say of a device."""
+    """A device's figures in the newest tasks; used without a journal."""
     text = device_html(picture.snapshot, number)
     return _inside(picture, f"Device {number}", text, has_operators)
 
@@ -106,7 +106,7 @@ def _inside(picture: LivePicture, title: str, text: str, has_operators: bool) ->
 
 
 def login(run: str, to: str, *, is_operator: bool, problem: str) -> str:
-    """The form that asks for a token. ``to``: where to go on."""
+    """The form that asks for a token. ``to``: the path that was asked for."""
     return rendered(
         "login.html", **_bare(run, "Log in"), to=to, is_operator=is_operator, problem=problem
     )
@@ -115,9 +115,10 @@ def login(run: str, to: str, *, is_operator: bool, problem: str) -> str:
 def operate(
     run: str, found: DeadLetters | None, form: str, *, told: str, problem: str, ended: str
 ) -> str:
-    """What an operator may do. ``form``: what forms must contain; ``told``: what was just done.
+    """The page of operators' actions.
 
-    ``ended``: how the run did; '' if it goes on.
+    ``form``: secret for the page's forms; ``told``: result of the last action; ``ended``: state of
+    a run that has ended, '' for a running one.
     """
     return rendered(
         "operate.html",
@@ -131,12 +132,12 @@ def operate(
 
 
 def waiting(run: str, text: str) -> str:
-    """Why there is nothing to see yet."""
+    """A page that says why there is no snapshot yet, and loads itself again."""
     return rendered("waiting.html", **_bare(run, "Waiting"), text=text)
 
 
 def problem(run: str, title: str, text: str) -> str:
-    """What went wrong."""
+    """A page that shows an error."""
     return rendered("problem.html", **_bare(run, title), text=text)
 
 

@@ -23,7 +23,7 @@ from fedstream.broker.ledger.onlooker import Onlooker
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.page import LivePage, MakePage, has_page
 from fedstream.core.errors import FedstreamError, NoRun
-from fedstream.history.live.broadcast import Broadcast, DrawnGlance
+from fedstream.history.live.broadcast import Broadcast, DrawnSnapshot
 from fedstream.history.live.collector import Collected, Collector
 from fedstream.history.live.operator_actions import OperatorActions
 from fedstream.history.live.recorded_pages import PAGES, QUESTIONS, RecordedPages
@@ -266,10 +266,10 @@ class LiveService:
             )
         return found, time.thread_time() - began
 
-    async def _draw(self, look: Collected) -> DrawnGlance:
+    async def _draw(self, look: Collected) -> DrawnSnapshot:
         make = await self._rendering()
         # In a thread: it may take a tenth of a second, and entries must not wait for it.
-        found: DrawnGlance = await asyncio.to_thread(make.drawn, look)
+        found: DrawnSnapshot = await asyncio.to_thread(make.drawn, look)
         return found
 
     def _note_fault(self, part: str, error: Exception) -> None:

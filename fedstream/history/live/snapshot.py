@@ -1,4 +1,4 @@
-"""All that the live page shows of one moment, as values.
+"""A run at one moment, as values for the live page.
 
 The collector makes snapshots, and the panels draw them. Times are seconds since 1970; ``now`` is by
 Redis's clock.
@@ -49,10 +49,10 @@ moves the parameters, and the cosine to the model's movement afterwards; NaN: no
 
 @dataclass(frozen=True, slots=True)
 class SeenPushes:
-    """What the journal's newest updates are as vectors, as far as somebody has read along."""
+    """Figures of the newest updates that were read in the journal."""
 
     rows: RowArray = field(default_factory=lambda: np.empty(0, PUSHED))  # the newest 16,384
-    version: int = 0  # up to which the journal was read
+    version: int = 0  # the last one read
     problem: str = ""  # why it can't be read on
 
 
@@ -140,7 +140,7 @@ class Snapshot:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """What was measured, as a recorded run has it."""
+        """The measurements, in the form of a recorded run's."""
         began = self.tally.run.created
         return [
             Measurement(one.version, max(0.0, one.time - began), one.version, dict(one.metrics))

@@ -1,7 +1,7 @@
-"""Why nothing moves: one plain sentence about a snapshot, or None while the run makes progress.
+"""The cause of a standstill, as one sentence; None while the run makes progress.
 
-The causes are asked in an order: what stops everything comes before what stops a part, and what is
-sure before what is likely.
+Causes are checked in order: causes that stop everything come before causes that stop a part, and
+certain ones before likely ones.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Explanation: TypeAlias = Callable[[Snapshot], str | None]
 
 @dataclass(frozen=True)
 class Standstill:
-    """Why nothing moves."""
+    """The cause of a standstill."""
 
     text: str  # a sentence
     is_wrong: bool = True  # somebody may have to do something
 
 
 def stalled(snapshot: Snapshot, *, away_s: float = 0.0) -> Standstill | None:
-    """Why there is no new version; None while there are, or if it is too early to say.
+    """The cause why no version is made; None while versions are made, or too early to say.
 
     ``away_s``: seconds for which Redis has not answered, so that the snapshot is as old as that.
     """
@@ -96,7 +96,7 @@ def _last_measurement(snapshot: Snapshot, idle: float) -> Standstill | None:
 
 
 def memory_is_full(snapshot: Snapshot) -> str | None:
-    """Redis takes nothing more."""
+    """Redis refuses writes."""
     used, limit = snapshot.memory.used, snapshot.memory.limit
     if not limit or used < FULL * limit:
         return None
@@ -107,7 +107,7 @@ def memory_is_full(snapshot: Snapshot) -> str | None:
 
 
 def no_updater_leads(snapshot: Snapshot) -> str | None:
-    """Nobody holds the updater's lease."""
+    """No process holds the updater's lease."""
     if "updater" in snapshot.leading:
         return None
     waiting = snapshot.tally.backlog
@@ -116,7 +116,7 @@ def no_updater_leads(snapshot: Snapshot) -> str | None:
 
 
 def updater_is_silent(snapshot: Snapshot) -> str | None:
-    """Updates wait, and the updater, which leads, takes none."""
+    """Updates wait, and the active updater takes none."""
     waiting, limit = snapshot.tally.backlog, snapshot.settings.scheduler.max_queue
     if not waiting:
         return None
@@ -128,7 +128,7 @@ def updater_is_silent(snapshot: Snapshot) -> str | None:
 
 
 def no_trainer_is_alive(snapshot: Snapshot) -> str | None:
-    """Nobody is on the register."""
+    """No trainer is registered."""
     if snapshot.tally.trainers:
         return None
     open_ = snapshot.tally.tasks
@@ -147,7 +147,7 @@ def no_device_is_connected(snapshot: Snapshot) -> str | None:
 
 
 def trainers_are_silent(snapshot: Snapshot) -> str | None:
-    """All that are registered have said nothing for a while: paused, or cut off."""
+    """All registered trainers are silent: paused, or cut off."""
     limit = snapshot.settings.coordinator.trainer_silence_s
     ages = list(_silences(snapshot))
     if not ages or len(snapshot.workers) < snapshot.tally.trainers:
@@ -171,7 +171,7 @@ def _silences(snapshot: Snapshot) -> Iterator[tuple[SeenWorker, float]]:
 
 
 def nothing_is_used(snapshot: Snapshot) -> str | None:
-    """Tasks end, but all of them without making a version."""
+    """Tasks end, but none of them makes a version."""
     since = snapshot.ended[snapshot.ended["time"] > snapshot.tally.head.time]
     used = np.isin(since["outcome"], [OUTCOMES.index(name) for name in ("applied", "buffered")])
     if len(since) < _ENDS or used.any():
@@ -188,7 +188,7 @@ def nothing_is_used(snapshot: Snapshot) -> str | None:
 
 
 def no_scheduler_leads(snapshot: Snapshot) -> str | None:
-    """Nothing is open, and nobody holds the scheduler's lease."""
+    """No task is open, and no process holds the scheduler's lease."""
     if snapshot.tally.tasks or "scheduler" in snapshot.leading or _devices_decide(snapshot):
         return None
     successor = _successor(snapshot.settings.scheduler.lease_s)
@@ -200,7 +200,7 @@ def _successor(lease_s: float) -> str:
 
 
 def no_device_is_eligible(snapshot: Snapshot) -> str | None:
-    """Nothing is open, and no device may begin."""
+    """No task is open, and no device may begin one."""
     tally = snapshot.tally
     if tally.tasks:
         return None
@@ -269,7 +269,7 @@ def batch_is_incomplete(snapshot: Snapshot) -> str | None:
 
 
 def training_takes_long(snapshot: Snapshot) -> str | None:
-    """Somebody trains, and that is all."""
+    """Tasks are being trained, and nothing else happens."""
     training = snapshot.phases.get("training", 0)
     if not training:
         return None

@@ -1,4 +1,4 @@
-"""The pages as HTML. Each is made of what it was asked for and a run, and readable by itself."""
+"""The pages of a recorded run, as HTML."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ LABELS = {key: f"{name} ({unit})" if unit else name for key, name, unit in DEVIC
 
 
 class NotThere(FedstreamError):
-    """The run has nothing of that name or number."""
+    """The run has no item of that name or number."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which updates are to be shown; None: any."""
+    """A filter of updates; None: any."""
 
     device: int | None = None
     outcome: str | None = None
@@ -52,7 +52,7 @@ class Selection:
     last: int | None = None
 
     def query(self, page: int) -> str:
-        """As an address has it, with the number of a page."""
+        """The filter as an address's query, with a page's number."""
         asked = {
             "device": self.device,
             "outcome": self.outcome,
@@ -68,7 +68,7 @@ class Selection:
 
 
 def prepare(*, also_later: bool = False) -> None:
-    """Do what the first page needs without its run; and the pages that are asked for later."""
+    """Compile the templates of the first page, or also those of later pages."""
     templating.prepare("overview.html", "base.html", "parts.html")
     if also_later:
         templating.prepare("version.html", "devices.html", "updates.html")
@@ -206,7 +206,7 @@ def version(
 
 
 def missing(run: RecordedRun, version: int) -> str:
-    """Why a version can't be shown; '' if it can."""
+    """An error for a version that the journal lacks; '' if the journal has it."""
     if run.columns.has(version):
         return ""
     return (
@@ -216,7 +216,7 @@ def missing(run: RecordedRun, version: int) -> str:
 
 
 def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
-    """The run beside the other one, and where the two part. Raises NotThere without another."""
+    """Both runs side by side, and their first difference. Raises NotThere without another run."""
     other = run.other
     if other is None:
         raise NotThere("no other run: give its folder too, as in fedstream ui RUN OTHER")
@@ -253,7 +253,7 @@ def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
 
 
 def error(run: RecordedRun, title: str, text: str) -> str:
-    """What went wrong, as a page."""
+    """A page that shows an error."""
     return page(run, "error.html", title, "", text=text)
 
 
@@ -262,7 +262,7 @@ def error(run: RecordedRun, title: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class VersionView:
-    """A version as it is shown. What its model says is None until that was made."""
+    """Values of a version's page; figures of its model are None until computed."""
 
     number: int
     to: int | None  # the version that it is compared with
@@ -273,7 +273,7 @@ class VersionView:
     stats: VersionStats | None
     pushes: dict[int, Push] | None
     gaps: dict[str, LayerGap]
-    problem: str  # why there is no stats
+    problem: str  # why the model's figures are missing
 
 
 def view(

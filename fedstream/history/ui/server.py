@@ -79,7 +79,7 @@ class PageServer:
         return app
 
     def routes(self) -> list[web.RouteDef]:
-        """What there is to see of the run, and to ask about it; only POST starts any work."""
+        """The routes of the run's pages and questions; only POST starts work."""
         return [
             web.get("/overview", self._overview),
             web.get("/versions", self._go),
@@ -92,7 +92,7 @@ class PageServer:
         ]
 
     async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Answer by one of the routes; what goes wrong is answered by a page, too."""
+        """Call a route's handler; answer an error with a page."""
         try:
             return await handler(request)
         except Unwanted:
@@ -116,14 +116,14 @@ class PageServer:
         await asyncio.gather(looking, preparing)
 
     async def _prepare(self) -> None:
-        """Make ready what later pages need, once the first one is out: it must not wait."""
+        """Compile later pages' templates after the first answer, which must not wait for them."""
         await self._answered.wait()
         if not self.is_ending:
             async with self._using:
                 await asyncio.to_thread(pages.prepare, also_later=True)
 
     async def _prepare_versions(self) -> None:
-        """While nobody asks, make ready what will likely be asked after the last moment."""
+        """Compute likely next versions while there are no requests."""
 
         def is_idle() -> bool:
             return not self._waiting and not self.is_ending
@@ -144,7 +144,7 @@ class PageServer:
                 break
 
     async def _with_run(self, make: Callable[[RecordedRun], T], *, anew: bool = True) -> T:
-        """Ask the run as it stands now; ``anew=False``: as it stood when somebody asked last."""
+        """Call ``make`` with the run; ``anew``: read the journal's new records first."""
 
         def ask() -> T:
             if anew:
@@ -242,7 +242,7 @@ class PageServer:
         self._moved.set()
 
     async def _go(self, request: web.Request) -> web.Response:
-        """The form's answer without JavaScript: whichever field was changed counts."""
+        """The version form's answer without JavaScript: the field that was changed counts."""
         asked = request.query
         was = _optional("at", asked)
 

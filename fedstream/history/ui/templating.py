@@ -1,4 +1,4 @@
-"""What all pages are drawn with: the templates, and numbers with their units."""
+"""The pages' templates, and formats of numbers with their units."""
 
 from __future__ import annotations
 

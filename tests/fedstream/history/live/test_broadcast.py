@@ -8,7 +8,7 @@ import pytest
 
 from fedstream.core.errors import Unavailable
 from fedstream.history.live import broadcast
-from fedstream.history.live.broadcast import Broadcast, DrawnGlance
+from fedstream.history.live.broadcast import Broadcast, DrawnSnapshot
 from fedstream.history.live.collector import Collected
 from tests.fedstream.history.live.snapshots import snapshot
 from tests.support import Pauses, wait_until
@@ -34,8 +34,8 @@ async def test_rests_fifty_times_as_long_as_it_looked(
         looks.append(Collected(snapshot(), [], is_anew=not looks, seconds=spent_s))
         return looks[-1]
 
-    async def draw(_look: Collected) -> DrawnGlance:
-        return DrawnGlance({"headline": "x"}, [], 0.0)
+    async def draw(_look: Collected) -> DrawnSnapshot:
+        return DrawnSnapshot({"headline": "x"}, [], 0.0)
 
     cast = Broadcast(look, draw, lambda _scene, _away_s: {}, faulty)
     working = asyncio.create_task(cast.run(stop))
@@ -59,8 +59,8 @@ async def test_picture_that_was_there_says_how_long_redis_is_away(
             raise Unavailable("Redis does not answer")
         return Collected(snapshot(), [], is_anew=False, seconds=0.0)
 
-    async def draw(_look: Collected) -> DrawnGlance:
-        return DrawnGlance({"headline": "there", "flow": "as it was"}, [], 0.0)
+    async def draw(_look: Collected) -> DrawnSnapshot:
+        return DrawnSnapshot({"headline": "there", "flow": "as it was"}, [], 0.0)
 
     cast = Broadcast(look, draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"}, faulty)
     working = asyncio.create_task(cast.run(stop))
