@@ -67,6 +67,28 @@ class Alarm:
     left_s: float = 0.0  # until it fires, while it is pending
 
 
+RULES: list[AlarmRule] = []
+"""The rules that a snapshot can judge, in the order of the manifests."""
+
+
+def _rule(
+    name: str,
+    severity: Severity,
+    for_s: float,
+    says: str,
+    threshold: float = 0.0,
+    over_s: float = 0.0,
+    role: str = "",
+) -> Callable[[Judging], Judging]:
+    """Register a rule, judged by the decorated function; several rules apply bottom up."""
+
+    def register(judge: Judging) -> Judging:
+        RULES.append(AlarmRule(name, severity, for_s, says, judge, threshold, over_s, role))
+        return judge
+
+    return register
+
+
 def alarms(snapshot: Snapshot) -> list[Alarm]:
     """All rules with their states, firing ones first.
 
@@ -92,6 +114,7 @@ def _while_running(snapshot: Snapshot, holds: Flags) -> Flags:
     return holds & (snapshot.tally.run.state == "running")
 
 
+@_rule("FedstreamStalled", "critical", 60, "no new version", 600)
 def _stalled(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     head = snapshot.tally.head.time
     holds = snapshot.gauged["time"] - head > rule.threshold
@@ -99,11 +122,14 @@ def _stalled(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     return Evidence(text, _while_running(snapshot, holds))
 
 
+@_rule("FedstreamNoLeader", "critical", 120, "no updater leads", role="updater")
+@_rule("FedstreamNoLeader", "critical", 120, "no scheduler leads", role="scheduler")
 def _no_leader(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     holds = (snapshot.gauged["leads"] & _LEADS[rule.role]) == 0
     return Evidence(f"no {rule.role} leads", _while_running(snapshot, holds))
 
 
+@_rule("FedstreamNoTrainers", "critical", 300, "tasks wait and no trainer is alive")
 def _no_trainers(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     rows, tally = snapshot.gauged, snapshot.tally
     holds = (rows["trainers"] == 0) & (rows["open"] - rows["queue"] > rule.threshold)
@@ -112,11 +138,13 @@ def _no_trainers(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     return Evidence(text, _while_running(snapshot, holds))
 
 
+@_rule("FedstreamRefusals", "warning", 300, "many updates are refused", 0.1, 600)
 def _refusals(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     bad = snapshot.ended["outcome"] == OUTCOMES.index("refused")
     return _share(snapshot, rule, bad, "were refused")
 
 
+@_rule("FedstreamTaskRaises", "warning", 300, "many tasks raise", 0.1, 600)
 def _task_raises(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     raised = [n for n, name in enumerate(snapshot.reasons) if name.startswith("raised ")]
     bad = (snapshot.ended["outcome"] == OUTCOMES.index("given_up")) & np.isin(
@@ -138,6 +166,7 @@ def _share(snapshot: Snapshot, rule: AlarmRule, bad: Flags, what: str) -> Eviden
     return Evidence(text, share[:-1] > rule.threshold)
 
 
+@_rule("FedstreamMetricSwings", "warning", 60, "a metric falls back again and again", MOST_RELAPSES)
 def _metric_swings(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     swings = Swings(snapshot.tally.run.goal)
     measured, most, text = snapshot.measured[-_MEASURED:], [0], ""
@@ -150,69 +179,22 @@ def _metric_swings(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     return Evidence(text, _while_running(snapshot, np.array(most)[at] > rule.threshold))
 
 
+@_rule("FedstreamDeadLetters", "warning", 60, "something could not be processed")
 def _dead_letters(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     holds = snapshot.gauged["dead"] > rule.threshold
     return Evidence(counted(snapshot.tally.dead, "dead letter"), holds)
 
 
+@_rule("FedstreamRedisNearlyFull", "warning", 300, "Redis is nearly full", 0.9)
 def _redis_nearly_full(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     limit = snapshot.memory.limit
     holds = snapshot.gauged["memory"] > (rule.threshold * limit if limit else np.inf)
     return Evidence(f"Redis uses {snapshot.memory.used / max(1, limit):.0%} of its memory", holds)
 
 
+@_rule("FedstreamQueueFull", "warning", 600, "the queue is full")
 def _queue_full(snapshot: Snapshot, _rule: AlarmRule) -> Evidence:
     waiting, limit = snapshot.tally.backlog, snapshot.settings.scheduler.max_queue
     return Evidence(
         f"{waiting:,} of {limit:,} entries in the queue", snapshot.gauged["queue"] >= limit
     )
-
-
-RULES = (
-    AlarmRule("FedstreamStalled", "critical", 60, "no new version", _stalled, 600),
-    AlarmRule(
-        "FedstreamNoLeader",
-        "critical",
-        120,
-        "no scheduler leads",
-        _no_leader,
-        role="scheduler",
-    ),
-    AlarmRule("FedstreamNoLeader", "critical", 120, "no updater leads", _no_leader, role="updater"),
-    AlarmRule(
-        "FedstreamNoTrainers",
-        "critical",
-        300,
-        "tasks wait and no trainer is alive",
-        _no_trainers,
-        0,
-    ),
-    AlarmRule("FedstreamRefusals", "warning", 300, "many updates are refused", _refusals, 0.1, 600),
-    AlarmRule("FedstreamTaskRaises", "warning", 300, "many tasks raise", _task_raises, 0.1, 600),
-    AlarmRule(
-        "FedstreamMetricSwings",
-        "warning",
-        60,
-        "a metric falls back again and again",
-        _metric_swings,
-        MOST_RELAPSES,
-    ),
-    AlarmRule(
-        "FedstreamDeadLetters",
-        "warning",
-        60,
-        "something could not be processed",
-        _dead_letters,
-        0,
-    ),
-    AlarmRule(
-        "FedstreamRedisNearlyFull",
-        "warning",
-        300,
-        "Redis is nearly full",
-        _redis_nearly_full,
-        0.9,
-    ),
-    AlarmRule("FedstreamQueueFull", "warning", 600, "the queue is full", _queue_full),
-)
-"""Those that a snapshot can judge, in the order of the manifests."""
