@@ -66,6 +66,7 @@ async def test_a_device_has_curves_of_what_was_read_along(
     serve: Serve, hand: Hand, poisoned: Path
 ) -> None:
     await hand.create()
+    await dropped(hand)
     async with serve(f"journal.dir={poisoned / 'journal'}") as page:
 
         async def read() -> str:
