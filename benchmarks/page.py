@@ -219,7 +219,7 @@ def first_looks(chromium: Any | None, folder: Path, versions: int) -> Found:
     for _ in range(LOOKS // 4):
         run = RecordedRun(folder)
         began = time.perf_counter()
-        run.portraits.of(rng.randrange(versions))
+        run.version_stats.of(rng.randrange(versions))
         found["models, first look at once"].append(time.perf_counter() - began)
         run.close()
     drawn = [0.0] if chromium is not None else []

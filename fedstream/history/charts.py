@@ -22,7 +22,7 @@ POINTS = 1000  # of a curve: more than a screen has columns of pixels to tell ap
 
 @dataclass(frozen=True)
 class Window:
-    """What the curves of a page are over: a part of the run, and versions or time."""
+    """The range of versions that a page's curves show, and their axis."""
 
     first: int | None = None  # version; None: the oldest
     last: int | None = None  # None: the newest
@@ -30,17 +30,17 @@ class Window:
 
     @property
     def is_part(self) -> bool:
-        """Whether anything of the run may be outside."""
+        """Whether the range may leave out versions."""
         return self.first is not None or self.last is not None
 
     def query(self, *, over_time: bool) -> str:
-        """The same over another axis, as an address has it."""
+        """The range as an address's query, with another axis."""
         asked = {"over": "time" if over_time else None, "from": self.first, "until": self.last}
         known = {name: value for name, value in asked.items() if value is not None}
         return f"?{urlencode(known)}" if known else ""
 
     def within(self, versions: RowArray) -> RowArray:
-        """Which of these versions are in it."""
+        """A mask of the versions in the range."""
         found = np.ones(len(versions), bool)
         if self.first is not None:
             found &= versions >= self.first
@@ -77,17 +77,17 @@ class Chart:
     led: str = "version"  # what these are, in its table
 
     def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The chart as plain values, for JSON."""
         return asdict(self)
 
     @property
     def header(self) -> list[str]:
-        """The header of its table."""
+        """The header of the chart's table."""
         at = [self.led] if self.leads else []
         return [self.unit, *at, *(one.label for one in self.series)]
 
     def rows(self, most: int = 50) -> list[list[float | None]]:
-        """Its table, of at most about ``most`` evenly chosen rows and the last one."""
+        """The chart's table: about ``most`` evenly chosen rows at most, and the last one."""
         step = -(-len(self.x) // most) or 1
         places = sorted({*range(0, len(self.x), step), len(self.x) - 1}) if self.x else []
         return [
@@ -109,7 +109,7 @@ def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
 
 
 def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
-    """The charts of a run, those that have anything to show."""
+    """The charts of a run, without empty ones."""
     shown = [one for one in _measured(run, window) if one.x]
     shown += of_updates(_used(run, window))
     return _over_time(run, shown) if window.over_time else shown
@@ -139,7 +139,7 @@ def of_both(run: RecordedRun, other: RecordedRun, window: Window = WHOLE) -> lis
 
 
 def _curves(run: RecordedRun, window: Window) -> list[Chart]:
-    """What is measured, by the metric's name."""
+    """A chart of each metric, and of the training loss."""
     measured = zip(run.metrics, _measured(run, window), strict=True)
     found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
     found += of_updates(_used(run, window), "loss")
@@ -186,7 +186,7 @@ def of_device(run: RecordedRun, device: int, window: Window = WHOLE) -> list[Cha
 
 
 def of_device_rows(rows: RowArray, window: Window = WHOLE) -> list[Chart]:
-    """What a device's used updates say of themselves, over the versions."""
+    """Training loss, staleness and weight of a device's used updates, over the versions."""
     return of_points(
         [
             (f"device-{name}", title, label, rows["version"], rows[name])
@@ -265,7 +265,7 @@ def _used(run: RecordedRun, window: Window) -> UsedUpdates:
 
 
 def of_updates(rows: UsedUpdates, *names: Literal["loss", "staleness", "lateness"]) -> list[Chart]:
-    """Charts of used updates that have anything to show: those named, or all."""
+    """Charts of used updates, without empty ones: those named, or all."""
     found = {
         "loss": lambda: _of_updates(
             rows, "loss", "Training loss that devices report", "loss, median"
@@ -280,7 +280,7 @@ def of_updates(rows: UsedUpdates, *names: Literal["loss", "staleness", "lateness
 
 
 def _of_updates(rows: UsedUpdates, name: str, title: str, label: str) -> Chart | None:
-    """The median and the most of a figure of used updates, over the versions."""
+    """The median and the maximum of a figure of used updates, over the versions."""
     found = medians(rows["version"], rows[name])
     if not found.at:
         return None
@@ -291,7 +291,7 @@ def _of_updates(rows: UsedUpdates, name: str, title: str, label: str) -> Chart |
 
 
 def _staleness(rows: UsedUpdates) -> Chart | None:
-    """How many used updates were how stale, and the weight that these were given."""
+    """A histogram of the used updates' staleness, with their mean weights."""
     if not len(rows["version"]):
         return None
     late, counts = np.unique(rows["staleness"], return_counts=True)

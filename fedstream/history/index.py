@@ -55,7 +55,7 @@ Mark: TypeAlias = tuple[str, int, int, int]  # the same, and its cut
 
 @dataclass(frozen=True)
 class _Kept:
-    """What an index file holds."""
+    """The content of an index file."""
 
     files: tuple[File, ...]  # the folder's segments
     parts: Mapping[Mark, SegmentRows]  # of those that count, oldest first
@@ -73,7 +73,7 @@ def columns_of(
 
 
 def index(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> None:
-    """Write what is new of a journal's folder into its index, for who asks for columns later.
+    """Add a journal's new records to its index, for later readers.
 
     ``read`` is told of bytes that were read from the journal. Raises JournalError.
     """
@@ -105,7 +105,7 @@ def _parts(
 
 
 def _fitting(kept: _Kept | None, files: Sequence[File]) -> tuple[dict[Mark, SegmentRows], Reasons]:
-    """What of an index fits the files as they are, and its reasons if anything does."""
+    """The parts of an index that match the files, and the index's reasons."""
     there = set(files)
     fits = {mark: part for mark, part in kept.parts.items() if mark[:3] in there} if kept else {}
     return fits, kept.reasons if kept is not None and fits else Reasons()
@@ -114,7 +114,7 @@ def _fitting(kept: _Kept | None, files: Sequence[File]) -> tuple[dict[Mark, Segm
 def _is_good_enough(kept: _Kept | None, parts: Mapping[Mark, SegmentRows]) -> bool:
     """Whether an index lacks only some records of a run that goes on.
 
-    They are read in a moment, and somebody who follows the run asks again and again.
+    Reading those is quick, and a reader that follows the run asks often.
     """
     new = [mark for mark in parts if kept is None or mark not in kept.parts]
     if kept is None or new != list(parts)[-1:]:
@@ -134,14 +134,14 @@ def _columns(parts: Mapping[Mark, SegmentRows], reasons: Reasons) -> Columns:
 
 
 def marks(journal: Path) -> tuple[File, ...]:
-    """A journal's files as they stand; empty if there is none."""
+    """Name, size and ctime of a journal's files; empty without a journal."""
     paths = [journal] if journal.is_file() else sorted(journal.glob(f"*{SUFFIX}"))
     looked = [(path.name, path.stat()) for path in paths]
     return tuple((name, about.st_size, about.st_ctime_ns) for name, about in looked)
 
 
 def _mark(segment: Segment, cut: Cut | None, files: Sequence[File]) -> Mark:
-    """A segment as it was listed before it was read: what is written meanwhile changes its mark."""
+    """Name, size and ctime of a segment before it is read, so that later writes change them."""
     name = segment.path.name
     size, changed = next(((size, at) for known, size, at in files if known == name), (-1, -1))
     return name, size, changed, -1 if cut is None else cut.at
@@ -151,7 +151,7 @@ def _mark(segment: Segment, cut: Cut | None, files: Sequence[File]) -> Mark:
 
 
 def _save(journal: Path, kept: _Kept) -> None:
-    """Write an index file, unless the place is not ours to write to."""
+    """Write an index file, unless the folder is not writable."""
     about = {
         "files": kept.files,
         "reasons": kept.reasons.names,
@@ -255,7 +255,7 @@ def _is_worth_it(journal: Path) -> bool:
 
 
 def _read(journals: Sequence[Path], above: int) -> NoReturn:
-    """What the process does. It ends with the one above it, however that one ends."""
+    """Body of the indexing process, which ends with its parent process."""
     with suppress(BaseException):
         for journal in journals:
             total = stored_bytes(journal)

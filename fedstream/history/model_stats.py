@@ -1,4 +1,4 @@
-"""What the models say of one version: its updates' directions, its layers, how far others are."""
+"""Figures of a version's model: norms of its updates and layers, distances to other versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from fedstream.core.layout import OF_INTEGERS, Floats, Layout
-from fedstream.history.models import Past
+from fedstream.history.models import JournalModels
 from fedstream.history.table import RowArray
 from fedstream.journal import Standing, Taken
 from fedstream.journal.contributions import DeviceContribution, cosine, direction, sampled
@@ -20,7 +20,7 @@ from fedstream.strategies.mixing import distance, norm
 AHEAD = 10  # versions that the cosine looks ahead, as in `fedstream journal stats`
 _BLOCK = 32  # versions that are looked at together, ...
 _BLOCK_BYTES = 64 << 20  # ... as long as their models have no more bytes than this
-_KEPT = 4096  # portraits
+_KEPT = 4096  # version_stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class LayerGap:
 
 
 @dataclass(frozen=True, slots=True)
-class Portrait:
-    """A version, as its model says."""
+class VersionStats:
+    """Figures of one version's model."""
 
     version: int
     pushes: tuple[Push, ...]
@@ -64,8 +64,8 @@ class Portrait:
 
 
 @dataclass(frozen=True)
-class LatePushes:
-    """A device's newest updates as vectors, of what a live page has read of the journal."""
+class RecentPushes:
+    """Figures of a device's newest updates, as far as the live page has read the journal."""
 
     rows: RowArray  # with version, norm, distance and cosine; NaN: not known yet
     until: int  # the version up to which the journal was read
@@ -74,7 +74,7 @@ class LatePushes:
 
 @dataclass(frozen=True)
 class MeasuredShares:
-    """What all models say of each device's updates, by device."""
+    """Each device's figures over all models of a run."""
 
     by_device: Mapping[int, DeviceContribution]
     until: int  # the last version that counted
@@ -84,45 +84,45 @@ class MeasuredShares:
 class _Open:
     """A version whose cosines wait for later versions."""
 
-    portrait: Portrait
+    stats: VersionStats
     model: Floats  # sampled
     directions: list[Floats] = field(default_factory=list)
 
 
-class Portraits:
-    """Looks at versions, and remembers what it saw."""
+class VersionStatsCache:
+    """Computes figures of versions, and keeps the newest 4,096."""
 
-    def __init__(self, past: Past, versions: Sequence[int]) -> None:
+    def __init__(self, models: JournalModels, versions: Sequence[int]) -> None:
         """``versions``: all that the journal has, ascending."""
-        self._past = past
+        self._models = models
         self._versions = versions
-        size = max(1, past.layout.nbytes)
+        size = max(1, models.layout.nbytes)
         self._block = max(1, min(_BLOCK, _BLOCK_BYTES // size))
-        self._known: OrderedDict[int, Portrait] = OrderedDict()
+        self._known: OrderedDict[int, VersionStats] = OrderedDict()
         self._pair: tuple[tuple[int, int], tuple[LayerGap, ...]] | None = None
 
-    def continued(self, past: Past, versions: Sequence[int]) -> Portraits:
-        """Those of the same run with more versions: what does not depend on these is known."""
-        other = Portraits(past, versions)
+    def continued(self, models: JournalModels, versions: Sequence[int]) -> VersionStatsCache:
+        """A cache for the run with more versions; figures that can't change are kept."""
+        other = VersionStatsCache(models, versions)
         other._known.update(
             (version, one) for version, one in self._known.items() if one.ahead == AHEAD
         )
         return other
 
-    def known(self, version: int) -> Portrait | None:
-        """The portrait of a version if that was looked at before."""
+    def known(self, version: int) -> VersionStats | None:
+        """A version's figures if they are in the cache."""
         return self._known.get(version)
 
-    def of(self, version: int, is_wanted: Callable[[], bool] = lambda: True) -> Portrait:
-        """The portrait of a version that the journal has. Raises JournalError, Unwanted."""
+    def of(self, version: int, is_wanted: Callable[[], bool] = lambda: True) -> VersionStats:
+        """A version's figures, computed if need be. Raises JournalError, Unwanted."""
         if version not in self._known:
             self._look({version}, is_wanted)
         return self._known[version]
 
-    def look_around(self, version: int, step: int, is_wanted: Callable[[], bool]) -> None:
-        """Look at the versions that are likely to be asked for after this one.
+    def prepare_neighbours(self, version: int, step: int, is_wanted: Callable[[], bool]) -> None:
+        """Compute figures of the versions that a reader is likely to ask for next.
 
-        ``step``: by how many versions whoever asked moved last. Raises JournalError, Unwanted.
+        ``step``: the reader's last move, in versions. Raises JournalError, Unwanted.
         """
         here, half = bisect_left(self._versions, version), self._block // 2 or 1
         onward = half if step >= 0 else -half
@@ -133,10 +133,10 @@ class Portraits:
                 self._look(unknown, is_wanted)
 
     def _look(self, wanted: set[int], is_wanted: Callable[[], bool]) -> None:
-        """Look at versions in one walk. Raises JournalError, Unwanted."""
+        """Compute figures of versions in one walk. Raises JournalError, Unwanted."""
         begin = int(self._versions[max(0, bisect_left(self._versions, min(wanted)) - 1)])
-        for portrait in self._looked(self._past.walk(begin, is_wanted), wanted):
-            self._known[portrait.version] = portrait
+        for stats in self._looked(self._models.walk(begin, is_wanted), wanted):
+            self._known[stats.version] = stats
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 
@@ -145,7 +145,7 @@ class Portraits:
     ) -> tuple[LayerGap, ...]:
         """How far a version is from another, by tensor. Raises JournalError, Unwanted."""
         if self._pair is None or self._pair[0] != (version, other):
-            a, b = (self._past.model(one, is_wanted) for one in (version, other))
+            a, b = (self._models.model(one, is_wanted) for one in (version, other))
             found = tuple(
                 LayerGap(name, apart, apart / size if (size := norm(a.floats[at])) else None)
                 for name, _, at in tensors(a.layout)
@@ -154,7 +154,7 @@ class Portraits:
             self._pair = (version, other), found
         return self._pair[1]
 
-    def _looked(self, walk: Iterator[Move], wanted: set[int]) -> Iterator[Portrait]:
+    def _looked(self, walk: Iterator[Move], wanted: set[int]) -> Iterator[VersionStats]:
         waiting: deque[_Open] = deque()
         pushes: list[Push] = []
         directions: list[Floats] = []
@@ -170,25 +170,25 @@ class Portraits:
             if not move.is_made or move.after is None:
                 continue
             if isinstance(message, Standing):  # the course breaks off here
-                yield from (one.portrait for one in waiting)
+                yield from (one.stats for one in waiting)
                 waiting.clear()
             now = sampled(move.after.parameters)
             for one in waiting:
-                if message.version - one.portrait.version == AHEAD:
+                if message.version - one.stats.version == AHEAD:
                     yield _closed(one, now, AHEAD)
-            while waiting and message.version - waiting[0].portrait.version >= AHEAD:
+            while waiting and message.version - waiting[0].stats.version >= AHEAD:
                 waiting.popleft()
             if message.version in wanted:
-                portrait = Portrait(message.version, tuple(pushes), self._layers(move), 0)
-                waiting.append(_Open(portrait, now.copy(), directions))
+                stats = VersionStats(message.version, tuple(pushes), self._layers(move), 0)
+                waiting.append(_Open(stats, now.copy(), directions))
             pushes, directions = [], []
             if message.version >= last + AHEAD:
                 return
         for one in waiting:
-            yield _closed(one, now, message.version - one.portrait.version)
+            yield _closed(one, now, message.version - one.stats.version)
 
     def _layers(self, move: Move) -> tuple[Layer, ...]:
-        model, before, origin = move.after, move.before, self._past.origin
+        model, before, origin = move.after, move.before, self._models.origin
         assert model is not None  # noqa: S101  (a walk rebuilds all models)
         return tuple(
             Layer(
@@ -202,16 +202,16 @@ class Portraits:
         )
 
 
-def _closed(one: _Open, later: Floats, ahead: int) -> Portrait:
-    """A portrait with its cosines, once the model has moved on."""
+def _closed(one: _Open, later: Floats, ahead: int) -> VersionStats:
+    """The figures with cosines, which need a later version's model."""
     if not ahead:  # the newest version: nobody knows yet where the model goes
-        return one.portrait
+        return one.stats
     way = later - one.model
     pushes = tuple(
         replace(push, cosine=cosine(wants, way))
-        for push, wants in zip(one.portrait.pushes, one.directions, strict=True)
+        for push, wants in zip(one.stats.pushes, one.directions, strict=True)
     )
-    return replace(one.portrait, pushes=pushes, ahead=ahead)
+    return replace(one.stats, pushes=pushes, ahead=ahead)
 
 
 def tensors(layout: Layout) -> list[tuple[str, tuple[int, ...], slice]]:

@@ -1,12 +1,12 @@
-"""The models of a journal's versions, made again on demand and never far from where one has been.
+"""The models of a journal's versions, rebuilt on demand from checkpoints and cached copies.
 
-A version is made from the nearest checkpoint before it, which is at most a segment away. On the way
-copies are left behind, so that the next look nearby begins there. While nobody asks, :meth:`fill`
-leaves copies everywhere.
+A version is rebuilt from the nearest copy or checkpoint before it, at most a segment away. Rebuilds
+leave copies behind for later requests; :meth:`fill` adds copies throughout the run while there are
+no requests.
 
-On the way only the models that are kept are compared with their digests, and with them all updates
-before: any other update would have made another model. If one differs, the way is gone once more
-with a look at each record, which tells where the journal is damaged.
+Only copied models are compared with their digests. This also checks all updates before, since any
+other update would have made another model. If a digest differs, the rebuild is repeated with a
+check of each record, which finds the damaged one.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ FILLED = 10 << 30  # bytes of the journal that are read for copies that nobody a
 
 
 class Unwanted(Exception):
-    """Whoever asked does not wait for the answer any more."""
+    """The request was abandoned: its client has left."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Where a rebuild stood after a version was made."""
+    """The state of a rebuild after a version."""
 
     segment: str  # file name
     record: Record
@@ -59,8 +59,8 @@ class _Copy:
         return self.rebuild.progress.state.version
 
 
-class Past:
-    """A journal's versions, to walk along. Close it; one thread at a time may use it."""
+class JournalModels:
+    """Rebuilds models of a journal's versions. Close it; one thread at a time may use it."""
 
     def __init__(self, journal: Path, *, memory: int = MEMORY) -> None:
         """Open a journal's folder, or one segment. Raises JournalError."""
@@ -84,13 +84,13 @@ class Past:
         self._filling = 0  # bytes that were read for them
         self._room = Model(self.layout)  # for one update at a time
 
-    def reopened(self) -> Past:
-        """The journal as it stands now, with the copies that were left; closes this one.
+    def reopened(self) -> JournalModels:
+        """The journal with newly appended records, and the copies so far; closes this one.
 
         Only what was appended may be new. Raises JournalError.
         """
         self.close()
-        other = Past(self.journal, memory=self.memory)
+        other = JournalModels(self.journal, memory=self.memory)
         newest = self._name(len(self._chain) - 1)
         other._copies, other._origin = self._copies, self._origin
         other._filled, other._full = self._filled, self._full - {newest}
@@ -149,7 +149,7 @@ class Past:
         return move.after.copy()
 
     def walk(self, version: int, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Move]:
-        """What happened from a version on: first the move that made it, then all that followed.
+        """The moves from a version on, beginning with the one that made it.
 
         The first has no update. Raises JournalError; NotRecorded where weights are missing;
         Unwanted once ``is_wanted`` says no.
@@ -207,7 +207,7 @@ class Past:
     # copies
 
     def fill(self, version: int, is_wanted: Callable[[], bool], most: int = FILLED) -> None:
-        """Leave copies everywhere, first near a version. Raises JournalError, Unwanted.
+        """Add copies throughout the run, first near a version. Raises JournalError, Unwanted.
 
         Does nothing once that is done, or ``most`` bytes of the journal were read for it.
         """
@@ -226,9 +226,9 @@ class Past:
             self._full.add(name)
 
     def _near(self, version: int, number: int, is_wanted: Callable[[], bool]) -> _Copy | None:
-        """A copy of a version, which is left there; None if it is not made that way.
+        """A new copy of a version; None if copies can't be used.
 
-        It is not if copies take too much memory, or something is wrong on the way.
+        They can't if they take too much memory, or a record is damaged.
         """
         found = self._known(version, number)
         begin = self._chain[number][0].standing.version
@@ -282,7 +282,7 @@ class Past:
             segment.close()
 
     def _left(self, number: int, record: Record, rebuild: Rebuild) -> _Copy:
-        """Leave a copy behind."""
+        """Add a copy to the cache."""
         version = record.entry.version
         self._copies[version] = _Copy(self._name(number), record, rebuild.copy())
         self._copies.move_to_end(version)

@@ -1,4 +1,4 @@
-"""All that a page may ask about one run. What is costly is read once, and again if it changed."""
+"""A recorded run for the pages: columns, measurements and models, read again when files change."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedstream.core.messages import Goal
 from fedstream.history import report
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, measurements
-from fedstream.history.model_stats import LatePushes, MeasuredShares, Portraits
-from fedstream.history.models import MEMORY, Past
+from fedstream.history.model_stats import MeasuredShares, RecentPushes, VersionStatsCache
+from fedstream.history.models import MEMORY, JournalModels
 from fedstream.history.summary import stands
 from fedstream.history.table import NONE, Columns
 from fedstream.journal import journal_of, opened
@@ -29,7 +29,7 @@ _LIVE_MEMORY = 32 << 20  # bytes of models that are kept in a service, which has
 
 
 class RecordedRun:
-    """A run's folder or a bare journal, as it stands. One thread at a time may use it."""
+    """A run's folder or a bare journal. One thread at a time may use it."""
 
     def __init__(
         self,
@@ -39,34 +39,34 @@ class RecordedRun:
         metrics: Path | None = None,
         other: RecordedRun | None = None,
         is_live: bool = False,
-        told: Callable[[], Sequence[Measurement]] = tuple,
-        lately: Callable[[int], LatePushes | None] = lambda _device: None,
+        measured: Callable[[], Sequence[Measurement]] = tuple,
+        recent_pushes: Callable[[int], RecentPushes | None] = lambda _device: None,
     ) -> None:
-        """Open it; ``read`` is told of the bytes of the journal that are read.
+        """Open a run. Raises FedstreamError if there is no journal.
 
-        ``metrics``: another table of measurements than the run's own. ``other``: a run to compare
-        it with. ``is_live``: its pages stand beside the live page. ``told``: what was measured, if
-        there is no table of it yet. ``lately``: what was read of a device's newest updates. Raises
-        FedstreamError if there is no run.
+        ``read``: is told how many bytes of the journal were read. ``metrics``: a table of
+        measurements that replaces the run's own. ``other``: a run to compare this one with.
+        ``is_live``: the pages stand beside the live page. ``measured``: the measurements of a run
+        that has no table of them yet. ``recent_pushes``: a device's newest updates as vectors.
         """
         self.path = path
         self.other = other
         self.is_live = is_live
         self._table = metrics or path / report.METRICS
-        self._told = told
+        self._live_measurements = measured
         self.journal = journal_of(path)
         self._marks = marks(self.journal)
         if not self._marks:
             raise FedstreamError(_no_run(path))
         self.columns: Columns = columns_of(self.journal, read)
-        self.lately = lately
+        self.recent_pushes = recent_pushes
         self.measured_shares: Callable[[], MeasuredShares | None] = lambda: None
-        """what the models said last of all devices' updates, if that was asked"""
-        self._past: Past | None = None
-        self._portraits: Portraits | None = None
+        """each device's figures over all models, if a reader asked for them"""
+        self._models: JournalModels | None = None
+        self._version_stats: VersionStatsCache | None = None
 
     def refresh(self) -> RecordedRun:
-        """The run as it stands now: this one, unless its journal, or the other's, has grown."""
+        """This run, or a new object if its journal, or the other run's, has grown."""
         other = self.other and self.other.refresh()
         is_same = marks(self.journal) == self._marks and other is self.other
         if is_same and not (self.is_live and self.measured[-1:] != self._measurements()[-1:]):
@@ -76,15 +76,15 @@ class RecordedRun:
             metrics=self._table,
             other=other,
             is_live=self.is_live,
-            told=self._told,
-            lately=self.lately,
+            measured=self._live_measurements,
+            recent_pushes=self.recent_pushes,
         )
         fresh.measured_shares = self.measured_shares
-        if self._past is not None and fresh.columns.continues(self.columns):
-            fresh._past = self._past.reopened()
-            if self._portraits is not None:
-                fresh._portraits = self._portraits.continued(
-                    fresh._past,
+        if self._models is not None and fresh.columns.continues(self.columns):
+            fresh._models = self._models.reopened()
+            if self._version_stats is not None:
+                fresh._version_stats = self._version_stats.continued(
+                    fresh._models,
                     fresh.columns.numbers.tolist(),
                 )
         self._closing()
@@ -97,61 +97,65 @@ class RecordedRun:
             self.other.close()
 
     def _closing(self) -> None:
-        if self._past is not None:
-            self._past.close()
+        if self._models is not None:
+            self._models.close()
 
     @property
     def shares(self) -> Mapping[int, DeviceContribution] | None:
-        """What the models say of each device's updates; None until that was measured."""
+        """Each device's figures over all models; None until they were measured."""
         found = self.measured_shares()
         return None if found is None else found.by_device
 
     @cached_property
     def divergence(self) -> Divergence | None:
-        """Where this run and the other one part; None without another. Raises JournalError."""
+        """The first difference from the other run; None without another. Raises JournalError."""
         if self.other is None:
             return None
         with opened(self.journal) as ours, opened(self.other.journal) as theirs:
             return divergence(ours, theirs)
 
     @property
-    def past(self) -> Past:
-        """Its models."""
-        if self._past is None:
-            self._past = Past(self.journal, memory=_LIVE_MEMORY if self.is_live else MEMORY)
-        return self._past
+    def models(self) -> JournalModels:
+        """The models, rebuilt on demand."""
+        if self._models is None:
+            self._models = JournalModels(
+                self.journal, memory=_LIVE_MEMORY if self.is_live else MEMORY
+            )
+        return self._models
 
     @property
-    def portraits(self) -> Portraits:
-        """What its models say of each version."""
-        if self._portraits is None:
-            self._portraits = Portraits(self.past, self.columns.numbers.tolist())
-        return self._portraits
+    def version_stats(self) -> VersionStatsCache:
+        """Figures of each version's model."""
+        if self._version_stats is None:
+            self._version_stats = VersionStatsCache(self.models, self.columns.numbers.tolist())
+        return self._version_stats
 
     def knows(self, version: int) -> bool:
-        """Whether what a version's model says is known by now. Any thread may ask."""
-        return self._portraits is not None and self._portraits.known(version) is not None
+        """Whether a version's figures are in the cache. Any thread may ask."""
+        return self._version_stats is not None and self._version_stats.known(version) is not None
 
-    def look_around(self, version: int, step: int | None, is_wanted: Callable[[], bool]) -> None:
-        """Make ready what will likely be asked after a version. Raises FedstreamError, Unwanted.
+    def prepare_neighbours(
+        self, version: int, step: int | None, is_wanted: Callable[[], bool]
+    ) -> None:
+        """Compute the figures that a reader will likely ask for next.
 
-        ``step``: by how many versions whoever asked moved last; None: nobody asked for a version
-        yet, so only this one is looked at, and less of the journal is read for copies.
+        ``step``: the reader's last move, in versions; None: no version was asked for yet, so only
+        this one is computed, and less of the journal is read. Raises FedstreamError, Unwanted.
         """
         if step is None:
-            self.portraits.of(version, is_wanted)
-            self.past.fill(version, is_wanted, _UNASKED)
+            self.version_stats.of(version, is_wanted)
+            self.models.fill(version, is_wanted, _UNASKED)
         elif self.columns.has(version):
-            self.portraits.look_around(version, step, is_wanted)
-            self.past.fill(version, is_wanted)
+            self.version_stats.prepare_neighbours(version, step, is_wanted)
+            self.models.fill(version, is_wanted)
 
     @cached_property
     def measured(self) -> list[Measurement]:
-        """What was measured, by ascending version. Raises FedstreamError for a foreign table."""
+        """The measurements by ascending version. Raises FedstreamError for a foreign table."""
         return self._measurements()
 
     def _measurements(self) -> list[Measurement]:
-        found = measurements(self._table) or self._told()
+        found = measurements(self._table) or self._live_measurements()
         return sorted(found, key=lambda one: one.version)
 
     @cached_property
@@ -162,12 +166,12 @@ class RecordedRun:
         return tuple(dict.fromkeys([*first, *names]))
 
     def goal_of(self, metric: str) -> Goal | None:
-        """Whether a metric is to be low or high; None if nobody said so."""
+        """Whether a low or a high value of a metric is good; None if undeclared."""
         return goal_of(metric, self._goal)
 
     @property
     def _goal(self) -> Goals:
-        return self.past.head.goal or {}
+        return self.models.head.goal or {}
 
     def measured_at(self, version: int) -> Measurement | None:
         """The newest measurement at or before a version."""
@@ -180,7 +184,7 @@ class RecordedRun:
 
     @property
     def state(self) -> tuple[str, str]:
-        """State, and why it is that."""
+        """The run's state and its reason."""
         return stands(self.path, lambda: self.columns.finished)
 
     @property
@@ -196,11 +200,11 @@ class RecordedRun:
     @property
     def is_simulated(self) -> bool:
         """Whether times are a simulation's, which begins at zero."""
-        return self.past.head.created == 0.0
+        return self.models.head.created == 0.0
 
     def seconds(self, time: float) -> float:
         """Seconds from the run's beginning to a time of the journal."""
-        return max(0.0, time - self.past.head.created)
+        return max(0.0, time - self.models.head.created)
 
     def times(self, versions: Sequence[int]) -> list[float]:
         """When versions were made, in seconds from the run's beginning; none is before the last.
@@ -210,7 +214,7 @@ class RecordedRun:
         """
         made = self.columns.made
         rows = np.searchsorted(self.columns.numbers, versions, side="right") - 1
-        times = made["time"][self.columns.places[np.maximum(rows, 0)]] - self.past.head.created
+        times = made["time"][self.columns.places[np.maximum(rows, 0)]] - self.models.head.created
         found: list[float] = np.maximum.accumulate(np.maximum(times, 0.0)).tolist()
         return found
 
@@ -226,15 +230,15 @@ class RecordedRun:
         row = self.columns.row(version)
         name = self.columns.segments[int(row["segment"])]
         offset = int(row["offset"])
-        return self.past.digest(name, None if offset == NONE else offset)
+        return self.models.digest(name, None if offset == NONE else offset)
 
     def task(self, update: int) -> str:
         """The id of the task that an update answers. Raises JournalError."""
-        return self.past.taken(*self.columns.at(update)).upload.task
+        return self.models.taken(*self.columns.at(update)).upload.task
 
 
 def _no_run(path: Path) -> str:
-    """What is wrong with a path without a journal, and which runs are in it."""
+    """The error for a path without a journal; it names runs inside the path."""
     from fedstream.history.listing import runs_in
 
     inside = [one for one in runs_in(path) if marks(journal_of(one))] if path.is_dir() else []

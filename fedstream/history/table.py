@@ -132,7 +132,7 @@ def or_nan(value: float | None) -> float:
 
 
 def is_used_row(rows: RowArray) -> npt.NDArray[np.bool_]:
-    """For each update whether it went into a model, or waits to."""
+    """A mask of the updates that are in a model or in a buffer."""
     return np.isin(rows["outcome"], _USED)
 
 
@@ -221,7 +221,7 @@ class Columns:
 
     @cached_property
     def used(self) -> npt.NDArray[np.bool_]:
-        """For each update whether it went into a model, or waits to."""
+        """A mask of the updates that are in a model or in a buffer."""
         return is_used_row(self.updates)
 
     def count(self) -> npt.NDArray[np.int64]:
@@ -285,14 +285,14 @@ class Columns:
         return (int(self.made["end"][place - 1]) if place else 0), end
 
     def until(self, version: int) -> Columns:
-        """What there was when a version was made. Raises KeyError."""
+        """The columns up to a version. Raises KeyError."""
         place = self._place(version)
         end = int(self.made["end"][place])
         drops = tuple(one for one in self.drops if one <= end)
         return replace(self, made=self.made[: place + 1], updates=self.updates[:end], drops=drops)
 
     def continues(self, before: Columns) -> bool:
-        """Whether this has all that an earlier look found, and then perhaps more."""
+        """Whether these columns begin with all rows of earlier ones."""
         return (
             self.segments[: len(before.segments)] == before.segments
             and self.made[: len(before.made)].tobytes() == before.made.tobytes()
@@ -333,9 +333,9 @@ def _numbered(parts: Sequence[RowArray], of: Any, lengths: Sequence[int] = ()) -
 
 
 def different(values: RowArray) -> RowArray:
-    """The different ones of some numbers, ascending.
+    """The distinct numbers, ascending.
 
-    Of numpy.unique this is the form that does not load numpy.ma, which takes 20 ms.
+    This form of numpy.unique does not load numpy.ma, which takes 20 ms.
     """
     found, _ = np.unique(values, return_counts=True)
     return found
@@ -406,7 +406,7 @@ def _together(
     begun: RowArray,
     read: Callable[[int], object],
 ) -> SegmentRows:
-    """All rows. Raises JournalError if there is anything that is not as it should be."""
+    """All rows of a segment, read in groups. Raises JournalError for any irregular record."""
     made, updates, finished = [begun], [np.empty(0, UPDATE)], segment.standing.finished
     passed = before = 0
     drops: list[int] = []
@@ -439,7 +439,7 @@ def _together(
 
 
 def _fill(rows: RowArray, group: Alike, reasons: Reasons) -> None:
-    """Fill in a group's rows. Of what is no update, only version and time are known."""
+    """Fill in a group's rows. Records of other kinds have only version and time."""
     entry, places = group.sample, group.places
     names = _NUMBERS
     if isinstance(entry, Taken):
@@ -514,7 +514,7 @@ def _update(entry: Taken, reasons: Reasons, offset: int) -> tuple[Any, ...]:
 
 
 class Texts(NamedTuple):
-    """What names a journal's updates and versions, in the order of its rows."""
+    """Texts of a journal's updates and versions, in the order of its rows."""
 
     tasks: list[str]
     trainers: list[str]

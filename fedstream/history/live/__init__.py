@@ -1,12 +1,14 @@
-"""A run as it is now, in the browser: served by the coordinator while somebody looks.
+"""The live page of a run, served by the coordinator while there are viewers.
 
-scene              all that the page shows of one moment, as values
-recent, collector  what a run did lately; scenes of what Redis has, with a coordinator's rights
-following          updates as vectors, read along in the journal
-panel, panels      what is drawn of a scene
-broadcast          one collector for all viewers; it rests while there is none
-rendering          the page as HTML, and its parts as they change
-sessions, acting   who has logged in; what operators may do
-past               the recorded run's pages, where the journal can be read
-service            routes, and who may ask for which
+snapshot          the run at one moment, as values
+recent            the newest events, versions and counts, bounded
+collector         snapshots of Redis, with a coordinator's rights
+journal_follower  norms, distances and cosines of the newest updates, from the journal
+flow, stalled, alarms, panels    figures of a snapshot, as HTML
+broadcast         one collector for all viewers; it pauses without viewers
+rendering         the page as HTML, and its changed parts
+sessions          logins
+operator_actions  retry of dead letters, end of the run
+recorded_pages    the recorded run's pages, if the coordinator can read the journal
+service           routes and permissions
 """

@@ -1,7 +1,7 @@
-"""The alerts of `k8s/components/monitoring`, judged by a scene: which fire, and which would soon.
+"""The alerts of `k8s/components/monitoring`, judged by a snapshot: firing, pending or quiet.
 
-A rule is here with the same name, threshold and durations as in the manifests; a test compares
-them. Alerts on what a scene does not know (a disk, a gateway, a restart) are left to Prometheus.
+Names, thresholds and durations equal those of the manifests; a test compares them. Alerts about
+disks, gateways and restarts, which a snapshot doesn't contain, are left to Prometheus.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedstream.core.messages import OUTCOMES
 from fedstream.history.display import duration
-from fedstream.history.live.scene import Scene
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.terminal import counted
 from fedstream.trainer.goals import MOST_RELAPSES, Swings
 
@@ -29,18 +29,18 @@ _LEADS = {"scheduler": 1, "updater": 2}
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a scene says of a rule's condition."""
+    """Whether a rule's condition holds in a snapshot."""
 
     text: str  # what is wrong, as it stands now
-    holds: Flags  # at the time of each row of ``Scene.gauged``, newest last
+    holds: Flags  # at the time of each row of ``Snapshot.gauged``, newest last
 
 
-Judging: TypeAlias = Callable[[Scene, "AlarmRule"], Evidence]
+Judging: TypeAlias = Callable[[Snapshot, "AlarmRule"], Evidence]
 
 
 @dataclass(frozen=True)
 class AlarmRule:
-    """A rule as the manifests have it."""
+    """An alert rule of the manifests."""
 
     name: str
     severity: Severity
@@ -53,13 +53,13 @@ class AlarmRule:
 
     @property
     def key(self) -> str:
-        """Tells it from all others."""
+        """A unique name."""
         return f"{self.name} {self.role}".strip()
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rule as it stands."""
+    """A rule and its state."""
 
     rule: AlarmRule
     state: AlarmState
@@ -67,152 +67,134 @@ class Alarm:
     left_s: float = 0.0  # until it fires, while it is pending
 
 
-def alarms(scene: Scene) -> list[Alarm]:
-    """All rules as they stand, those that fire first.
+RULES: list[AlarmRule] = []
+"""The rules that a snapshot can judge, in the order of the manifests."""
 
-    How long a condition holds is known from when somebody began to look: until then an alert that
-    fires in the cluster is pending here.
+
+def _rule(
+    name: str,
+    severity: Severity,
+    for_s: float,
+    says: str,
+    threshold: float = 0.0,
+    over_s: float = 0.0,
+    role: str = "",
+) -> Callable[[Judging], Judging]:
+    """Register a rule, judged by the decorated function; several rules apply bottom up."""
+
+    def register(judge: Judging) -> Judging:
+        RULES.append(AlarmRule(name, severity, for_s, says, judge, threshold, over_s, role))
+        return judge
+
+    return register
+
+
+def alarms(snapshot: Snapshot) -> list[Alarm]:
+    """All rules with their states, firing ones first.
+
+    A condition's duration is known only since the first viewer: an alert that fires in the cluster
+    may be pending here.
     """
-    found = [_judged(rule, scene) for rule in RULES]
+    found = [_judged(rule, snapshot) for rule in RULES]
     order = ("firing", "pending", "quiet")
     return sorted(found, key=lambda one: (order.index(one.state), one.rule.severity != "critical"))
 
 
-def _judged(rule: AlarmRule, scene: Scene) -> Alarm:
-    found = rule.judge(scene, rule)
+def _judged(rule: AlarmRule, snapshot: Snapshot) -> Alarm:
+    found = rule.judge(snapshot, rule)
     if not len(found.holds) or not found.holds[-1]:
         return Alarm(rule, "quiet", "")
     off = np.flatnonzero(~found.holds)
-    since = float(scene.gauged["time"][off[-1] + 1 if len(off) else 0])
-    left = max(0.0, since + rule.for_s - scene.now)
+    since = float(snapshot.gauged["time"][off[-1] + 1 if len(off) else 0])
+    left = max(0.0, since + rule.for_s - snapshot.now)
     return Alarm(rule, "pending" if left else "firing", found.text, left)
 
 
-def _while_running(scene: Scene, holds: Flags) -> Flags:
-    return holds & (scene.tally.run.state == "running")
+def _while_running(snapshot: Snapshot, holds: Flags) -> Flags:
+    return holds & (snapshot.tally.run.state == "running")
 
 
-def _stalled(scene: Scene, rule: AlarmRule) -> Evidence:
-    head = scene.tally.head.time
-    holds = scene.gauged["time"] - head > rule.threshold
-    text = f"no new version for {duration(max(0.0, scene.now - head))}"
-    return Evidence(text, _while_running(scene, holds))
+@_rule("FedstreamStalled", "critical", 60, "no new version", 600)
+def _stalled(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    head = snapshot.tally.head.time
+    holds = snapshot.gauged["time"] - head > rule.threshold
+    text = f"no new version for {duration(max(0.0, snapshot.now - head))}"
+    return Evidence(text, _while_running(snapshot, holds))
 
 
-def _no_leader(scene: Scene, rule: AlarmRule) -> Evidence:
-    holds = (scene.gauged["leads"] & _LEADS[rule.role]) == 0
-    return Evidence(f"no {rule.role} leads", _while_running(scene, holds))
+@_rule("FedstreamNoLeader", "critical", 120, "no updater leads", role="updater")
+@_rule("FedstreamNoLeader", "critical", 120, "no scheduler leads", role="scheduler")
+def _no_leader(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    holds = (snapshot.gauged["leads"] & _LEADS[rule.role]) == 0
+    return Evidence(f"no {rule.role} leads", _while_running(snapshot, holds))
 
 
-def _no_trainers(scene: Scene, rule: AlarmRule) -> Evidence:
-    rows, tally = scene.gauged, scene.tally
+@_rule("FedstreamNoTrainers", "critical", 300, "tasks wait and no trainer is alive")
+def _no_trainers(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    rows, tally = snapshot.gauged, snapshot.tally
     holds = (rows["trainers"] == 0) & (rows["open"] - rows["queue"] > rule.threshold)
     open_ = max(0, tally.tasks - tally.admitted)
     text = f"{counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open, no trainer is alive"
-    return Evidence(text, _while_running(scene, holds))
+    return Evidence(text, _while_running(snapshot, holds))
 
 
-def _refusals(scene: Scene, rule: AlarmRule) -> Evidence:
-    bad = scene.ended["outcome"] == OUTCOMES.index("refused")
-    return _share(scene, rule, bad, "were refused")
+@_rule("FedstreamRefusals", "warning", 300, "many updates are refused", 0.1, 600)
+def _refusals(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    bad = snapshot.ended["outcome"] == OUTCOMES.index("refused")
+    return _share(snapshot, rule, bad, "were refused")
 
 
-def _task_raises(scene: Scene, rule: AlarmRule) -> Evidence:
-    raised = [n for n, name in enumerate(scene.reasons) if name.startswith("raised ")]
-    bad = (scene.ended["outcome"] == OUTCOMES.index("given_up")) & np.isin(
-        scene.ended["reason"], raised
+@_rule("FedstreamTaskRaises", "warning", 300, "many tasks raise", 0.1, 600)
+def _task_raises(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    raised = [n for n, name in enumerate(snapshot.reasons) if name.startswith("raised ")]
+    bad = (snapshot.ended["outcome"] == OUTCOMES.index("given_up")) & np.isin(
+        snapshot.ended["reason"], raised
     )
-    return _share(scene, rule, bad, "raised in the user's code")
+    return _share(snapshot, rule, bad, "raised in the user's code")
 
 
-def _share(scene: Scene, rule: AlarmRule, bad: Flags, what: str) -> Evidence:
-    """A share of the tasks that ended in the time over which the rule looks back."""
-    times = np.append(scene.gauged["time"], scene.now)
-    ends = scene.ended["time"]
+def _share(snapshot: Snapshot, rule: AlarmRule, bad: Flags, what: str) -> Evidence:
+    """The share of bad outcomes among the tasks that ended in the last ``rule.over_s`` seconds."""
+    times = np.append(snapshot.gauged["time"], snapshot.now)
+    ends = snapshot.ended["time"]
     first, last = np.searchsorted(ends, times - rule.over_s), np.searchsorted(ends, times, "right")
     total = last - first
     sums = np.concatenate(([0], np.cumsum(bad)))
     share = (sums[last] - sums[first]) / np.maximum(total, 1)
-    over = scene.now - float(ends[first[-1]]) if total[-1] else 0.0
+    over = snapshot.now - float(ends[first[-1]]) if total[-1] else 0.0
     text = f"{share[-1]:.0%} of the {total[-1]:,} tasks that ended in {duration(over)} {what}"
     return Evidence(text, share[:-1] > rule.threshold)
 
 
-def _metric_swings(scene: Scene, rule: AlarmRule) -> Evidence:
-    swings = Swings(scene.tally.run.goal)
-    measured, most, text = scene.measured[-_MEASURED:], [0], ""
+@_rule("FedstreamMetricSwings", "warning", 60, "a metric falls back again and again", MOST_RELAPSES)
+def _metric_swings(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    swings = Swings(snapshot.tally.run.goal)
+    measured, most, text = snapshot.measured[-_MEASURED:], [0], ""
     for one in measured:
         swings.add(one.metrics)
         worst = swings.worst
         most.append(worst.times if worst else 0)
         text = str(worst or "")
-    at = np.searchsorted([one.time for one in measured], scene.gauged["time"], side="right")
-    return Evidence(text, _while_running(scene, np.array(most)[at] > rule.threshold))
+    at = np.searchsorted([one.time for one in measured], snapshot.gauged["time"], side="right")
+    return Evidence(text, _while_running(snapshot, np.array(most)[at] > rule.threshold))
 
 
-def _dead_letters(scene: Scene, rule: AlarmRule) -> Evidence:
-    holds = scene.gauged["dead"] > rule.threshold
-    return Evidence(counted(scene.tally.dead, "dead letter"), holds)
+@_rule("FedstreamDeadLetters", "warning", 60, "something could not be processed")
+def _dead_letters(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    holds = snapshot.gauged["dead"] > rule.threshold
+    return Evidence(counted(snapshot.tally.dead, "dead letter"), holds)
 
 
-def _redis_nearly_full(scene: Scene, rule: AlarmRule) -> Evidence:
-    limit = scene.memory.limit
-    holds = scene.gauged["memory"] > (rule.threshold * limit if limit else np.inf)
-    return Evidence(f"Redis uses {scene.memory.used / max(1, limit):.0%} of its memory", holds)
+@_rule("FedstreamRedisNearlyFull", "warning", 300, "Redis is nearly full", 0.9)
+def _redis_nearly_full(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
+    limit = snapshot.memory.limit
+    holds = snapshot.gauged["memory"] > (rule.threshold * limit if limit else np.inf)
+    return Evidence(f"Redis uses {snapshot.memory.used / max(1, limit):.0%} of its memory", holds)
 
 
-def _queue_full(scene: Scene, _rule: AlarmRule) -> Evidence:
-    waiting, limit = scene.tally.backlog, scene.settings.scheduler.max_queue
+@_rule("FedstreamQueueFull", "warning", 600, "the queue is full")
+def _queue_full(snapshot: Snapshot, _rule: AlarmRule) -> Evidence:
+    waiting, limit = snapshot.tally.backlog, snapshot.settings.scheduler.max_queue
     return Evidence(
-        f"{waiting:,} of {limit:,} entries in the queue", scene.gauged["queue"] >= limit
+        f"{waiting:,} of {limit:,} entries in the queue", snapshot.gauged["queue"] >= limit
     )
-
-
-RULES = (
-    AlarmRule("FedstreamStalled", "critical", 60, "no new version", _stalled, 600),
-    AlarmRule(
-        "FedstreamNoLeader",
-        "critical",
-        120,
-        "no scheduler leads",
-        _no_leader,
-        role="scheduler",
-    ),
-    AlarmRule("FedstreamNoLeader", "critical", 120, "no updater leads", _no_leader, role="updater"),
-    AlarmRule(
-        "FedstreamNoTrainers",
-        "critical",
-        300,
-        "tasks wait and no trainer is alive",
-        _no_trainers,
-        0,
-    ),
-    AlarmRule("FedstreamRefusals", "warning", 300, "many updates are refused", _refusals, 0.1, 600),
-    AlarmRule("FedstreamTaskRaises", "warning", 300, "many tasks raise", _task_raises, 0.1, 600),
-    AlarmRule(
-        "FedstreamMetricSwings",
-        "warning",
-        60,
-        "a metric falls back again and again",
-        _metric_swings,
-        MOST_RELAPSES,
-    ),
-    AlarmRule(
-        "FedstreamDeadLetters",
-        "warning",
-        60,
-        "something could not be processed",
-        _dead_letters,
-        0,
-    ),
-    AlarmRule(
-        "FedstreamRedisNearlyFull",
-        "warning",
-        300,
-        "Redis is nearly full",
-        _redis_nearly_full,
-        0.9,
-    ),
-    AlarmRule("FedstreamQueueFull", "warning", 600, "the queue is full", _queue_full),
-)
-"""Those that a scene can judge, in the order of the manifests."""

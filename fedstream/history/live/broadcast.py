@@ -1,11 +1,11 @@
-"""One collector for all who look: it works while somebody does, and rests otherwise.
+"""One collector for all viewers, which pauses without viewers.
 
-What has changed is drawn and encoded once, however many viewers there are. After each look it rests
-for fifty times as long as that took, which is 2% of a core, but for ten seconds at most.
+Changed panels are drawn and encoded once for all viewers. After each snapshot the collector pauses
+fifty times as long as the snapshot took, which is 2% of a core, and ten seconds at most.
 
-Viewers get two things: the panels that have changed since what they have, and all that was told
-since the event whose id they name. Ids are those of the stream of events in Redis, so any replica
-of the coordinator knows them.
+A viewer gets the panels that have changed since its last ones, and the events after the id that it
+names. Ids are those of the stream of events in Redis, so every replica of the coordinator knows
+them.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from fedstream.core.errors import FedstreamError, NoRun
-from fedstream.history.live.collector import Glance
-from fedstream.history.live.scene import Scene
+from fedstream.history.live.collector import Collected
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.runtime.backoff import pause
 
-LOG = 10_000  # events that are remembered; the stream in Redis keeps about as many
-_LEAST_S, _MOST_S = 1.0, 10.0  # between two looks
-_SHARE = 50  # parts of the time that looking may take one of
-_LASTS_S = 10.0  # for which a page that was loaded counts as a look
-_ALIVE_S = 10.0  # without news: then a sign of life, for proxies
+LOG = 10_000  # events that are remembered, about as many as Redis keeps
+_LEAST_S, _MOST_S = 1.0, 10.0  # between two snapshots
+_SHARE = 50  # the pause, in times that a snapshot took
+_LASTS_S = 10.0  # for which loading the page counts as a viewer
+_ALIVE_S = 10.0  # without news, until a comment keeps proxies from disconnecting
 _RETRY_MS = 1000  # after which a browser connects again
 
-Drawing = Callable[[Glance], Awaitable["DrawnGlance"]]
-Away = Callable[[Scene, float], Mapping[str, str]]
+Drawing = Callable[[Collected], Awaitable["DrawnSnapshot"]]
+Away = Callable[[Snapshot, float], Mapping[str, str]]
 """The parts that say for how many seconds Redis has not answered."""
 
 
 @dataclass(frozen=True)
-class DrawnGlance:
-    """A look, ready to be sent."""
+class DrawnSnapshot:
+    """A snapshot, drawn."""
 
     parts: Mapping[str, str]  # HTML by the name of its place on the page
-    rows: list[tuple[str, list[object]]]  # what was told, with the ids of its events
+    rows: list[tuple[str, list[object]]]  # lines of the log, with the ids of their events
     seconds: float  # of processor time that drawing took
 
 
 @dataclass(frozen=True)
 class LivePicture:
-    """The newest look."""
+    """The newest snapshot, drawn."""
 
-    scene: Scene
+    snapshot: Snapshot
     parts: Mapping[str, str]
-    number: int  # of the look
+    number: int  # of the snapshot
 
 
 class PageFault(FedstreamError):
-    """There is no newer picture, and it is our own fault."""
+    """A fault of the page's own code prevents a newer picture."""
 
 
 class Broadcast:
-    """The newest picture, and the log of what was told."""
+    """The newest picture, and the log of events."""
 
     def __init__(
         self,
-        look: Callable[[], Awaitable[Glance]],
+        look: Callable[[], Awaitable[Collected]],
         draw: Drawing,
         away: Away,
         fault: Callable[[Exception], object],
     ) -> None:
-        """``fault`` is told of a fault of the page's own, once until it works again."""
+        """``fault``: called with the first error of the page's own code, again after a success."""
         self._fault = fault
         self._look = look
         self._draw = draw
@@ -90,7 +90,7 @@ class Broadcast:
         self._encoded: dict[tuple[int, int], bytes] = {}  # of this look, by what viewers have
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look on while somebody does, until stop; then once more, so that all see the end."""
+        """Collect snapshots while there are viewers, until stop; then the last one, for the end."""
         while not stop.is_set():
             if not self._is_wanted():
                 self._rest()
@@ -108,14 +108,14 @@ class Broadcast:
         return self.viewers > 0 or time.monotonic() < self._seen_until
 
     def _rest(self) -> None:
-        """Forget the picture: the next who comes must not see an old one."""
+        """Forget the picture: the next viewer must not see an old one."""
         self.picture, self.trouble = None, None
 
     async def _step(self) -> float:
-        """Look once; returns the seconds that it took this process, waiting aside."""
+        """Show one snapshot; returns the seconds of this process's time, without waiting."""
         try:
             return await self._shown()
-        except Exception as error:  # whatever is wrong with the page, its coordinator goes on
+        except Exception as error:  # an error of the page must not end its coordinator
             if not isinstance(self.trouble, PageFault):
                 self._fault(error)
                 self._begin_anew()  # what was read, and not shown, is missing
@@ -134,8 +134,8 @@ class Broadcast:
             self.trouble = error
             if self.picture is not None:
                 away_s = time.monotonic() - self._looked
-                parts = {**self.picture.parts, **self._away(self.picture.scene, away_s)}
-                self._show(self.picture.scene, parts)
+                parts = {**self.picture.parts, **self._away(self.picture.snapshot, away_s)}
+                self._show(self.picture.snapshot, parts)
             self._tell_all()
             return 0.0
         began, self._looked = perf_counter(), time.monotonic()
@@ -144,25 +144,25 @@ class Broadcast:
         for id_, row in drawn.rows:
             self._log.append((id_, json.dumps([id_, *row], separators=(",", ":"))))
             self._known[id_] = self._end
-        self._known.setdefault(look.scene.position, self._end)
+        self._known.setdefault(look.snapshot.position, self._end)
         while len(self._log) > LOG:
             gone, _ = self._log.popleft()
             self._known.pop(gone, None)
             self._first += 1
-        self._show(look.scene, drawn.parts)
+        self._show(look.snapshot, drawn.parts)
         self.trouble = None
         self._tell_all()
         if look.is_anew:  # that takes longer, once
             return 0.0
         return look.seconds + drawn.seconds + perf_counter() - began
 
-    def _show(self, scene: Scene, parts: Mapping[str, str]) -> None:
+    def _show(self, snapshot: Snapshot, parts: Mapping[str, str]) -> None:
         self._number += 1
         before = self.picture.parts if self.picture is not None else {}
         for name, html in parts.items():
             if before.get(name) != html:
                 self._numbers[name] = self._number
-        self.picture = LivePicture(scene, parts, self._number)
+        self.picture = LivePicture(snapshot, parts, self._number)
 
     @property
     def _end(self) -> int:
@@ -179,9 +179,9 @@ class Broadcast:
         changed.set()
 
     async def newest(self, within_s: float) -> LivePicture:
-        """The newest picture, for somebody who loads the page.
+        """The newest picture, for a request of the page.
 
-        Raises what looking raised, and TimeoutError.
+        Raises the collector's errors, and TimeoutError.
         """
         self._seen_until = time.monotonic() + _LASTS_S
         async with asyncio.timeout(within_s):
@@ -196,9 +196,9 @@ class Broadcast:
         return self.picture
 
     async def follow(self, after: str) -> AsyncGenerator[bytes, None]:
-        """What a viewer gets from the event with this id on, as server-sent events.
+        """Server-sent events for one viewer.
 
-        '': from now on.
+        ``after``: id of the last event that the viewer has; '': only new events.
         """
         self.viewers += 1
         try:
@@ -230,7 +230,7 @@ class Broadcast:
                     yield _event("trouble", json.dumps(_words(self.trouble)))
                 if self.is_over:
                     if self.picture is not None:
-                        yield _event("over", json.dumps(self.picture.scene.tally.run.state))
+                        yield _event("over", json.dumps(self.picture.snapshot.tally.run.state))
                     return
                 while not await _within(changed, _ALIVE_S):
                     yield b": still here\n\n"
@@ -238,7 +238,7 @@ class Broadcast:
             self.viewers -= 1
 
     async def _found(self, after: str) -> int | None:
-        """How many rows there were with an event; None if it isn't known."""
+        """The number of rows up to an event; None for an unknown event."""
         for _ in range(2):
             known = self._known.get(after)
             if known is not None:
@@ -249,10 +249,10 @@ class Broadcast:
 
     def _lost(self) -> bytes:
         assert self.picture is not None  # noqa: S101  (asked for only with one)
-        return _event("anew", "null", self.picture.scene.position)
+        return _event("anew", "null", self.picture.snapshot.position)
 
     def _news(self, number: int, at: int) -> bytes:
-        """What a viewer gets who has the look of this number and so many rows."""
+        """The news for a viewer that has snapshot ``number`` and ``at`` rows."""
         if (number, at) not in self._encoded:
             self._encoded[number, at] = self._encode(number, at)
         return self._encoded[number, at]

@@ -1,4 +1,4 @@
-"""Makes scenes of what Redis has. It knows the run from the first look on, and asks for news."""
+"""Collects snapshots of a run from Redis: everything at first, then only changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ from fedstream.broker.ledger.live_page import (
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import time_of
 from fedstream.core.records import Bookmark, Tally
-from fedstream.history.live.recent import Recent, Told
-from fedstream.history.live.scene import PHASES, Phase, RedisMemory, Scene, SeenTask, SeenWorker
+from fedstream.history.live.recent import Recent
+from fedstream.history.live.snapshot import (
+    PHASES,
+    Phase,
+    RedisMemory,
+    SeenTask,
+    SeenWorker,
+    Snapshot,
+    ToldEvent,
+)
 from fedstream.settings.config import Settings
 
 _SHOWN = 1000  # open tasks
@@ -31,17 +39,17 @@ _REGISTER_S = 5.0  # between two readings of how trainers describe themselves
 
 
 @dataclass(frozen=True)
-class Glance:
-    """A scene, and what was told since the one before."""
+class Collected:
+    """A snapshot, and the events since the snapshot before it."""
 
-    scene: Scene
-    news: list[tuple[str, Told]]  # with the ids of their events
-    is_anew: bool  # the first look, or Redis no longer has what follows the last
-    seconds: float  # that this process spent on it, waiting aside
+    snapshot: Snapshot
+    news: list[ToldEvent]
+    is_anew: bool  # the first snapshot, or Redis lacks events since the last one
+    seconds: float  # of this process's time, without waiting
 
 
 class Collector:
-    """Reads the run, each time what is new."""
+    """Collects snapshots of one run."""
 
     def __init__(self, ledger: LivePageLedger, settings: Settings) -> None:
         self._ledger = ledger
@@ -53,24 +61,24 @@ class Collector:
         self._recent = Recent()
         self._event = self._version = BEGINNING
         self._is_anew = True
-        self._untold: list[tuple[str, Told]] = []  # since the last look that went well
+        self._untold: list[ToldEvent] = []  # since the last look that went well
         self._open: dict[str, OpenTask] = {}
         self._place: Bookmark | None = None
         self._seen: dict[str, tuple[Phase, float]] = {}  # task -> phase, since
         self._described: dict[str, Described] = {}
         self._described_at = 0.0
 
-    async def look(self) -> Glance:
-        """Look at the run. Raises NoRun until it exists, and what the client raises."""
+    async def look(self) -> Collected:
+        """Collect a snapshot. Raises NoRun until the run exists, and the client's errors."""
         try:
             return await self._looked()
         except FedstreamError:
             raise
-        except Exception:  # nobody knows what of it was taken in
+        except Exception:  # some of the changes may have been taken in
             self._begin_anew()
             raise
 
-    async def _looked(self) -> Glance:
+    async def _looked(self) -> Collected:
         spent = _Stopwatch()
         tally, opened = await self._ledger.opened(self._place)
         on_their_way = [] if opened.all_tasks else self._on_their_way()
@@ -105,7 +113,7 @@ class Collector:
             phases = Counter(task.phase for task in tasks)
             recent = self._recent
             recent.gauge(tally, memory.used, phases["training"], phases["uploading"], leading)
-            scene = Scene(
+            snapshot = Snapshot(
                 name=self._ledger.keys.name,
                 settings=self._settings,
                 tally=tally,
@@ -125,12 +133,11 @@ class Collector:
                 reasons=tuple(recent.reasons),
                 made=recent.made.newest(),
                 gauged=recent.gauged.newest(),
-                outcomes=tuple(recent.outcomes),
-                notes=tuple(recent.notes),
+                told=tuple(recent.told),
             )
         is_anew, self._is_anew = self._is_anew, False
         news, self._untold = self._untold, []
-        return Glance(scene, news, is_anew, spent.seconds)
+        return Collected(snapshot, news, is_anew, spent.seconds)
 
     async def _caught_up(self, spent: _Stopwatch) -> bool:
         """Read until there is nothing new; False if something may be missing."""
@@ -147,19 +154,19 @@ class Collector:
                 return True
 
     def _on_their_way(self) -> list[str]:
-        """Tasks that nobody had when we looked last."""
+        """Tasks that no trainer had in the last snapshot."""
         found = (name for name, (phase, *_) in self._seen.items() if phase in _ON_THEIR_WAY)
         return list(islice(found, _SHOWN))
 
     def _owners(self) -> list[str]:
-        """Whose streams have open tasks; '' for the pool's."""
+        """Owners with open tasks in their streams; '' stands for the pool."""
         found = {task.owner or "" for task in self._open.values() if task.entry is not None}
         return sorted(found)[:_STREAMS]
 
     def _placed(
         self, tally: Tally, admitted: set[str], held: Mapping[str, HeldEntries]
     ) -> list[SeenTask]:
-        """The open tasks, oldest first, each with how far it is."""
+        """The open tasks with their phases, oldest first."""
         found, seen = list[SeenTask](), dict[str, tuple[Phase, float]]()
         for name, task in self._open.items():
             before = self._seen.get(name)
@@ -181,7 +188,7 @@ def _phase(task: OpenTask, is_admitted: bool, held: HeldEntries | None) -> Phase
         return "waiting"
     if task.entry in held.by:
         return "training"
-    # An answer takes its entry away: what was taken once and is no longer held was answered.
+    # An answer deletes the entry: an entry that was delivered and isn't held was answered.
     return "uploading" if _place(task.entry) <= _place(held.delivered) else "waiting"
 
 
@@ -197,7 +204,7 @@ def _worker(name: str, heard: float, described: Described) -> SeenWorker:
 
 
 class _Stopwatch:
-    """Adds up what the blocks take."""
+    """Adds up the time spent in its `with` blocks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,8 +1,7 @@
-"""The way of a task as a row of places: how many are there, how fast they pass, what holds them up.
+"""Numbers of open tasks by stage, their rates, and the bottleneck.
 
-The bottleneck is the service for which tasks wait, not the place that has most of them: what is
-being trained is being served. Waiting is the mean over the last looks, since a single look often
-falls between two batches.
+The bottleneck is the service for which most tasks wait; tasks in training don't wait. Waiting tasks
+are averaged over several snapshots, since a single snapshot often falls between two batches.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedstream.coordinator.rounds import Rounds
-from fedstream.history.live.scene import Scene
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.terminal import counted
 
 FlowPlace = Literal["triggers", "waiting", "training", "uploads", "queue", "updater"]
@@ -38,7 +37,7 @@ _HELPS: dict[FlowPlace, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A place on the way: what is there now, and how much passes it."""
+    """A stage of a task: number of tasks in it, and rate."""
 
     name: FlowPlace
     tells: str  # what is counted
@@ -50,7 +49,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What the run waits for, and how that was decided."""
+    """The stage with the bottleneck, and sentences that say why."""
 
     place: FlowPlace | None  # None: nothing in particular
     text: str  # sentences
@@ -64,10 +63,10 @@ class Flow:
     bottleneck: Bottleneck
 
 
-def flow(scene: Scene) -> Flow:
-    """The flow of a scene, and its bottleneck."""
-    phases, rates, tally = scene.phases, scene.rates, scene.tally
-    found = bottleneck(scene)
+def flow(snapshot: Snapshot) -> Flow:
+    """The flow of a snapshot, and its bottleneck."""
+    phases, rates, tally = snapshot.phases, snapshot.rates, snapshot.tally
+    found = bottleneck(snapshot)
     answered = rates.used + rates.refused
     known: list[tuple[FlowPlace, int, float | None, str]] = [
         ("triggers", phases.get("triggered", 0), rates.issued, "begun"),
@@ -93,13 +92,13 @@ def flow(scene: Scene) -> Flow:
     )
 
 
-def bottleneck(scene: Scene) -> Bottleneck:
-    """Where tasks wait most, or else what takes the time."""
-    if scene.tally.run.state == "finished":
+def bottleneck(snapshot: Snapshot) -> Bottleneck:
+    """The stage in which most tasks wait, or else the one that takes the time."""
+    if snapshot.tally.run.state == "finished":
         return Bottleneck(None, "The run is finished.")
-    if len(scene.gauged) < LOOKS:
+    if len(snapshot.gauged) < LOOKS:
         return Bottleneck(None, "What holds the tasks up is told after three looks.")
-    waits, over_s = waiting(scene)
+    waits, over_s = waiting(snapshot)
     place = max(waits, key=lambda one: waits[one])
     if waits[place] >= WAIT:
         who, helps = _HELPS[place]
@@ -110,15 +109,15 @@ def bottleneck(scene: Scene) -> Bottleneck:
             f"{'it' if verb == 'is' else 'them'} over the last {over_s:.0f} s, more than anywhere "
             f"else; {helps}.",
         )
-    target, mean = scene.settings.scheduler.target_staleness, scene.tally.head.mean_staleness
+    target, mean = snapshot.settings.scheduler.target_staleness, snapshot.tally.head.mean_staleness
     if target is not None and mean > target:
         return Bottleneck(
             None,
             f"The scheduler holds back: updates are {mean:.2f} versions late on average, above "
             f"scheduler.target_staleness = {target:g}.",
         )
-    training = scene.phases.get("training", 0)
-    if training and isinstance(scene.settings.policy, Rounds):
+    training = snapshot.phases.get("training", 0)
+    if training and isinstance(snapshot.settings.policy, Rounds):
         return Bottleneck(
             "training",
             f"Training takes the time: the round waits for {counted(training, 'device')} that still"
@@ -133,14 +132,14 @@ def bottleneck(scene: Scene) -> Bottleneck:
     return Bottleneck(None, "Nothing waits: too little is going on for a bottleneck.")
 
 
-def waiting(scene: Scene) -> tuple[dict[FlowPlace, float], float]:
-    """How many tasks wait at each place, as means over the last seconds, and over how many.
+def waiting(snapshot: Snapshot) -> tuple[dict[FlowPlace, float], float]:
+    """Mean number of waiting tasks by stage, and the seconds of that mean.
 
-    The scene has at least ``LOOKS`` gauges.
+    ``Snapshot.gauged`` must have at least ``LOOKS`` rows.
     """
-    rows = scene.gauged[scene.gauged["time"] > scene.now - LOOK_S]
+    rows = snapshot.gauged[snapshot.gauged["time"] > snapshot.now - LOOK_S]
     if len(rows) < LOOKS:  # a busy coordinator looks every ten seconds
-        rows = scene.gauged[-LOOKS:]
+        rows = snapshot.gauged[-LOOKS:]
     further = sum(rows[name] for name in ("triggers", "training", "uploading", "queue"))
     untaken = (rows["open"] - further).clip(min=0)
     return {
@@ -148,4 +147,4 @@ def waiting(scene: Scene) -> tuple[dict[FlowPlace, float], float]:
         "waiting": float(untaken.mean()),
         "uploads": float(rows["uploading"].mean()),
         "queue": float(rows["queue"].mean()),
-    }, max(1.0, scene.now - float(rows["time"][0]))
+    }, max(1.0, snapshot.now - float(rows["time"][0]))

@@ -1,4 +1,4 @@
-"""The panels of the live page: each draws one thing of a scene, readable without JavaScript."""
+"""The panels of the live page, as HTML that is readable without JavaScript."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedstream.history.devices import DeviceTable, devices_of
 from fedstream.history.display import duration, failing
 from fedstream.history.live.alarms import alarms
 from fedstream.history.live.flow import flow
-from fedstream.history.live.scene import Scene
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.history.live.stalled import stalled
 from fedstream.history.table import RowArray, is_used_row
 from fedstream.history.ui.pages import LABELS, facts_of_device
-from fedstream.history.ui.templating import rendered, shown_bytes
+from fedstream.history.ui.templating import rendered
 from fedstream.terminal import measure
 from fedstream.trainer.goals import best_of, goal_of
 
@@ -26,23 +26,23 @@ _METRICS = 4  # in the headline
 _DRAWN = 2  # metrics with charts of their own
 
 
-def headline_html(scene: Scene, *, away_s: float = 0.0) -> str:
-    """Progress, why nothing moves, and the run in numbers."""
-    tally = scene.tally
+def headline_html(snapshot: Snapshot, *, away_s: float = 0.0) -> str:
+    """Progress, the cause of a standstill, and the run in numbers."""
+    tally = snapshot.tally
     version, versions = tally.head.version, tally.run.versions
     return rendered(
         "live/headline.html",
-        standstill=stalled(scene, away_s=away_s),
+        standstill=stalled(snapshot, away_s=away_s),
         version=version,
         versions=versions,
         share=min(1.0, version / versions),
-        pace=_pace(scene),
-        facts=headline_facts(scene),
+        pace=_pace(snapshot),
+        facts=headline_facts(snapshot),
     )
 
 
-def _pace(scene: Scene) -> str:
-    tally, rates = scene.tally, scene.rates
+def _pace(snapshot: Snapshot) -> str:
+    tally, rates = snapshot.tally, snapshot.rates
     left = tally.run.versions - tally.head.version
     if tally.run.state == "finished":
         took = (tally.run.finished or tally.head.time) - tally.run.created
@@ -52,28 +52,22 @@ def _pace(scene: Scene) -> str:
     return f"{rates.versions:.3g} versions/s, {duration(left / rates.versions)} left"
 
 
-def headline_facts(scene: Scene) -> list[tuple[str, str]]:
+def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     """The run in numbers, as (name, value with its unit)."""
-    tally, rates = scene.tally, scene.rates
+    tally = snapshot.tally
     found: list[tuple[str, str]] = []
-    names = list(dict.fromkeys(name for one in scene.measured for name in one.metrics))
+    names = list(dict.fromkeys(name for one in snapshot.measured for name in one.metrics))
     for name in names[:_METRICS]:
-        points = [(one.metrics[name], one.version) for one in scene.measured if name in one.metrics]
+        points = [
+            (one.metrics[name], one.version) for one in snapshot.measured if name in one.metrics
+        ]
         found.append((f"test {name.removeprefix('test_')}", _at(*points[-1])))
         if best := best_of(points, goal_of(name, tally.run.goal)):
             found.append((f"best {name.removeprefix('test_')}", _at(*best)))
-    mean = tally.head.mean_staleness
-    found.append(("staleness, recent mean", f"{mean:.2f} versions"))
-    if rates.over_s:
-        found.append(("updates used", f"{rates.used:.3g}/s"))
-    limit = scene.memory.limit
-    memory = shown_bytes(scene.memory.used) + (f" of {shown_bytes(limit)}" if limit else "")
     found += [
-        ("open tasks", f"{tally.tasks:,}"),
-        ("in the queue", f"{tally.backlog:,} of {scene.settings.scheduler.max_queue:,}"),
+        ("staleness, recent mean", f"{tally.head.mean_staleness:.2f} versions"),
         ("trainers", f"{tally.trainers:,}"),
         ("devices", f"{tally.run.devices:,}"),
-        ("Redis's memory", memory),
     ]
     if barred := len(tally.head.quarantines.by_device):
         found.append(("devices in quarantine", f"{barred:,}"))
@@ -86,20 +80,20 @@ def _at(value: float, version: int) -> str:
     return f"{measure(value)} at {version:,}"
 
 
-def flow_html(scene: Scene) -> str:
-    """Where the tasks are, and the bottleneck."""
-    return rendered("live/flow.html", flow=flow(scene))
+def flow_html(snapshot: Snapshot) -> str:
+    """Numbers of tasks by stage, and the bottleneck."""
+    return rendered("live/flow.html", flow=flow(snapshot))
 
 
-def curves_html(scene: Scene) -> str:
+def curves_html(snapshot: Snapshot) -> str:
     """The first metrics over versions and over time, and the training loss."""
     nothing = "Nothing has been measured yet."
-    return rendered("live/charts.html", charts=curves_of(scene), nothing=nothing)
+    return rendered("live/charts.html", charts=curves_of(snapshot), nothing=nothing)
 
 
-def curves_of(scene: Scene) -> list[Chart]:
+def curves_of(snapshot: Snapshot) -> list[Chart]:
     """The charts of :func:`curves_html`."""
-    measured = scene.measurements
+    measured = snapshot.measurements
     names = list(dict.fromkeys(name for one in measured for name in one.metrics))[:_DRAWN]
     seconds = dict(
         zip(
@@ -121,64 +115,64 @@ def curves_of(scene: Scene) -> list[Chart]:
                 versions=False,
             ),
         ]
-    return [*found, *charts.of_updates(_used(scene), "loss")]
+    return [*found, *charts.of_updates(_used(snapshot), "loss")]
 
 
-def staleness_html(scene: Scene) -> str:
-    """How late updates are over the versions, and the weight that they are given for it."""
-    found = charts.of_updates(_used(scene), "staleness", "lateness")
+def staleness_html(snapshot: Snapshot) -> str:
+    """Charts of the updates' staleness, and of their weights by staleness."""
+    found = charts.of_updates(_used(snapshot), "staleness", "lateness")
     return rendered("live/charts.html", charts=found, nothing="No update has been used yet.")
 
 
-def _used(scene: Scene) -> RowArray:
-    """The newest updates that went into a version, by version."""
-    rows = scene.ended[is_used_row(scene.ended) & (scene.ended["staleness"] >= 0)]
+def _used(snapshot: Snapshot) -> RowArray:
+    """The newest used updates, ordered by version."""
+    rows = snapshot.ended[is_used_row(snapshot.ended) & (snapshot.ended["staleness"] >= 0)]
     found: RowArray = rows[np.argsort(rows["version"], kind="stable")]
     return found
 
 
-def alarms_html(scene: Scene) -> str:
-    """Which alerts would fire."""
-    found = alarms(scene)
+def alarms_html(snapshot: Snapshot) -> str:
+    """The alerts by state."""
+    found = alarms(snapshot)
     loud = [one for one in found if one.state != "quiet"]
     quiet = [one for one in found if one.state == "quiet"]
     return rendered("live/alarms.html", loud=loud, quiet=quiet)
 
 
-def device_table(scene: Scene) -> DeviceTable:
-    """The devices' figures, in the newest ended tasks that the scene has."""
-    return devices_of(scene.ended, vectors=scene.pushes.rows, now=scene.now)
+def device_table(snapshot: Snapshot) -> DeviceTable:
+    """The devices' figures, in the newest ended tasks that the snapshot has."""
+    return devices_of(snapshot.ended, vectors=snapshot.pushes.rows, now=snapshot.now)
 
 
-def devices_html(scene: Scene, sort: str = "") -> str:
-    """The devices, by default with the oddest first. ``sort``: a column, or -column."""
-    table = device_table(scene)
+def devices_html(snapshot: Snapshot, sort: str = "") -> str:
+    """The devices' table. ``sort``: column or -column; default: most outliers first."""
+    table = device_table(snapshot)
     return rendered(
         "live/devices.html",
         table=table,
         rows=table.rows(sort, most=SHOWN),
-        pushes=scene.pushes,
+        pushes=snapshot.pushes,
         sort=sort if sort.removeprefix("-") in ("device", *table.figures) else "",
-        ends=len(scene.ended),
+        ends=len(snapshot.ended),
     )
 
 
-def device_html(scene: Scene, device: int) -> str:
-    """What is known of one device."""
-    table, used = device_table(scene), _used(scene)
+def device_html(snapshot: Snapshot, device: int) -> str:
+    """One device's figures, charts and open tasks."""
+    table, used = device_table(snapshot), _used(snapshot)
     row = next(iter(table.rows(only=device)), None)
     return rendered(
         "live/device.html",
         device=device,
         row=row,
         labels=LABELS,
-        pushes=scene.pushes,
+        pushes=snapshot.pushes,
         facts=[] if row is None else facts_of_device(table, row),
-        ends=len(scene.ended),
+        ends=len(snapshot.ended),
         charts=charts.of_device_rows(used[used["device"] == device]),
         tasks=[
-            {"phase": one.phase, "seconds": max(0.0, scene.now - one.phase_since)}
-            for one in scene.tasks
+            {"phase": one.phase, "seconds": max(0.0, snapshot.now - one.phase_since)}
+            for one in snapshot.tasks
             if one.device == device
         ],
     )
@@ -190,7 +184,7 @@ class LivePanel:
 
     name: str  # an identifier
     title: str
-    html: Callable[[Scene], str]  # escaped
+    html: Callable[[Snapshot], str]  # escaped
 
 
 PANELS = (

@@ -1,4 +1,4 @@
-"""What a run has done lately, from its events and versions. Pure: no clock, no I/O."""
+"""The newest events, versions and counts of a run, each bounded. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from fedstream.broker.streams import Entry
 from fedstream.core.errors import BadMessage
 from fedstream.core.messages import OUTCOMES, Contribution, Event, Version
 from fedstream.core.records import Tally
-from fedstream.history.live.scene import GAUGED, Note, Rates, SeenMetrics, TaskEnd
+from fedstream.history.live.snapshot import GAUGED, Rates, SeenMetrics, ToldEvent
 from fedstream.history.table import MADE, NONE, UPDATE, RowArray, or_nan, update_row, whole
 
 ROWS = 16_384  # of ended tasks and of versions
 _GAUGES = 1800
 _MEASURED = 10_000
-_SHOWN = 50  # outcomes and notes
+_SHOWN = 50  # events, without measurements
 _UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
 _REASONS = 1000  # a closed set, but for a Redis that anybody may write to
 _TEXT = 2000  # characters of an error that are kept
 _OVER_S = 10.0  # for rates
 _LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
 
-Told = TaskEnd | Note | SeenMetrics
-
 
 class Ring:
-    """The newest rows of an array that grows."""
+    """A bounded array of rows that forgets the oldest rows."""
 
     def __init__(self, kind: np.dtype[Any], most: int) -> None:
         self._rows = np.zeros(2 * most, kind)
@@ -40,7 +38,7 @@ class Ring:
         self._end = 0
 
     def add(self, row: tuple[Any, ...]) -> int:
-        """Append a row: its number."""
+        """Append a row; returns its number."""
         if self._end == len(self._rows):
             self._rows[: self._most] = self._rows[self._most :]
             self._dropped += self._most
@@ -50,77 +48,52 @@ class Ring:
         return self._dropped + self._end - 1
 
     def set(self, number: int, name: str, value: float) -> None:
-        """Change a row that may still be there."""
+        """Change a field of a row, unless the row was forgotten."""
         if number >= self._dropped:
             self._rows[name][number - self._dropped] = value
 
     def newest(self) -> RowArray:
-        """The newest rows, oldest first, as an array that nobody else has."""
+        """A copy of the newest rows, oldest first."""
         return self._rows[max(0, self._end - self._most) : self._end].copy()
 
 
 class Recent:
-    """Outcomes, measurements, versions and gauges, each bounded, newest last."""
+    """Outcomes, measurements, versions and counts, newest last."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = [""]
         self.measured: dict[int, SeenMetrics] = {}
-        self.outcomes: deque[TaskEnd] = deque(maxlen=_SHOWN)
-        self.notes: deque[Note] = deque(maxlen=_SHOWN)
+        self.told: deque[ToldEvent] = deque(maxlen=_SHOWN)
         self.ended = Ring(UPDATE, ROWS)
         self.made = Ring(MADE, ROWS)
         self.gauged = Ring(GAUGED, _GAUGES)
-        self.moved = 0.0  # when the newest event or version was told
+        self.moved = 0.0  # time of the newest event or version
         self._reasons = {"": 0}
         self._rows: dict[str, int] = {}  # task -> its row, of those used and not in a version yet
         self._unmatched: dict[str, Contribution] = {}
         self._counts: deque[tuple[float, dict[str, int]]] = deque()
 
-    def tell(self, entries: Iterable[Entry]) -> list[tuple[str, Told]]:
-        """Take events, in order; returns what they say, with their ids."""
-        told: list[tuple[str, Told]] = []
+    def tell(self, entries: Iterable[Entry]) -> list[ToldEvent]:
+        """Add events, in order; returns the readable ones."""
+        told: list[ToldEvent] = []
         for entry in entries:
             with suppress(BadMessage):
-                told.append((entry.id, self._told(entry.id, Event.decode(entry.data))))
+                told.append((entry.id, self._told(Event.decode(entry.data))))
             self.moved = max(self.moved, entry.time)
+        self.told += [one for one in told if not is_measurement(one[1])]
         return told
 
-    def _told(self, id_: str, event: Event) -> Told:
-        if event.what == "evaluation" and event.version is not None and event.device is None:
-            found = SeenMetrics(event.version, _moment(event.time), event.metrics or {})
+    def _told(self, event: Event) -> Event:
+        text = event.text and event.text[-_TEXT:]
+        event = event.model_copy(update={"time": _moment(event.time), "text": text})
+        if is_measurement(event) and event.version is not None:
+            found = SeenMetrics(event.version, event.time, event.metrics or {})
             self.measured[found.version] = found
             if len(self.measured) > _MEASURED:
                 del self.measured[next(iter(self.measured))]
-            return found
-        if event.what == "outcome" and event.outcome is not None:
+        elif event.what == "outcome" and event.outcome is not None:
             self._end(event)
-            outcome = TaskEnd(
-                id_,
-                _moment(event.time),
-                event.task or "",
-                event.device,
-                event.outcome,
-                event.reason or "",
-                event.version,
-                event.staleness,
-                event.weight,
-                event.site or "",
-            )
-            self.outcomes.append(outcome)
-            return outcome
-        note = Note(
-            id_,
-            _moment(event.time),
-            event.what,
-            event.service,
-            event.device,
-            event.version,
-            event.reason or "",
-            (event.text or "")[-_TEXT:],
-            event.site or "",
-        )
-        self.notes.append(note)
-        return note
+        return event
 
     def _end(self, event: Event) -> None:
         used = self._unmatched.pop(event.task or "", None)
@@ -128,7 +101,7 @@ class Recent:
         row = self.ended.add(
             update_row(
                 version=event.version,
-                time=_moment(event.time),
+                time=event.time,
                 device=event.device,
                 outcome=outcome,
                 reason=self._reason(event.reason or ""),
@@ -149,7 +122,7 @@ class Recent:
         return self._reasons[reason]
 
     def publish(self, entries: Iterable[Entry]) -> None:
-        """Take versions, in order."""
+        """Add versions, in order."""
         for entry in entries:
             with suppress(BadMessage):
                 version = Version.decode(entry.data)
@@ -166,14 +139,13 @@ class Recent:
     def gauge(
         self, tally: Tally, memory: int, training: int, uploading: int, leading: Collection[str]
     ) -> None:
-        """Take what is there now."""
+        """Add a row of counts."""
         self.gauged.add(
             (
                 tally.now,
                 tally.tasks,
                 tally.backlog,
                 tally.triggers,
-                tally.inbox or 0,
                 tally.trainers,
                 memory,
                 training,
@@ -190,7 +162,7 @@ class Recent:
 
     @property
     def rates(self) -> Rates:
-        """Per second, from the counts of the last ten."""
+        """Rates over the last ten seconds."""
         if len(self._counts) < 2:
             return Rates()
         (began, before), (now, after) = self._counts[0], self._counts[-1]
@@ -209,8 +181,13 @@ class Recent:
         )
 
 
+def is_measurement(event: Event) -> bool:
+    """Whether an event is the evaluator's: a device's errors name the device."""
+    return event.what == "evaluation" and event.version is not None and event.device is None
+
+
 def _moment(seconds: float) -> float:
-    """Seconds since 1970 that have a date, whatever a clock said."""
+    """Seconds since 1970, limited to times that have a date."""
     return min(max(seconds, 0.0), _LAST_S) if isfinite(seconds) else 0.0
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from time import thread_time
 from typing import Any
 
 import markupsafe
 
 from fedstream.broker.keys import Keys
-from fedstream.history.live.broadcast import DrawnGlance, LivePicture
-from fedstream.history.live.collector import Glance
+from fedstream.core.messages import Event
+from fedstream.history.live.broadcast import DrawnSnapshot, LivePicture
+from fedstream.history.live.collector import Collected
 from fedstream.history.live.panels import PANELS, device_html, devices_html, headline_html
-from fedstream.history.live.recent import Told
-from fedstream.history.live.scene import Note, Scene, SeenMetrics, TaskEnd
+from fedstream.history.live.recent import is_measurement
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.history.ui.templating import rendered
 from fedstream.operate.dead import DeadLetters
 from fedstream.runtime.text import escaped
@@ -23,61 +23,65 @@ HEADLINE = "headline"
 _TEXT = 300  # characters of an error that the log shows
 
 
-def drawn(look: Glance) -> DrawnGlance:
-    """A look as its viewers get it."""
+def drawn(look: Collected) -> DrawnSnapshot:
+    """Draw a snapshot's panels, and its events as lines of the log."""
     began = thread_time()
-    run = look.scene.tally.run
+    run = look.snapshot.tally.run
     state = f"{run.state}: {run.why}" if run.why else run.state
-    parts = {"state": str(markupsafe.escape(escaped(state))), HEADLINE: headline_html(look.scene)}
-    parts |= {panel.name: panel.html(look.scene) for panel in PANELS}
-    rows = [(id_, row(told)) for id_, told in look.news]
-    return DrawnGlance(parts, rows, thread_time() - began)
+    parts = {
+        "state": str(markupsafe.escape(escaped(state))),
+        HEADLINE: headline_html(look.snapshot),
+    }
+    parts |= {panel.name: panel.html(look.snapshot) for panel in PANELS}
+    rows = [(id_, row(event)) for id_, event in look.news]
+    return DrawnSnapshot(parts, rows, thread_time() - began)
 
 
-def away(scene: Scene, away_s: float) -> dict[str, str]:
-    """The part that says for how long Redis has not answered."""
-    return {HEADLINE: headline_html(scene, away_s=away_s)}
+def away(snapshot: Snapshot, away_s: float) -> dict[str, str]:
+    """The headline that says for how long Redis has not answered."""
+    return {HEADLINE: headline_html(snapshot, away_s=away_s)}
 
 
-def row(told: Told) -> list[object]:
-    """What was told, as a line of the log: when, what kind, in words."""
-    if isinstance(told, SeenMetrics):
-        said = [f"{name} {measure(value)}" for name, value in told.metrics.items()]
-        return [told.time, "measured", f"version {told.version}: {', '.join(said)}"]
-    where = [
+def row(event: Event) -> list[object]:
+    """An event as a line of the log: its time, its kind, and words."""
+    kind = event.outcome or event.what
+    if is_measurement(event):
+        said = [f"{name} {measure(value)}" for name, value in (event.metrics or {}).items()]
+        return [event.time, "measured", f"version {event.version}: {', '.join(said)}"]
+    words = [
         f"{name} {number(value)}"
-        for name, value in (("device", told.device), ("version", told.version))
+        for name, value in (("device", event.device), ("version", event.version))
         if value is not None
     ]
-    if isinstance(told, Note):
-        text = told.text.strip().rpartition("\n")[2][:_TEXT]
-        words = [told.service, *where, spaced(told.reason), text]
-        return [told.time, told.what, escaped(" · ".join(filter(None, words)))]
-    words = [*where, f"because {spaced(told.reason)}" if told.reason else ""]
-    if told.staleness is not None:
-        words.append(f"staleness {told.staleness}")
-    if told.weight is not None:
-        words.append(f"weight {number(told.weight, 3)}")
-    return [told.time, spaced(told.outcome), escaped(" · ".join(filter(None, words)))]
+    if event.outcome is None:
+        text = (event.text or "").strip().rpartition("\n")[2][:_TEXT]
+        words = [event.service, *words, spaced(event.reason or ""), text]
+    elif event.reason:
+        words.append(f"because {spaced(event.reason)}")
+    if event.outcome is not None and event.staleness is not None:
+        words.append(f"staleness {event.staleness}")
+    if event.outcome is not None and event.weight is not None:
+        words.append(f"weight {number(event.weight, 3)}")
+    return [event.time, spaced(kind), escaped(" · ".join(filter(None, words)))]
 
 
 def page(
     picture: LivePicture,
     *,
-    has_past: bool,
+    is_recorded: bool,
     journal: str,
     is_operator: bool,
     has_operators: bool,
     may_leave: bool,
 ) -> str:
-    """The whole page. ``journal``: where it would be; ``may_leave``: the viewer has logged in."""
-    scene = picture.scene
+    """The whole page. ``journal``: path of the journal; ``may_leave``: the viewer has logged in."""
+    snapshot = picture.snapshot
     return rendered(
         "live.html",
-        **_frame(scene, "Live", has_past=has_past, has_operators=has_operators),
+        **_frame(snapshot, "Live", is_recorded=is_recorded, has_operators=has_operators),
         headline=picture.parts[HEADLINE],
-        position=scene.position,
-        lines=_lines(scene),
+        position=snapshot.position,
+        lines=[(id_, row(event)) for id_, event in reversed(snapshot.told)],
         panels=[(panel, picture.parts[panel.name]) for panel in PANELS],
         is_operator=is_operator,
         may_leave=may_leave,
@@ -86,30 +90,23 @@ def page(
 
 
 def devices(picture: LivePicture, sort: str, *, has_operators: bool) -> str:
-    """The devices of the newest tasks, by a column. For a run without a journal here."""
-    return _inside(picture, "Devices", devices_html(picture.scene, sort), has_operators)
+    """The devices' figures in the newest tasks, sorted by a column; used without a journal."""
+    return _inside(picture, "Devices", devices_html(picture.snapshot, sort), has_operators)
 
 
 def device(picture: LivePicture, number: int, *, has_operators: bool) -> str:
-    """What the newest tasks say of a device."""
-    text = device_html(picture.scene, number)
+    """A device's figures in the newest tasks; used without a journal."""
+    text = device_html(picture.snapshot, number)
     return _inside(picture, f"Device {number}", text, has_operators)
 
 
 def _inside(picture: LivePicture, title: str, text: str, has_operators: bool) -> str:
-    frame = _frame(picture.scene, title, has_past=False, has_operators=has_operators)
+    frame = _frame(picture.snapshot, title, is_recorded=False, has_operators=has_operators)
     return rendered("live/inside.html", **frame, inside=text)
 
 
-def _lines(scene: Scene) -> list[tuple[str, list[object]]]:
-    """The last lines of the log, newest first."""
-    told: Iterable[TaskEnd | Note] = (*scene.outcomes, *scene.notes)
-    found = sorted(told, key=lambda one: tuple(map(int, one.id.split("-"))), reverse=True)
-    return [(one.id, row(one)) for one in found[:50]]
-
-
 def login(run: str, to: str, *, is_operator: bool, problem: str) -> str:
-    """The form that asks for a token. ``to``: where to go on."""
+    """The form that asks for a token. ``to``: the path that was asked for."""
     return rendered(
         "login.html", **_bare(run, "Log in"), to=to, is_operator=is_operator, problem=problem
     )
@@ -118,9 +115,10 @@ def login(run: str, to: str, *, is_operator: bool, problem: str) -> str:
 def operate(
     run: str, found: DeadLetters | None, form: str, *, told: str, problem: str, ended: str
 ) -> str:
-    """What an operator may do. ``form``: what forms must contain; ``told``: what was just done.
+    """The page of operators' actions.
 
-    ``ended``: how the run did; '' if it goes on.
+    ``form``: secret for the page's forms; ``told``: result of the last action; ``ended``: state of
+    a run that has ended, '' for a running one.
     """
     return rendered(
         "operate.html",
@@ -134,41 +132,38 @@ def operate(
 
 
 def waiting(run: str, text: str) -> str:
-    """Why there is nothing to see yet."""
+    """A page that says why there is no snapshot yet, and loads itself again."""
     return rendered("waiting.html", **_bare(run, "Waiting"), text=text)
 
 
 def problem(run: str, title: str, text: str) -> str:
-    """What went wrong."""
+    """A page that shows an error."""
     return rendered("problem.html", **_bare(run, title), text=text)
 
 
-def _frame(scene: Scene, title: str, *, has_past: bool, has_operators: bool) -> dict[str, Any]:
-    about = scene.tally.run
-    run = {
-        "name": scene.name,
-        "task": about.task,
-        "strategy": about.strategy,
-        "state": about.state,
-        "why": about.why or "",
-        "damage": (),
-        "past": has_past,
-        "operators": has_operators,
-        "newest": scene.tally.head.version,
-    }
-    return {"title": title, "here": title, "run": run}
+def _frame(
+    snapshot: Snapshot, title: str, *, is_recorded: bool, has_operators: bool
+) -> dict[str, Any]:
+    run = snapshot.tally.run
+    return _bare(
+        snapshot.name,
+        title,
+        task=run.task,
+        strategy=run.strategy,
+        state=run.state,
+        why=run.why or "",
+        recorded=is_recorded,
+        operators=has_operators,
+        newest=snapshot.tally.head.version,
+    )
 
 
-def _bare(run: str, title: str) -> dict[str, Any]:
-    about = {
-        "name": Keys(run).name,
-        "task": "",
-        "strategy": "",
-        "state": "",
-        "why": "",
-        "damage": (),
-        "past": False,
-        "operators": False,
-        "newest": 0,
+def _bare(run: str, title: str, **about: object) -> dict[str, Any]:
+    """The fields that each template needs. ``about``: facts of the run, if they are known."""
+    unknown = {"task": "", "strategy": "", "state": "", "why": "", "damage": (), "newest": 0}
+    rights = {"recorded": False, "operators": False}
+    return {
+        "title": title,
+        "here": title,
+        "run": {"name": Keys(run).name} | unknown | rights | about,
     }
-    return {"title": title, "here": title, "run": about}

@@ -1,7 +1,7 @@
-"""Who has logged in: cookies that say it, signed with the token that was shown.
+"""Logins of viewers and operators, as cookies signed with the token that was given.
 
-A cookie is all that is kept of a login, so it counts at every replica that has the same tokens, and
-ends when its time is over, or when the token is gone.
+Only the cookie stores a login. So every replica with the same tokens accepts it, and it ends when
+its time is over or its token is replaced.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pydantic import SecretStr
 
 from fedstream.coordinator.access import Tokens, is_same
 
-Who: TypeAlias = Literal["viewer", "operator"]
+Role: TypeAlias = Literal["viewer", "operator"]
 
-LASTS_S: dict[Who, int] = {"viewer": 12 * 3600, "operator": 15 * 60}
+LASTS_S: dict[Role, int] = {"viewer": 12 * 3600, "operator": 15 * 60}
 
 
 class Sessions:
-    """Logins of viewers and operators. Pure: it is told what time it is, in seconds since 1970."""
+    """Makes and checks cookies and forms. ``now`` is in seconds since 1970."""
 
     def __init__(self, run: str, tokens: Tokens | None, operator_token: SecretStr | None) -> None:
-        """``tokens``: None lets everybody look; ``operator_token``: None lets nobody act."""
-        self._tokens: dict[Who, Tokens | None] = {
+        """``tokens``: None lets everybody view; ``operator_token``: None lets nobody act."""
+        self._tokens: dict[Role, Tokens | None] = {
             "viewer": tokens,
             "operator": Tokens(operator_token) if operator_token is not None else None,
         }
@@ -33,23 +33,23 @@ class Sessions:
         self.is_open = tokens is None
         self.has_operators = operator_token is not None
 
-    def begun(self, token: str, now: float) -> tuple[Who, str] | None:
-        """Who shows a token, and the cookie that says so; None if it is no token of ours."""
-        for who in ("operator", "viewer"):
-            if self._is(who, token):
-                return who, self._signed(who, int(now) + LASTS_S[who], token)
+    def begun(self, token: str, now: float) -> tuple[Role, str] | None:
+        """The role that a token has, and a cookie for it; None for a wrong token."""
+        for role in ("operator", "viewer"):
+            if self._is(role, token):
+                return role, self._signed(role, int(now) + LASTS_S[role], token)
         return None
 
-    def who(self, cookie: str, now: float) -> Who | None:
-        """Who a cookie is from; None if it says nothing, or no more."""
+    def role(self, cookie: str, now: float) -> Role | None:
+        """The role of a cookie; None if the cookie is wrong or too old."""
         said, _, _ = cookie.rpartition(".")
         name, _, until = said.partition(".")
         if not (until.isascii() and until.isdigit() and len(until) < 12 and int(until) > now):
             return None
-        for who in ("operator", "viewer"):
-            if name == who:  # signed with any of the tokens: one may be being replaced
-                signed = (self._signed(who, int(until), token) for token in self._now(who))
-                return who if any(is_same(one, cookie) for one in signed) else None
+        for role in ("operator", "viewer"):
+            if name == role:  # signed with any of the tokens: one may be being replaced
+                signed = (self._signed(role, int(until), token) for token in self._now(role))
+                return role if any(is_same(one, cookie) for one in signed) else None
         return None
 
     def is_bearer(self, header: str) -> bool:
@@ -58,24 +58,24 @@ class Sessions:
         return kind.lower() == "bearer" and self._is("viewer", token)
 
     def form_of(self, cookie: str) -> str:
-        """What the forms of a session must contain, which a page elsewhere can't know."""
+        """The secret that a session's forms must contain."""
         return self._mac(f"form.{cookie}", self._now("operator")[0])
 
     def is_form(self, cookie: str, said: str) -> bool:
-        """Whether a form is of this session."""
+        """Whether a form belongs to this session."""
         return is_same(self.form_of(cookie), said)
 
-    def _now(self, who: Who) -> list[str]:
+    def _now(self, role: Role) -> list[str]:
         """The tokens of viewers or operators, if there are any."""
-        tokens = self._tokens[who]
+        tokens = self._tokens[role]
         return tokens.now() if tokens is not None else []
 
-    def _is(self, who: Who, token: str) -> bool:
-        tokens = self._tokens[who]
+    def _is(self, role: Role, token: str) -> bool:
+        tokens = self._tokens[role]
         return tokens is not None and tokens.has(token)
 
-    def _signed(self, who: Who, until: int, token: str) -> str:
-        said = f"{who}.{until}"
+    def _signed(self, role: Role, until: int, token: str) -> str:
+        said = f"{role}.{until}"
         return f"{said}.{self._mac(said, token)}"
 
     def _mac(self, text: str, token: str) -> str:

@@ -1,7 +1,7 @@
-"""Why nothing moves: one plain sentence about a scene, or None while the run makes progress.
+"""The cause of a standstill, as one sentence; None while the run makes progress.
 
-The causes are asked in an order: what stops everything comes before what stops a part, and what is
-sure before what is likely.
+Causes are checked in order: causes that stop everything come before causes that stop a part, and
+certain ones before likely ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedstream.coordinator.policies import Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.messages import OUTCOMES
 from fedstream.history.display import duration, failing
-from fedstream.history.live.scene import Phase, Scene, SeenWorker
+from fedstream.history.live.snapshot import Phase, SeenWorker, Snapshot
 from fedstream.history.timeline import is_stalled
 from fedstream.terminal import counted
 from fedstream.trainer.devices import AlwaysAvailable, eligible
@@ -28,62 +28,64 @@ _SILENT = 0.5  # of the time after which a trainer is struck off
 _ENDS = 3  # at least, all with the same outcome: then that is what stops the run
 _CHECKED = 1000  # devices whose availability is looked up
 
-Explanation: TypeAlias = Callable[[Scene], str | None]
+Explanation: TypeAlias = Callable[[Snapshot], str | None]
 
 
 @dataclass(frozen=True)
 class Standstill:
-    """Why nothing moves."""
+    """The cause of a standstill."""
 
     text: str  # a sentence
     is_wrong: bool = True  # somebody may have to do something
 
 
-def stalled(scene: Scene, *, away_s: float = 0.0) -> Standstill | None:
-    """Why there is no new version; None while there are, or if it is too early to say.
+def stalled(snapshot: Snapshot, *, away_s: float = 0.0) -> Standstill | None:
+    """The cause why no version is made; None while versions are made, or too early to say.
 
-    ``away_s``: seconds for which Redis has not answered, so that the scene is as old as that.
+    ``away_s``: seconds for which Redis has not answered, so that the snapshot is as old as that.
     """
     if away_s > AWAY_S:
         return Standstill(
             f"Stalled because Redis has not answered for {duration(away_s)}: all services wait, "
             "and go on by themselves once it is back."
         )
-    run = scene.tally.run
+    run = snapshot.tally.run
     if run.state == "finished":
         why = f" ({run.why})" if run.why else ""
         return Standstill(f"Nothing moves any more because the run is finished{why}.", False)
-    idle = idle_s(scene)
-    if _is_complete(scene):
-        return _last_measurement(scene, idle)
-    if not is_stalled(idle, usual_s(scene), first=scene.tally.head.version == 0):
+    idle = idle_s(snapshot)
+    if _is_complete(snapshot):
+        return _last_measurement(snapshot, idle)
+    if not is_stalled(idle, usual_s(snapshot), first=snapshot.tally.head.version == 0):
         return None
-    why = next((said for cause in CAUSES if (said := cause(scene))), "no cause is known from here")
+    why = next(
+        (said for cause in CAUSES if (said := cause(snapshot))), "no cause is known from here"
+    )
     return Standstill(f"Stalled for {duration(idle)} because {why}.")
 
 
-def idle_s(scene: Scene) -> float:
+def idle_s(snapshot: Snapshot) -> float:
     """Seconds since the newest version, or since the run began."""
-    return max(0.0, scene.now - max(scene.tally.head.time, scene.tally.run.created))
+    return max(0.0, snapshot.now - max(snapshot.tally.head.time, snapshot.tally.run.created))
 
 
-def usual_s(scene: Scene) -> float:
+def usual_s(snapshot: Snapshot) -> float:
     """The median of the seconds between the newest versions; 0 before the second."""
-    times = scene.made["time"][-100:]
+    times = snapshot.made["time"][-100:]
     return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
 
 
-def _is_complete(scene: Scene) -> bool:
-    return scene.tally.head.version >= scene.tally.run.versions
+def _is_complete(snapshot: Snapshot) -> bool:
+    return snapshot.tally.head.version >= snapshot.tally.run.versions
 
 
-def _last_measurement(scene: Scene, idle: float) -> Standstill | None:
+def _last_measurement(snapshot: Snapshot, idle: float) -> Standstill | None:
     """All versions are made, and the run has not ended yet."""
-    last = scene.tally.run.versions
-    measured = scene.measured[-1].version if scene.measured else 0
+    last = snapshot.tally.run.versions
+    measured = snapshot.measured[-1].version if snapshot.measured else 0
     if not is_stalled(idle, 0.0, first=False) or measured >= last:
         return None
-    newest = f"version {measured:,}" if scene.measured else "none"
+    newest = f"version {measured:,}" if snapshot.measured else "none"
     return Standstill(
         f"Stalled for {duration(idle)} because all {last:,} versions are made, and the evaluator "
         f"has not measured the last one yet (newest measurement: {newest})."
@@ -93,9 +95,9 @@ def _last_measurement(scene: Scene, idle: float) -> Standstill | None:
 # causes: each says what follows 'because', or None
 
 
-def memory_is_full(scene: Scene) -> str | None:
-    """Redis takes nothing more."""
-    used, limit = scene.memory.used, scene.memory.limit
+def memory_is_full(snapshot: Snapshot) -> str | None:
+    """Redis refuses writes."""
+    used, limit = snapshot.memory.used, snapshot.memory.limit
     if not limit or used < FULL * limit:
         return None
     return (
@@ -104,18 +106,18 @@ def memory_is_full(scene: Scene) -> str | None:
     )
 
 
-def no_updater_leads(scene: Scene) -> str | None:
-    """Nobody holds the updater's lease."""
-    if "updater" in scene.leading:
+def no_updater_leads(snapshot: Snapshot) -> str | None:
+    """No process holds the updater's lease."""
+    if "updater" in snapshot.leading:
         return None
-    waiting = scene.tally.backlog
+    waiting = snapshot.tally.backlog
     waits = f"and {counted(waiting, 'update')} {'waits' if waiting == 1 else 'wait'} for one"
-    return f"no updater is active, {waits}: {_successor(scene.settings.updater.lease_s)}"
+    return f"no updater is active, {waits}: {_successor(snapshot.settings.updater.lease_s)}"
 
 
-def updater_is_silent(scene: Scene) -> str | None:
-    """Updates wait, and the updater, which leads, takes none."""
-    waiting, limit = scene.tally.backlog, scene.settings.scheduler.max_queue
+def updater_is_silent(snapshot: Snapshot) -> str | None:
+    """Updates wait, and the active updater takes none."""
+    waiting, limit = snapshot.tally.backlog, snapshot.settings.scheduler.max_queue
     if not waiting:
         return None
     full = f", at its limit of {limit:,}, so that no task begins either" if waiting >= limit else ""
@@ -125,35 +127,35 @@ def updater_is_silent(scene: Scene) -> str | None:
     )
 
 
-def no_trainer_is_alive(scene: Scene) -> str | None:
-    """Nobody is on the register."""
-    if scene.tally.trainers:
+def no_trainer_is_alive(snapshot: Snapshot) -> str | None:
+    """No trainer is registered."""
+    if snapshot.tally.trainers:
         return None
-    open_ = scene.tally.tasks
+    open_ = snapshot.tally.tasks
     rest = f", and {counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open" if open_ else ""
     return f"no trainer is alive{rest}"
 
 
-def no_device_is_connected(scene: Scene) -> str | None:
+def no_device_is_connected(snapshot: Snapshot) -> str | None:
     """Only gateways train, and no device is at one."""
-    gateways = [one for one in scene.workers if one.is_gateway]
-    if not gateways or len(gateways) < len(scene.workers):
+    gateways = [one for one in snapshot.workers if one.is_gateway]
+    if not gateways or len(gateways) < len(snapshot.workers):
         return None
-    if len(scene.workers) < scene.tally.trainers or any(one.owns for one in gateways):
+    if len(snapshot.workers) < snapshot.tally.trainers or any(one.owns for one in gateways):
         return None
     return f"no device is connected to {'the gateway' if len(gateways) == 1 else 'any gateway'}"
 
 
-def trainers_are_silent(scene: Scene) -> str | None:
-    """All that are registered have said nothing for a while: paused, or cut off."""
-    limit = scene.settings.coordinator.trainer_silence_s
-    ages = list(_silences(scene))
-    if not ages or len(scene.workers) < scene.tally.trainers:
+def trainers_are_silent(snapshot: Snapshot) -> str | None:
+    """All registered trainers are silent: paused, or cut off."""
+    limit = snapshot.settings.coordinator.trainer_silence_s
+    ages = list(_silences(snapshot))
+    if not ages or len(snapshot.workers) < snapshot.tally.trainers:
         return None
     if min(age for _, age in ages) < _SILENT * limit:
         return None
     worker, age = min(ages, key=lambda one: one[1])
-    lease = scene.settings.lease.seconds
+    lease = snapshot.settings.lease.seconds
     who = f"none of the {len(ages):,} trainers" if len(ages) > 1 else "not even the only trainer"
     return (
         f"{who} says anything, perhaps because they are paused or cut off: {worker.name} spoke "
@@ -162,15 +164,15 @@ def trainers_are_silent(scene: Scene) -> str | None:
     )
 
 
-def _silences(scene: Scene) -> Iterator[tuple[SeenWorker, float]]:
-    for worker in scene.workers:
+def _silences(snapshot: Snapshot) -> Iterator[tuple[SeenWorker, float]]:
+    for worker in snapshot.workers:
         if worker.heard is not None:
-            yield worker, scene.now - worker.heard
+            yield worker, snapshot.now - worker.heard
 
 
-def nothing_is_used(scene: Scene) -> str | None:
-    """Tasks end, but all of them without making a version."""
-    since = scene.ended[scene.ended["time"] > scene.tally.head.time]
+def nothing_is_used(snapshot: Snapshot) -> str | None:
+    """Tasks end, but none of them makes a version."""
+    since = snapshot.ended[snapshot.ended["time"] > snapshot.tally.head.time]
     used = np.isin(since["outcome"], [OUTCOMES.index(name) for name in ("applied", "buffered")])
     if len(since) < _ENDS or used.any():
         return None
@@ -181,15 +183,15 @@ def nothing_is_used(scene: Scene) -> str | None:
         "given_up": "is given up",
         "dead": "becomes a dead letter",
     }[OUTCOMES[outcome]]
-    why = scene.reasons[reason] or "no reason was given"
+    why = snapshot.reasons[reason] or "no reason was given"
     return f"every task that ends {what}: {why} ({count:,} of the last {len(since):,})"
 
 
-def no_scheduler_leads(scene: Scene) -> str | None:
-    """Nothing is open, and nobody holds the scheduler's lease."""
-    if scene.tally.tasks or "scheduler" in scene.leading or _devices_decide(scene):
+def no_scheduler_leads(snapshot: Snapshot) -> str | None:
+    """No task is open, and no process holds the scheduler's lease."""
+    if snapshot.tally.tasks or "scheduler" in snapshot.leading or _devices_decide(snapshot):
         return None
-    successor = _successor(scene.settings.scheduler.lease_s)
+    successor = _successor(snapshot.settings.scheduler.lease_s)
     return f"no scheduler is active, so no task begins: {successor}"
 
 
@@ -197,68 +199,68 @@ def _successor(lease_s: float) -> str:
     return f"if it crashed, another takes over once its lease of {lease_s:g} s has run out"
 
 
-def no_device_is_eligible(scene: Scene) -> str | None:
-    """Nothing is open, and no device may begin."""
-    tally = scene.tally
+def no_device_is_eligible(snapshot: Snapshot) -> str | None:
+    """No task is open, and no device may begin one."""
+    tally = snapshot.tally
     if tally.tasks:
         return None
     devices, barred = tally.run.devices, len(tally.head.quarantines.by_device)
     if barred >= devices:
         return f"all {counted(devices, 'device')} are in quarantine"
-    if _devices_decide(scene):
+    if _devices_decide(snapshot):
         return "the devices decide when they train (scheduler.policy none), and none has begun"
-    known = scene.settings.devices.availability
+    known = snapshot.settings.devices.availability
     if not isinstance(known, AlwaysAvailable) and devices <= _CHECKED:
-        at = scene.now - tally.run.created
+        at = snapshot.now - tally.run.created
         if not any(eligible(known, device, tally.run.seed, at) for device in range(devices)):
             return f"none of the {devices:,} devices is available now (devices.availability)"
     if len(tally.failing) >= devices - barred:
         named = failing(tally.failing_devices)
         return f"no device works, and each is asked less and less often: {named}"
-    if rest_s := scene.settings.scheduler.rest_s:
+    if rest_s := snapshot.settings.scheduler.rest_s:
         return f"no task is open: devices that had one rest for {rest_s:g} s (scheduler.rest_s)"
     return (
         f"no task is open: no device may begin one now (scheduler.policy is "
-        f"{scene.settings.policy.kind}; the scheduler's log says more)"
+        f"{snapshot.settings.policy.kind}; the scheduler's log says more)"
     )
 
 
-def _devices_decide(scene: Scene) -> bool:
-    policy = scene.settings.policy
+def _devices_decide(snapshot: Snapshot) -> bool:
+    policy = snapshot.settings.policy
     return isinstance(policy, Policy) and policy.devices_decide
 
 
-def coordinators_are_slow(scene: Scene) -> str | None:
+def coordinators_are_slow(snapshot: Snapshot) -> str | None:
     """Answers or triggers wait for a coordinator."""
     waits: tuple[tuple[Phase, str], ...] = (("uploading", "answer"), ("triggered", "trigger"))
     for phase, what in waits:
-        waiting = scene.phases.get(phase, 0)
-        if waiting and waiting == scene.tally.tasks:
+        waiting = snapshot.phases.get(phase, 0)
+        if waiting and waiting == snapshot.tally.tasks:
             return f"no coordinator takes what waits for it: {counted(waiting, what)}"
     return None
 
 
-def nobody_takes_tasks(scene: Scene) -> str | None:
+def nobody_takes_tasks(snapshot: Snapshot) -> str | None:
     """Trainers are alive, and none takes a task."""
-    waiting = scene.phases.get("waiting", 0)
-    if not waiting or scene.phases.get("training", 0):
+    waiting = snapshot.phases.get("waiting", 0)
+    if not waiting or snapshot.phases.get("training", 0):
         return None
     return (
         f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'}, and none of the "
-        f"{counted(scene.tally.trainers, 'live trainer')} takes one: a trainer that died holds its "
-        f"tasks until their lease of {scene.settings.lease.seconds:g} s has run out"
+        f"{counted(snapshot.tally.trainers, 'live trainer')} takes one: a trainer that died holds "
+        f"its tasks until their lease of {snapshot.settings.lease.seconds:g} s has run out"
     )
 
 
-def batch_is_incomplete(scene: Scene) -> str | None:
+def batch_is_incomplete(snapshot: Snapshot) -> str | None:
     """Some updates of the next version are there; the others are not."""
-    there, wanted = scene.tally.head.buffered, scene.settings.rule.batch
+    there, wanted = snapshot.tally.head.buffered, snapshot.settings.rule.batch
     if wanted < 2 or not there:
         return None
-    policy, oldest = scene.settings.policy, _oldest(scene)
+    policy, oldest = snapshot.settings.policy, _oldest(snapshot)
     if isinstance(policy, Rounds):
-        ends = [one.deadline for one in scene.tasks if one.deadline is not None]
-        until = f", for {duration(max(0.0, min(ends) - scene.now))} at most" if ends else ""
+        ends = [one.deadline for one in snapshot.tasks if one.deadline is not None]
+        until = f", for {duration(max(0.0, min(ends) - snapshot.now))} at most" if ends else ""
         return f"the round waits for {wanted - there:,} of {wanted:,} answers{until}{oldest}"
     return (
         f"a version takes {wanted:,} updates and {there:,} {'is' if there == 1 else 'are'} there"
@@ -266,19 +268,19 @@ def batch_is_incomplete(scene: Scene) -> str | None:
     )
 
 
-def training_takes_long(scene: Scene) -> str | None:
-    """Somebody trains, and that is all."""
-    training = scene.phases.get("training", 0)
+def training_takes_long(snapshot: Snapshot) -> str | None:
+    """Tasks are being trained, and nothing else happens."""
+    training = snapshot.phases.get("training", 0)
     if not training:
         return None
     verb = "is" if training == 1 else "are"
-    return f"{counted(training, 'task')} {verb} still being trained{_oldest(scene)}"
+    return f"{counted(training, 'task')} {verb} still being trained{_oldest(snapshot)}"
 
 
-def _oldest(scene: Scene) -> str:
-    if scene.oldest is None:
+def _oldest(snapshot: Snapshot) -> str:
+    if snapshot.oldest is None:
         return ""
-    return f"; the oldest open task began {duration(max(0.0, scene.now - scene.oldest))} ago"
+    return f"; the oldest open task began {duration(max(0.0, snapshot.now - snapshot.oldest))} ago"
 
 
 CAUSES: tuple[Explanation, ...] = (

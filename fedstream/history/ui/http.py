@@ -1,4 +1,4 @@
-"""What all pages share over HTTP: headers against other sites, our own forms, and static files."""
+"""HTTP parts of all pages: security headers, checks of forms, and static files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, urlsplit
 from aiohttp import web
 
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Asker: TypeAlias = Literal["may", "operator", "nobody"]
-"""May who sent a request have work done? Or only an operator, or nobody, as there are none?"""
+Permission: TypeAlias = Literal["may", "operator", "nobody"]
+"""Whether a sender may start work on questions: yes; an operator could; nobody can."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -26,7 +26,7 @@ HEADERS = {
 
 
 def is_ours(request: web.Request) -> bool:
-    """Whether a page of ours sent this, or no browser at all: for what changes something."""
+    """Whether a request comes from this server's pages, or from no browser; checked for POST."""
     site = request.headers.get("Sec-Fetch-Site", "same-origin")
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc != request.host:
@@ -51,7 +51,7 @@ _TYPES = {
     "charts.js": "text/javascript",
     "page.js": "text/javascript",
     "page.css": "text/css",
-    "asking.js": "text/javascript",
+    "question.js": "text/javascript",
     "live.js": "text/javascript",
     "live-panels.js": "text/javascript",
     "live.css": "text/css",
@@ -69,10 +69,10 @@ async def send_static(request: web.Request) -> web.Response:
 
 
 async def no_icon(_request: web.Request) -> web.Response:
-    """There is none."""
+    """Answer that there is no icon."""
     return web.Response(status=204)
 
 
 def static(name: str) -> bytes:
-    """What a file contains."""
+    """The content of a static file."""
     return (files("fedstream.history.ui") / "static" / name).read_bytes()

@@ -1,4 +1,4 @@
-"""The pages as HTML. Each is made of what it was asked for and a run, and readable by itself."""
+"""The pages of a recorded run, as HTML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import OUTCOMES
 from fedstream.history import charts
 from fedstream.history.devices import DEVICE_COLUMNS, DeviceRow, DeviceTable, devices_of
-from fedstream.history.model_stats import LayerGap, Portrait, Push
+from fedstream.history.model_stats import LayerGap, Push, VersionStats
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.table import different, each
 from fedstream.history.ui import templating
@@ -27,6 +27,7 @@ from fedstream.history.ui.templating import (
     shown_bytes,
     shown_count,
     shown_number,
+    shown_seconds,
 )
 from fedstream.journal import JournalError
 from fedstream.terminal import measure
@@ -37,12 +38,12 @@ LABELS = {key: f"{name} ({unit})" if unit else name for key, name, unit in DEVIC
 
 
 class NotThere(FedstreamError):
-    """The run has nothing of that name or number."""
+    """The run has no item of that name or number."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which updates are to be shown; None: any."""
+    """A filter of updates; None: any."""
 
     device: int | None = None
     outcome: str | None = None
@@ -51,7 +52,7 @@ class Selection:
     last: int | None = None
 
     def query(self, page: int) -> str:
-        """As an address has it, with the number of a page."""
+        """The filter as an address's query, with a page's number."""
         asked = {
             "device": self.device,
             "outcome": self.outcome,
@@ -67,7 +68,7 @@ class Selection:
 
 
 def prepare(*, also_later: bool = False) -> None:
-    """Do what the first page needs without its run; and the pages that are asked for later."""
+    """Compile the templates of the first page, or also those of later pages."""
     templating.prepare("overview.html", "base.html", "parts.html")
     if also_later:
         templating.prepare("version.html", "devices.html", "updates.html")
@@ -109,15 +110,15 @@ def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) 
     if not (found := table.rows(only=wanted)):
         raise NotThere(f"device {wanted} sent no update that the journal has")
     (row,) = found
-    drawn, lately = charts.of_device(run, wanted, window), run.lately(wanted)
-    if lately is not None:
-        drawn = [*charts.of_pushes(run, lately.rows, window), *drawn]
+    drawn, recent_pushes = charts.of_device(run, wanted, window), run.recent_pushes(wanted)
+    if recent_pushes is not None:
+        drawn = [*charts.of_pushes(run, recent_pushes.rows, window), *drawn]
     return page(
         run,
         "device.html",
         f"Device {wanted}",
         "Devices",
-        lately=lately,
+        recent_pushes=recent_pushes,
         measured_shares=run.measured_shares(),
         device=row,
         labels=LABELS,
@@ -205,7 +206,7 @@ def version(
 
 
 def missing(run: RecordedRun, version: int) -> str:
-    """Why a version can't be shown; '' if it can."""
+    """An error for a version that the journal lacks; '' if the journal has it."""
     if run.columns.has(version):
         return ""
     return (
@@ -215,7 +216,7 @@ def missing(run: RecordedRun, version: int) -> str:
 
 
 def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
-    """The run beside the other one, and where the two part. Raises NotThere without another."""
+    """Both runs side by side, and their first difference. Raises NotThere without another run."""
     other = run.other
     if other is None:
         raise NotThere("no other run: give its folder too, as in fedstream ui RUN OTHER")
@@ -252,7 +253,7 @@ def beside(run: RecordedRun, window: charts.Window = charts.WHOLE) -> str:
 
 
 def error(run: RecordedRun, title: str, text: str) -> str:
-    """What went wrong, as a page."""
+    """A page that shows an error."""
     return page(run, "error.html", title, "", text=text)
 
 
@@ -261,7 +262,7 @@ def error(run: RecordedRun, title: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class VersionView:
-    """A version as it is shown. What its model says is None until that was made."""
+    """Values of a version's page; figures of its model are None until computed."""
 
     number: int
     to: int | None  # the version that it is compared with
@@ -269,10 +270,10 @@ class VersionView:
     begins: bool  # no update made it
     used: list[dict[str, Any]]  # the updates that made it
     others: list[dict[str, Any]]  # decided since the version before, but not in this one
-    portrait: Portrait | None
+    stats: VersionStats | None
     pushes: dict[int, Push] | None
     gaps: dict[str, LayerGap]
-    problem: str  # why there is no portrait
+    problem: str  # why the model's figures are missing
 
 
 def view(
@@ -280,18 +281,18 @@ def view(
 ) -> VersionView:
     """A version that the journal has, with arguments as for :func:`version`. Raises Unwanted."""
     columns = run.columns
-    portrait, gaps, problem = run.portraits.known(wanted), {}, ""
+    stats, gaps, problem = run.version_stats.known(wanted), {}, ""
     try:
         if models:
-            portrait = run.portraits.of(wanted, is_waiting)
-        if portrait is not None and to is not None:
-            gaps = {one.name: one for one in run.portraits.gap(wanted, to, is_waiting)}
+            stats = run.version_stats.of(wanted, is_waiting)
+        if stats is not None and to is not None:
+            gaps = {one.name: one for one in run.version_stats.gap(wanted, to, is_waiting)}
     except FedstreamError as error:  # without weights, or the rule that made it may not be loaded
         problem = f"No models: {error}"
     begin, end = columns.since_previous(wanted)
     outside = columns.contained[begin:end] != wanted
     used = shown(run, np.flatnonzero(columns.contained == wanted))
-    pushes = None if portrait is None else {push.offset: push for push in portrait.pushes}
+    pushes = None if stats is None else {push.offset: push for push in stats.pushes}
     for row in used:
         if pushes and row["offset"] in pushes and not isfinite(row["norm"]):
             row["norm"] = pushes[row["offset"]].distance  # the updater did not measure it
@@ -302,7 +303,7 @@ def view(
         bool(columns.row(wanted)["begins"]),
         used,
         shown(run, np.arange(begin, end)[outside]),
-        portrait,
+        stats,
         pushes,
         gaps,
         problem,
@@ -315,7 +316,6 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     used = int(columns.used.sum())
     late = columns.updates["staleness"][columns.used]
     seconds = float(columns.made["time"][-1] - columns.made["time"][0])
-    clock = "virtual seconds" if run.is_simulated else "seconds"
     found = [("versions", f"{shown_count(run.oldest)} to {shown_count(run.newest)}")]
     for name in run.metrics[:3]:
         values = [(one.metrics[name], one.version) for one in run.measured if name in one.metrics]
@@ -328,7 +328,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
         ("staleness", f"{late.mean():.2f} mean, {int(late.max()):,} most" if used else ""),
         ("devices that took part", shown_count(len(different(columns.updates["device"])))),
         ("received", shown_bytes(int(columns.updates["bytes"].sum()))),
-        ("time", f"{shown_number(seconds)} {clock}"),
+        ("virtual time" if run.is_simulated else "time", shown_seconds(seconds)),
     ]
     if seconds > 0:
         found.append(("pace", f"{shown_number(used / seconds)} updates/s"))
@@ -338,7 +338,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
 def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
     row = run.columns.row(wanted)
     seconds = run.seconds(float(row["time"]))
-    found = [("made", f"{shown_number(seconds)} s after the beginning")]
+    found = [("made", f"{shown_seconds(seconds)} after the beginning")]
     if not run.is_simulated:
         found.append(("at", moment(float(row["time"]))))
     if measured := run.measured_at(wanted):
@@ -421,7 +421,7 @@ def _number_in(names: Sequence[str], name: str, what: str) -> int:
 
 def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -> str:
     """A page of a template. ``here``: where the navigation stands."""
-    head = run.past.head
+    head = run.models.head
     state, why = run.state
     return rendered(
         template,

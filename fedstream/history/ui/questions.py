@@ -259,7 +259,7 @@ def rule_of(run: RecordedRun, other: RecordedRun) -> str:
 
     '' if both have the same rule.
     """
-    ours, theirs = keys_in(run.past.head.strategy), keys_in(other.past.head.strategy)
+    ours, theirs = keys_in(run.models.head.strategy), keys_in(other.models.head.strategy)
     if ours == theirs:
         return ""
     name = "strategy.name"
@@ -300,7 +300,7 @@ def _refused(
     updates = run.columns.updates[run.columns.used]  # a replay would read all records for this
     if missing := without - set(np.unique(updates["device"]).tolist()):
         found["without"] = (
-            f"device {min(missing)} never took part (the run has {run.past.head.devices} devices)"
+            f"device {min(missing)} never took part (the run has {run.models.head.devices} devices)"
         )
     with _noting(found, "from"):
         Replayer(run.journal, from_version=begin).close()

@@ -17,10 +17,10 @@ from fedstream.history.charts import Window
 from fedstream.history.models import Unwanted
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import pages
-from fedstream.history.ui.asking import Asking
-from fedstream.history.ui.http import HEADERS, Answering, Asker, no_icon, send_static
+from fedstream.history.ui.http import HEADERS, Answering, Permission, no_icon, send_static
 from fedstream.history.ui.jobs import PageJobs, Workplace
 from fedstream.history.ui.pages import NotThere, Selection
+from fedstream.history.ui.question_pages import QuestionRoutes
 from fedstream.history.ui.work import TaskAccess
 from fedstream.runtime.http import HttpSettings, listening
 from fedstream.runtime.limits import ConnectionLimit
@@ -48,14 +48,14 @@ class PageServer:
         self,
         run: RecordedRun,
         jobs: PageJobs | None = None,
-        asker: Callable[[web.Request], Asker] = lambda _: "may",
+        permission: Callable[[web.Request], Permission] = lambda _: "may",
     ) -> None:
-        """``jobs``: where questions are worked on; ``asker``: who may ask them."""
+        """``jobs``: where questions are worked on; ``permission``: who may ask them."""
         self.run = run
         self.is_ending = False  # nobody waits for an answer any more
         self.jobs = jobs or PageJobs(Workplace(run.path, TaskAccess()))
         run.measured_shares = lambda: self.jobs.shares
-        self._asking = Asking(self.jobs, self._asked, asker)
+        self._questions = QuestionRoutes(self.jobs, self._with_run, permission)
         self._using = asyncio.Lock()
         self._waiting = 0  # requests that wait for it
         # The version whose models were shown last, and the step to it; None: none was yet.
@@ -75,11 +75,11 @@ class PageServer:
         app = web.Application(middlewares=[guard])
         app.add_routes([web.get("/", self._overview), *self.routes()])
         app.add_routes([web.get("/static/{name}", send_static), web.get("/favicon.ico", no_icon)])
-        app.cleanup_ctx.append(self._looking_around)
+        app.cleanup_ctx.append(self._prepare_pages)
         return app
 
     def routes(self) -> list[web.RouteDef]:
-        """What there is to see of the run, and to ask about it; only POST starts any work."""
+        """The routes of the run's pages and questions; only POST starts work."""
         return [
             web.get("/overview", self._overview),
             web.get("/versions", self._go),
@@ -88,11 +88,11 @@ class PageServer:
             web.get("/beside", self._beside),
             web.get("/devices", self._devices),
             web.get("/devices/{number}", self._device),
-            *self._asking.routes(),
+            *self._questions.routes(),
         ]
 
     async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Answer by one of the routes; what goes wrong is answered by a page, too."""
+        """Call a route's handler; answer an error with a page."""
         try:
             return await handler(request)
         except Unwanted:
@@ -106,8 +106,8 @@ class PageServer:
         except web.HTTPException as error:  # a redirect, or a method that is not allowed
             return web.Response(status=error.status, headers=error.headers)
 
-    async def _looking_around(self, _app: web.Application) -> AsyncIterator[None]:
-        looking = asyncio.create_task(self._look_around(), name="look around")
+    async def _prepare_pages(self, _app: web.Application) -> AsyncIterator[None]:
+        looking = asyncio.create_task(self._prepare_versions(), name="look around")
         preparing = asyncio.create_task(self._prepare(), name="prepare pages")
         yield
         self.is_ending = True
@@ -116,19 +116,19 @@ class PageServer:
         await asyncio.gather(looking, preparing)
 
     async def _prepare(self) -> None:
-        """Make ready what later pages need, once the first one is out: it must not wait."""
+        """Compile later pages' templates after the first answer, which must not wait for them."""
         await self._answered.wait()
         if not self.is_ending:
             async with self._using:
                 await asyncio.to_thread(pages.prepare, also_later=True)
 
-    async def _look_around(self) -> None:
-        """While nobody asks, make ready what will likely be asked after the last moment."""
+    async def _prepare_versions(self) -> None:
+        """Compute likely next versions while there are no requests."""
 
         def is_idle() -> bool:
             return not self._waiting and not self.is_ending
 
-        self._look_at(self.run.newest, None)  # where the link to the versions leads
+        self._note_version(self.run.newest, None)  # where the link to the versions leads
         while not self.is_ending:
             await self._moved.wait()
             self._moved.clear()
@@ -136,15 +136,15 @@ class PageServer:
             while not self.is_ending and moment is not None and moment is self._moment:
                 async with self._using:
                     try:
-                        await asyncio.to_thread(self.run.look_around, *moment, is_idle)
+                        await asyncio.to_thread(self.run.prepare_neighbours, *moment, is_idle)
                     except Unwanted:
                         continue  # somebody asks: go on after that
                     except FedstreamError:
                         pass  # who asks for it is told
                 break
 
-    async def _asked(self, make: Callable[[RecordedRun], T], *, anew: bool = True) -> T:
-        """Ask the run as it stands now; ``anew=False``: as it stood when somebody asked last."""
+    async def _with_run(self, make: Callable[[RecordedRun], T], *, anew: bool = True) -> T:
+        """Call ``make`` with the run; ``anew``: read the journal's new records first."""
 
         def ask() -> T:
             if anew:
@@ -164,12 +164,12 @@ class PageServer:
             self._answered.set()
 
     async def _page(self, make: Callable[[RecordedRun], str]) -> web.Response:
-        return _html(await self._asked(make))
+        return _html(await self._with_run(make))
 
     async def _failed(self, status: int, title: str, text: str) -> web.Response:
         # Not anew: that may be what went wrong, if the journal is no longer there.
         try:
-            made = await self._asked(lambda run: pages.error(run, title, text), anew=False)
+            made = await self._with_run(lambda run: pages.error(run, title, text), anew=False)
         except FedstreamError:  # not even the run's name is known
             return web.Response(text=f"{title}: {text}\n", status=status)
         return _html(made, status)
@@ -209,7 +209,7 @@ class PageServer:
             whole("until"),
         )
         page = _optional("page", asked) or 0
-        text = await self._asked(lambda run: pages.updates(run, wanted, page, asked, problems))
+        text = await self._with_run(lambda run: pages.updates(run, wanted, page, asked, problems))
         return _html(text, 422 if problems else 200)
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -231,18 +231,18 @@ class PageServer:
                 problems=problems,
             )
 
-        status, text = await self._asked(make)
+        status, text = await self._with_run(make)
         answer = _html(text, status)
         if models or self.run.knows(wanted):
-            self._look_at(wanted, wanted - (self._moment[0] if self._moment else wanted))
+            self._note_version(wanted, wanted - (self._moment[0] if self._moment else wanted))
         return answer
 
-    def _look_at(self, version: int, step: int | None) -> None:
+    def _note_version(self, version: int, step: int | None) -> None:
         self._moment = version, step
         self._moved.set()
 
     async def _go(self, request: web.Request) -> web.Response:
-        """The form's answer without JavaScript: whichever field was changed counts."""
+        """The version form's answer without JavaScript: the field that was changed counts."""
         asked = request.query
         was = _optional("at", asked)
 
@@ -262,7 +262,7 @@ class PageServer:
                 problems=problems,
             )
 
-        return _html(await self._asked(make), 422)
+        return _html(await self._with_run(make), 422)
 
 
 async def serve(

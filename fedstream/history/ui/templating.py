@@ -1,4 +1,4 @@
-"""What all pages are drawn with: the templates, and numbers with their units."""
+"""The pages' templates, and formats of numbers with their units."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from fedstream import __version__
 from fedstream.history.devices import OUTLIER, mark_of_score, style_of_score
+from fedstream.history.display import duration
 from fedstream.runtime.text import escaped
 from fedstream.terminal import counted, number
 
@@ -125,6 +126,7 @@ _FILTERS: dict[str, Callable[..., str]] = {
     "seconds": shown_seconds,
     "counted": counted,
     "cell_of": cell_of,
+    "duration": duration,
     "moment": moment,
     "iso": _iso,
 }

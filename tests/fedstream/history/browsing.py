@@ -91,3 +91,11 @@ def flaws(page: Any) -> list[str]:
 
     found = Axe().run(page).response["violations"]
     return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found]
+
+
+def suits_phones_and_dark_mode(page: Any, width: int) -> None:
+    """Check that a page isn't wider than its screen, and that axe finds nothing, light or dark."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert flaws(page) == [], scheme

@@ -30,9 +30,8 @@ from tests.journals import LAYOUT, Scribe
 from tests.support import model_of
 
 
-@pytest.mark.parametrize("every", [1, 5, 7])
-def test_bisect_finds_the_poisoned_update(every: int, journal: Command, poisoned: Path) -> None:
-    code, out, said = journal("bisect", poisoned, "--below", 0.9, "--every", every, "--json")
+def test_bisect_finds_the_poisoned_update(journal: Command, poisoned: Path) -> None:
+    code, out, said = journal("bisect", poisoned, "--below", 0.9, "--every", 7, "--json")
     assert (code, said) == (0, "")
     found = json.loads(out)
     [cause] = found["causes"]
@@ -52,11 +51,6 @@ def test_bisect_by_a_loss_as_text(journal: Command, poisoned: Path) -> None:
     assert found.startswith("loss went above 4 with version 23: ")
     assert cause.startswith("device 7, task task-22: trained from version 22 (staleness 0), weight")
     assert "version 1: loss" in out
-
-
-def test_bisect_needs_a_number(journal: Command, poisoned: Path) -> None:
-    code, out, said = journal("bisect", poisoned, "--above", "nan")
-    assert (code, out, said) == (2, "", "fedstream: --above nan: must be a finite number\n")
 
 
 def test_bisect_takes_the_task_of_the_runs_configuration(
@@ -213,6 +207,7 @@ def test_bisect_finds_nothing(
     [
         ((), 2, "give either --below X or --above X"),
         (("--below", 1, "--above", 1), 2, "give either --below X or --above X"),
+        (("--above", "nan"), 2, "--above nan: must be a finite number"),
         (("--below", 1, "--metric", "f1"), 1, "no metric 'f1'; it has accuracy, loss"),
     ],
 )
@@ -274,7 +269,7 @@ def test_export_is_the_model_bit_for_bit(journal: Command, poisoned: Path, tmp_p
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("version", [0, 3, 6, 9, 12])
+@pytest.mark.parametrize("version", [0, 6, 9])
 def test_export_any_version(version: int, journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path / "journal")
     with opened(tmp_path) as chain:

@@ -18,8 +18,8 @@ from fedstream.history.devices import (
 from fedstream.history.index import columns_of
 from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.recorded_run import RecordedRun
-from fedstream.history.ui import answers
 from fedstream.history.ui.jobs import PageJob
+from fedstream.history.ui.question_pages import FormState, distances_page
 from fedstream.history.ui.questions import Distances
 from tests.fedstream.history.conftest import Page
 
@@ -93,17 +93,8 @@ def test_distances_are_shown_beside_what_else_there_was_at_their_version(recorde
     run = RecordedRun(recorded)
     job = PageJob(Distances(20), "/distances?until=20")
     job.answer, job.seconds = MeasuredShares({}, 20), 1.0
-    text = answers.distances(
-        run,
-        {"until": "20"},
-        {},
-        job,
-        other=None,
-        token="",
-        address=job.address,
-        asker="may",
-        notice="",
-    )
+    form = FormState({"until": "20"}, {}, job, None, "", "may", job.address, "")
+    text = distances_page(run, form)
     run.close()
     cells = Page(text).cells
     width = cells.index("0")  # the first device's number follows the header

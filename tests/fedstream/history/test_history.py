@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.core.errors import NoRun
+from fedstream.history import report
+from fedstream.history.measurements import recall
+from fedstream.history.observer import Observer
 from fedstream.history.timeline import History
+from fedstream.strategies import FedAvgSettings
 from tests.fedstream.views import CREATED, event, update, version
+from tests.journals import Scribe
+from tests.support import Hand
 
 
 def test_republished_version_keeps_its_data() -> None:
@@ -156,3 +166,74 @@ def test_rate_falls_while_nothing_arrives() -> None:
         history.publish(version(number))
     assert history.rate(CREATED + 4) == pytest.approx(1.0)
     assert history.rate(CREATED + 400) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("rule", [None, FedAvgSettings(clients_per_round=2)])
+def test_versions_come_from_the_journal_and_measurements_from_the_table(
+    rule: FedAvgSettings | None, tmp_path: Path
+) -> None:
+    scribe = Scribe(tmp_path / "journal", rule)
+    for n in range(6):
+        scribe.update(n)
+        if n == 2:
+            scribe.refuse()
+            scribe.segment()
+    scribe.close()
+    history = History()
+    recall(history, tmp_path / "journal", tmp_path / report.METRICS)
+    assert list(history.versions) == list(range(scribe.version + 1))
+    assert [u.device for made in history.versions.values() for u in made.updates] == [*range(6)]
+    assert history.measured is None
+    history.measure(1, {"accuracy": 0.75, "loss": 0.5, "f1": 0.25})
+    history.measure(2, {"accuracy": 0.5, "loss": 1.5})
+    history.measure(99, {"accuracy": 1.0})  # the journal does not have it
+    history.recall(99, history.versions[1])
+    report.Table(tmp_path, created=1.0).write(history)
+    again = History()
+    recall(again, tmp_path / "journal", tmp_path / report.METRICS)
+    assert again.evaluations == {
+        1: {"accuracy": 0.75, "loss": 0.5, "f1": 0.25},
+        2: {"accuracy": 0.5, "loss": 1.5},
+    }
+    assert again.best["accuracy"] == (1, 0.75)
+    assert again.measured == (2, {"accuracy": 0.5, "loss": 1.5})
+
+
+async def test_shown_state_is_at_least_as_new_as_the_measurements(hand: Hand) -> None:
+    """A display says both in one line."""
+    await hand.create()
+    observer = Observer(hand.client, hand.keys, look_s=1e9)  # it is never time to look again
+    await observer.look()
+    await hand.commit(1, await hand.admitted())
+    await hand.ledger.tell(event("evaluation", version=1, metrics={"accuracy": 0.5}))
+    await observer.catch_up()
+    assert observer.history.measured == (1, {"accuracy": 0.5})
+    assert observer.view is not None
+    assert observer.view.head.version == 1
+
+
+async def test_the_first_measurement_is_judged_by_the_runs_goals(hand: Hand) -> None:
+    await hand.create(goal={"bits": "min"})
+    await hand.commit(1, await hand.admitted())
+    for number, bits in ((0, 3.0), (1, 5.0)):
+        metrics = {"bits": bits}
+        await hand.ledger.tell(event("evaluation", version=number, metrics=metrics))
+    observer = Observer(hand.client, hand.keys)
+    await observer.catch_up()
+    assert observer.history.best == {"bits": (0, 3.0)}
+
+
+async def test_observer_reads_past_and_new_events(client: Client, keys: Keys, hand: Hand) -> None:
+    observer = Observer(client, keys)
+    with pytest.raises(NoRun):
+        await observer.step(block_ms=0)
+    await hand.create()
+    await client.call("XADD", keys.models, "*", "m", b"no message")  # nothing to fail about
+    await observer.catch_up()
+    assert observer.history.newest == 0
+    await hand.ledger.tell(event("evaluation", version=0, metrics={"accuracy": 0.5}))
+    await observer.catch_up()
+    assert observer.history.measured == (0, {"accuracy": 0.5})
+    view = await observer.look()
+    assert observer.view is view
+    assert view.head.version == 0

@@ -71,16 +71,6 @@ async def test_cancelling_ends_what_the_task_has_started(place: Workplace, tmp_p
     await wait_until(lambda: not is_there(pid), TEST_GUARD_S, "the end of its process")
 
 
-async def test_death_is_told_though_what_the_task_started_lives(
-    place: Workplace, tmp_path: Path
-) -> None:
-    job = begun(place, tmp_path, "os._exit(7)")
-    await wait_until(lambda: not job.is_going_on, TEST_GUARD_S, "a problem")
-    assert "ended with exit code 7" in job.problem
-    pid = int((tmp_path / "pid").read_text())
-    await wait_until(lambda: not is_there(pid), TEST_GUARD_S, "the end of its process")
-
-
 HALF = """
 import gc
 from multiprocessing.connection import Connection
@@ -103,6 +93,8 @@ async def test_half_an_answer_is_not_waited_for(
     job = begun(replace(place, bounds=WorkBounds(seconds)), tmp_path, f"{HALF}\n{end}")
     await wait_until(lambda: not job.is_going_on, TEST_GUARD_S / 2, "a problem")
     assert problem in job.problem
+    pid = int((tmp_path / "pid").read_text())
+    await wait_until(lambda: not is_there(pid), TEST_GUARD_S, "the end of its process")
 
 
 async def test_an_answer_that_cannot_be_taken_in_is_told(

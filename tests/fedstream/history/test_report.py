@@ -15,8 +15,15 @@ from matplotlib import rc_context
 
 from fedstream.core.layout import Model
 from fedstream.history import pictures, report
+from fedstream.history.model_stats import AHEAD
+from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.timeline import History
+from fedstream.history.ui import single
+from fedstream.journal import opened
+from fedstream.journal.contributions import stats
 from fedstream.settings.recording import SUMMARY
+from tests.fedstream.conftest import Command
+from tests.fedstream.history.conftest import VERSIONS, Page
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 
 FACTS = report.Facts(
@@ -271,7 +278,7 @@ def test_extreme_staleness_does_not_hide_the_rest() -> None:
     assert (len(begins), width, sum(counts)) == (40, 25, 1000)
 
 
-@pytest.mark.parametrize("devices", [10, 20, 40, 200])
+@pytest.mark.parametrize("devices", [20, 200])
 def test_picture_labels_do_not_overlap(devices: int) -> None:
     history = History()
     for number in range(120):
@@ -297,3 +304,46 @@ def test_curves_of_many_runs_differ_and_neighbours_even_without_colours() -> Non
     styles = [pictures.line_style(place) for place in range(28)]
     assert len({tuple(style.values()) for style in styles}) == 28
     assert all(one["linestyle"] != other["linestyle"] for one, other in pairwise(styles))
+
+
+def test_command_writes_it_beside_the_other_files(
+    recorded: Path, tmp_path: Path, command: Command
+) -> None:
+    code, out, err = command(
+        "report", recorded, "--html", "--out", tmp_path, "--evaluate-every", 0, "--json"
+    )
+    assert (code, err) == (0, "")
+    assert json.loads(out)["files"][-1] == str(tmp_path / "report.html")
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.loaded == []
+    assert page.links == ["#main"]
+    assert {"cosine", "refused: not finite", "drift since version 0"} <= set(page.cells)
+
+
+def test_devices_are_measured_as_a_replay_does(recorded: Path) -> None:
+    with opened(recorded / "journal") as chain:
+        share = stats(chain, AHEAD)[2]
+    text = single.single(RecordedRun(recorded))
+    for figure in (share.distance.mean, share.cosine.mean):
+        assert f'data-value="{figure}"' in text
+
+
+def test_it_does_not_tell_where_the_run_is(recorded: Path) -> None:
+    assert str(recorded) not in single.single(RecordedRun(recorded))
+
+
+def test_of_many_versions_some_are_chosen(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single, "VERSIONS", 4)
+    text = single.single(RecordedRun(recorded))
+    shown = [n for n in range(VERSIONS + 1) if f'id="version-{n}"' in text]
+    assert shown == [0, 20, 40, 60]
+    assert "4 of 61 versions, evenly chosen" in text
+
+
+def test_another_report_is_not_overwritten(
+    recorded: Path, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "report.html").write_text("mine")
+    code, _, err = command("report", recorded, "--html", "--out", tmp_path, "--evaluate-every", 0)
+    assert (code, "choose another folder" in err) == (2, True)
+    assert (tmp_path / "report.html").read_text() == "mine"

@@ -15,7 +15,8 @@ function tell(text, kind = "") {
   connection.className = kind;
 }
 
-const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString();
+// As the server writes it, on all pages: no browser's own format, no local time.
+const moment = (seconds) => `${new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ")} UTC`;
 
 function later(one, other) {
   const [a, b] = [one, other].map((id) => id.split("-").map(Number));
@@ -87,7 +88,7 @@ function append(rows) {
     line.dataset.id = id;
     const at = document.createElement("time");
     at.dateTime = new Date(1000 * time).toISOString();
-    at.textContent = clock(time);
+    at.textContent = moment(time);
     const what = document.createElement("strong");
     what.textContent = kind;
     line.append(at, " ", what, ` ${text}`);
@@ -118,8 +119,8 @@ function connect() {
     document.body.dataset.over = state;
   });
   source.addEventListener("error", () => {
-    lostAt ??= new Date();
-    tell(`Not connected since ${lostAt.toLocaleTimeString()}: trying again`, "warning");
+    lostAt ??= Date.now() / 1000;
+    tell(`Not connected since ${moment(lostAt)}: trying again`, "warning");
     if (source.readyState !== EventSource.CLOSED) return; // it connects again by itself
     setTimeout(async () => {
       const answer = await fetch("/live/stream", { method: "HEAD" }).catch(() => null);
@@ -129,7 +130,6 @@ function connect() {
   });
 }
 
-for (const at of document.querySelectorAll("#log time")) at.textContent = clock(Date.parse(at.dateTime) / 1000);
 document.addEventListener("selectionchange", goOn);
 document.addEventListener("focusout", () => setTimeout(goOn)); // once it is known where to
 document.addEventListener("keydown", (event) => {

@@ -90,8 +90,13 @@ export function drawAll() {
     chart.destroy();
     drawn.delete(figure);
   }
-  document.querySelectorAll("figure.chart").forEach(draw);
+  document.querySelectorAll("figure.chart").forEach((one) => one.closest("details:not([open])") ?? draw(one));
 }
+
+// What is folded has no width: it is drawn when it is shown.
+document.addEventListener("toggle", ({ target }) => {
+  if (target.open && target.matches("details.more")) target.querySelectorAll("figure.chart").forEach(draw);
+}, true);
 
 const form = document.querySelector("form.slider");
 

@@ -12,21 +12,21 @@ from aiohttp import web
 
 from fedstream.history.live import rendering
 from fedstream.history.live.broadcast import LivePicture
-from fedstream.history.live.collector import Glance
-from fedstream.history.live.scene import Scene
+from fedstream.history.live.collector import Collected
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.history.ui.http import HEADERS, no_icon, send_static
 
 
 class Moments:
     """The moment that viewers see, and where."""
 
-    def __init__(self, first: Scene) -> None:
+    def __init__(self, first: Snapshot) -> None:
         self.now = first
         self.address = ""
         self._changed: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def show(self, moment: Scene) -> None:
+    def show(self, moment: Snapshot) -> None:
         """Go on to another moment; viewers are told."""
         assert self._loop
         self.now = moment
@@ -40,7 +40,7 @@ class Moments:
     async def _page(self, _request: web.Request) -> web.Response:
         text = rendering.page(
             self._picture(),
-            has_past=False,
+            is_recorded=False,
             journal="",
             is_operator=False,
             has_operators=False,
@@ -52,7 +52,7 @@ class Moments:
         return LivePicture(self.now, self._parts(), 1)
 
     def _parts(self) -> Mapping[str, str]:
-        return rendering.drawn(Glance(self.now, [], is_anew=False, seconds=0.0)).parts
+        return rendering.drawn(Collected(self.now, [], is_anew=False, seconds=0.0)).parts
 
     async def _devices(self, request: web.Request) -> web.Response:
         text = rendering.devices(
@@ -99,7 +99,7 @@ class Moments:
 
 
 @contextmanager
-def showing(first: Scene) -> Iterator[Moments]:
+def showing(first: Snapshot) -> Iterator[Moments]:
     """Serve moments from a thread, beginning with this one."""
     moments, ready, stop = Moments(first), threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(moments.serve(ready, stop)))

@@ -279,25 +279,25 @@ def test_cookies_end_and_are_of_one_run_and_token() -> None:
     assert begun is not None
     who, cookie = begun
     assert who == "viewer"
-    assert ours.who(cookie, 1000.0 + 12 * 3600 - 1) == "viewer"
-    assert ours.who(cookie, 1000.0 + 12 * 3600) is None
-    assert ours.who(cookie.replace("viewer", "operator"), 1001.0) is None
+    assert ours.role(cookie, 1000.0 + 12 * 3600 - 1) == "viewer"
+    assert ours.role(cookie, 1000.0 + 12 * 3600) is None
+    assert ours.role(cookie.replace("viewer", "operator"), 1001.0) is None
     said, _, mac = cookie.rpartition(".")
-    assert ours.who(f"{said}0.{mac}", 1001.0) is None
+    assert ours.role(f"{said}0.{mac}", 1001.0) is None
     for other in (
         Sessions("other", Tokens(SecretStr(TOKEN)), None),
         Sessions("demo", Tokens(SecretStr(OPERATOR)), None),
         Sessions("demo", None, None),
     ):
-        assert other.who(cookie, 1001.0) is None
+        assert other.role(cookie, 1001.0) is None
     renewed = Sessions("demo", Tokens(SecretStr(f"{OPERATOR}\n{TOKEN}")), None)
-    assert renewed.who(cookie, 1001.0) == "viewer"
+    assert renewed.role(cookie, 1001.0) == "viewer"
     begun = renewed.begun(TOKEN, 1000.0)
     assert begun is not None
-    assert ours.who(begun[1], 1001.0) == "viewer"  # a replica that has the old token alone
-    assert Sessions("demo", Tokens(SecretStr(OPERATOR)), None).who(begun[1], 1001.0) is None
+    assert ours.role(begun[1], 1001.0) == "viewer"  # a replica that has the old token alone
+    assert Sessions("demo", Tokens(SecretStr(OPERATOR)), None).role(begun[1], 1001.0) is None
     for junk in ("", ".", "..", "viewer.9.x", "viewer.99999999999999999999.x", "é.1.2"):
-        assert ours.who(junk, 1001.0) is None
+        assert ours.role(junk, 1001.0) is None
 
 
 async def test_coordinator_and_its_page_have_the_same_tokens(

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from fedstream.history.live.alarms import RULES, Alarm, alarms
-from fedstream.history.live.scene import RedisMemory, Scene, SeenMetrics
-from tests.fedstream.history.live.scenes import NOW, ended, gauged, idle, scene
+from fedstream.history.live.snapshot import RedisMemory, SeenMetrics, Snapshot
+from tests.fedstream.history.live.snapshots import NOW, ended, gauged, idle, snapshot
 
 ROOT = Path(__file__).parents[4]
 MANIFEST = ROOT / "k8s" / "components" / "monitoring" / "alerts.yaml"
@@ -51,13 +51,13 @@ def test_the_same_thresholds_and_times(place: int) -> None:
     assert numbers == ({rule.threshold} if numbers else set())
 
 
-def of(moment: Scene, name: str) -> Alarm:
+def of(moment: Snapshot, name: str) -> Alarm:
     (found,) = (one for one in alarms(moment) if one.rule.key == name)
     return found
 
 
 def test_a_healthy_run_is_quiet() -> None:
-    assert {one.state for one in alarms(scene())} == {"quiet"}
+    assert {one.state for one in alarms(snapshot())} == {"quiet"}
 
 
 LONG = gauged(seconds=1000)
@@ -124,16 +124,16 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 def test_a_metric_that_nobody_knows_is_not_watched_unless_the_task_declares_it() -> None:
     about: dict[str, Any] = {"gauged": LONG, "measured": measured("odd", 0, 9, 0, 9, 0, 9)}
-    assert of(scene(**about), "FedstreamMetricSwings").state == "quiet"
-    declared = scene(**about, run_goal={"odd": "max"})
+    assert of(snapshot(**about), "FedstreamMetricSwings").state == "quiet"
+    declared = snapshot(**about, run_goal={"odd": "max"})
     assert of(declared, "FedstreamMetricSwings").text.startswith("odd fell back 2 times")
 
 
 @pytest.mark.parametrize(("name", "about", "said"), CASES, ids=[name for name, *_ in CASES])
 def test_it_fires_when_its_condition_has_held(name: str, about: dict[str, Any], said: str) -> None:
-    found = of(scene(**about), name)
+    found = of(snapshot(**about), name)
     assert (found.state, found.text) == ("firing", said)
-    short = scene(**about | {"gauged": about["gauged"][-5:]})
+    short = snapshot(**about | {"gauged": about["gauged"][-5:]})
     waiting = of(short, name)
     assert waiting.state == "pending"
     assert waiting.left_s == pytest.approx(found.rule.for_s - 4)
@@ -141,7 +141,7 @@ def test_it_fires_when_its_condition_has_held(name: str, about: dict[str, Any], 
 
 def test_it_counts_from_when_the_condition_held_without_a_break() -> None:
     queue = np.array([64] * 400 + [3] + [64] * 300)
-    found = of(scene(gauged=gauged(seconds=701, queue=queue), queue=64), "FedstreamQueueFull")
+    found = of(snapshot(gauged=gauged(seconds=701, queue=queue), queue=64), "FedstreamQueueFull")
     assert found.state == "pending"
     assert found.left_s == pytest.approx(600 - 299)
 
@@ -153,7 +153,7 @@ def test_a_finished_run_does_not_stall() -> None:
 
 def test_what_fires_comes_first_and_the_critical_of_it() -> None:
     about = {"gauged": gauged(seconds=1000, dead=1, leads=0), "dead": 1}
-    found = [(one.rule.key, one.state) for one in alarms(scene(**about))][:3]
+    found = [(one.rule.key, one.state) for one in alarms(snapshot(**about))][:3]
     assert found == [
         ("FedstreamNoLeader scheduler", "firing"),
         ("FedstreamNoLeader updater", "firing"),

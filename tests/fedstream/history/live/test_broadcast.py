@@ -8,9 +8,9 @@ import pytest
 
 from fedstream.core.errors import Unavailable
 from fedstream.history.live import broadcast
-from fedstream.history.live.broadcast import Broadcast, DrawnGlance
-from fedstream.history.live.collector import Glance
-from tests.fedstream.history.live.scenes import scene
+from fedstream.history.live.broadcast import Broadcast, DrawnSnapshot
+from fedstream.history.live.collector import Collected
+from tests.fedstream.history.live.snapshots import snapshot
 from tests.support import Pauses, wait_until
 
 
@@ -28,14 +28,14 @@ async def test_rests_fifty_times_as_long_as_it_looked(
     """So it takes no more than 2% of a core; only the first look, which takes longer, is free."""
     pauses, stop = Pauses(0.001), asyncio.Event()
     monkeypatch.setattr(broadcast, "pause", pauses)
-    looks: list[Glance] = []
+    looks: list[Collected] = []
 
-    async def look() -> Glance:
-        looks.append(Glance(scene(), [], is_anew=not looks, seconds=spent_s))
+    async def look() -> Collected:
+        looks.append(Collected(snapshot(), [], is_anew=not looks, seconds=spent_s))
         return looks[-1]
 
-    async def draw(_look: Glance) -> DrawnGlance:
-        return DrawnGlance({"headline": "x"}, [], 0.0)
+    async def draw(_look: Collected) -> DrawnSnapshot:
+        return DrawnSnapshot({"headline": "x"}, [], 0.0)
 
     cast = Broadcast(look, draw, lambda _scene, _away_s: {}, faulty)
     working = asyncio.create_task(cast.run(stop))
@@ -54,13 +54,13 @@ async def test_picture_that_was_there_says_how_long_redis_is_away(
     monkeypatch.setattr(broadcast, "pause", Pauses(0.001))
     stop, is_away = asyncio.Event(), False
 
-    async def look() -> Glance:
+    async def look() -> Collected:
         if is_away:
             raise Unavailable("Redis does not answer")
-        return Glance(scene(), [], is_anew=False, seconds=0.0)
+        return Collected(snapshot(), [], is_anew=False, seconds=0.0)
 
-    async def draw(_look: Glance) -> DrawnGlance:
-        return DrawnGlance({"headline": "there", "flow": "as it was"}, [], 0.0)
+    async def draw(_look: Collected) -> DrawnSnapshot:
+        return DrawnSnapshot({"headline": "there", "flow": "as it was"}, [], 0.0)
 
     cast = Broadcast(look, draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"}, faulty)
     working = asyncio.create_task(cast.run(stop))

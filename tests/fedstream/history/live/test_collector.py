@@ -1,4 +1,4 @@
-"""What a scene says of a run."""
+"""What a snapshot says of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstream.broker.streams import Entry
 from fedstream.core.messages import OUTCOMES, Contribution, Event, GiveUp, Version
 from fedstream.history.live.collector import Collector
 from fedstream.history.live.recent import Recent, Ring
-from fedstream.history.live.scene import PUSHED
+from fedstream.history.live.snapshot import PUSHED
 from fedstream.settings.config import Settings
 from tests.broker.guarded import KEYS, guarded, needs_7
 from tests.support import EveryRole, Hand
@@ -32,7 +32,7 @@ async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
     (trigger,) = await hand.request()
 
     async def phase() -> str:
-        (found,) = (await looking.look()).scene.tasks
+        (found,) = (await looking.look()).snapshot.tasks
         assert (found.task, found.device) == (trigger.task, trigger.device)
         return found.phase
 
@@ -46,20 +46,20 @@ async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
     await client.call("XDEL", hand.keys.tasks, entry.id)
     assert await phase() == "uploading"
     await hand.admit(upload)
-    scene = (await looking.look()).scene
-    assert [one.phase for one in scene.tasks] == ["queue"]
-    assert scene.phases["queue"] == 1
+    snapshot = (await looking.look()).snapshot
+    assert [one.phase for one in snapshot.tasks] == ["queue"]
+    assert snapshot.phases["queue"] == 1
     await hand.commit(1, upload)
-    scene = (await looking.look()).scene
-    assert scene.tasks == ()
-    assert scene.tally.outcomes["applied"] == 1
+    snapshot = (await looking.look()).snapshot
+    assert snapshot.tasks == ()
+    assert snapshot.tally.outcomes["applied"] == 1
     await hand.ledger.purge()
 
 
 async def test_outcomes_with_what_their_version_says_of_them(client: Client, hand: Hand) -> None:
     looking = collector(client, hand.keys)
     await hand.create()
-    assert (await looking.look()).scene.ended.size == 0
+    assert (await looking.look()).snapshot.ended.size == 0
     upload = await hand.admitted()
     await hand.commit(1, upload)
     (trigger,) = await hand.open()
@@ -74,17 +74,17 @@ async def test_outcomes_with_what_their_version_says_of_them(client: Client, han
         )
     )
     look = await looking.look()
-    scene = look.scene
-    used, dropped = scene.ended
+    snapshot = look.snapshot
+    used, dropped = snapshot.ended
     assert OUTCOMES[used["outcome"]] == "applied"
     assert used["device"] == upload.device
     assert OUTCOMES[dropped["outcome"]] == "given_up"
-    assert scene.reasons[dropped["reason"]] == "dropped out"
+    assert snapshot.reasons[dropped["reason"]] == "dropped out"
     assert np.isnan(dropped["loss"])
-    assert [(one.version, one.metrics) for one in scene.measured] == [(1, {"accuracy": 0.5})]
-    assert [one.outcome for one in scene.outcomes] == ["applied", "given_up"]
+    assert [(one.version, one.metrics) for one in snapshot.measured] == [(1, {"accuracy": 0.5})]
+    assert [event.outcome for _, event in snapshot.told] == ["applied", "given_up"]
     assert len(look.news) == 3
-    assert scene.position == look.news[-1][0]
+    assert snapshot.position == look.news[-1][0]
     assert (await looking.look()).news == []
 
 
@@ -95,17 +95,17 @@ async def test_foreign_events_and_register_entries_do_no_harm(client: Client, ha
     await client.call("HSET", hand.keys.trainers, "t", "junk")
     await client.call("XADD", hand.keys.events, "*", "m", "junk")
     await client.call("XADD", hand.keys.events, "*", "other", "field")
-    scene = (await looking.look()).scene
-    assert [(one.name, one.owns) for one in scene.workers] == [("t", 0)]
-    assert scene.notes == () or all(one.what for one in scene.notes)
+    snapshot = (await looking.look()).snapshot
+    assert [(one.name, one.owns) for one in snapshot.workers] == [("t", 0)]
+    assert [event.what for _, event in snapshot.told] == ["trainer"]
 
 
 async def test_rates_over_what_was_seen(client: Client, hand: Hand) -> None:
     looking = collector(client, hand.keys)
     await hand.create()
-    assert (await looking.look()).scene.rates.over_s == 0
+    assert (await looking.look()).snapshot.rates.over_s == 0
     await hand.commit(1, await hand.admitted())
-    rates = (await looking.look()).scene.rates
+    rates = (await looking.look()).snapshot.rates
     assert rates.over_s > 0
     assert rates.used == rates.versions > 0
 
@@ -132,8 +132,8 @@ async def test_coordinators_own_rights_suffice(tmp_path: Path) -> None:
             await hand.admitted()
             async with there.client("coordinator") as client:
                 looking = collector(client, KEYS)
-                scene = (await looking.look()).scene
-                assert len(scene.tasks) == 3
+                snapshot = (await looking.look()).snapshot
+                assert len(snapshot.tasks) == 3
                 await hand.commit(1)
                 await looking.look()
             assert await admin.call("ACL", "LOG") == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedstream.core.messages import GiveUp
-from fedstream.history.live.following import JournalFollower
+from fedstream.history.live.journal_follower import JournalFollower
 from tests.fedstream.history.live.conftest import Serve
 from tests.support import Hand, wait_until
 
@@ -66,6 +66,7 @@ async def test_a_device_has_curves_of_what_was_read_along(
     serve: Serve, hand: Hand, poisoned: Path
 ) -> None:
     await hand.create()
+    await dropped(hand)
     async with serve(f"journal.dir={poisoned / 'journal'}") as page:
 
         async def read() -> str:
@@ -74,10 +75,12 @@ async def test_a_device_has_curves_of_what_was_read_along(
             return text if "up to version 30." in text else ""
 
         text = str(await wait_until(read, 60, "the end of the journal"))
+        async with page.http.get("/") as answer:
+            assert "in the journal, up to version 30" in await answer.text()
         assert "Norm, distance over its newest update: as far as" in text
         for name in ("norm", "distance"):  # the cosine takes ten versions more than there are
             assert f'data-chart="newest-{name}"' in text
-        first = page.service._pushed().rows["device"][0]
+        first = page.service._pushes().rows["device"][0]
         async with page.http.get(f"/devices/{first}?over=time") as answer:
             text = await answer.text()
         assert 'data-chart="newest-norm"' in text

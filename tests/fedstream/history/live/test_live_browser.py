@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from fedstream.broker.client import RedisSettings
-from tests.fedstream.history.browsing import Tab, flaws
+from tests.fedstream.history.browsing import Tab, flaws, suits_phones_and_dark_mode
 from tests.fedstream.history.live.stage import Cable, Stage, every
 from tests.integration.command import BLOBS, TEST_GUARD_S, Command, held, wait_until
 
@@ -109,6 +109,7 @@ def test_a_run_from_its_start_to_its_end(
         page.locator("#part-state", has_text="finished: version 12 reached").wait_for()
         assert page.locator("#part-headline", has_text="version 12 of 12").count() == 1
         assert command.ended() == 0, command.stdout + command.stderr
+        suits_phones_and_dark_mode(page, 1280)
         assert tab.wrong == []
         assert all(url.startswith(link[1]) for url in tab.asked)
         tab.context.close()
@@ -257,25 +258,3 @@ def test_all_of_it_can_be_read_without_javascript(
     for text in ("version 1 of 100", "0.75", "given up", "dropped out"):
         assert text in page.inner_text("main"), text
     tab.context.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_and_a_phone_scrolls_only_down(
-    browser: Any, stage: Callable[..., Stage], scheme: str
-) -> None:
-    here = stage()
-    here.do(here.create())
-    here.do(here.drop(3))
-    here.do(here.update(1))
-    here.do(here.measure(1, 0.75))
-    here.do(here.hand.open(3))
-    for width in (1200, 400):
-        tab = Tab(
-            browser, here.address, color_scheme=scheme, viewport={"width": width, "height": 800}
-        )
-        page = tab.go("/")
-        says(page, "^Live$")
-        assert flaws(page) == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert tab.wrong == []
-        tab.context.close()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fedstream.history.live.panels import PANELS
-from fedstream.history.live.scene import Scene
-from tests.fedstream.history.browsing import Tab, flaws
-from tests.fedstream.history.live.scenes import busy, gauged, idle, scene, tasks
+from fedstream.history.live.snapshot import Snapshot
+from tests.fedstream.history.browsing import Tab, flaws, suits_phones_and_dark_mode
 from tests.fedstream.history.live.showing import Moments, showing
+from tests.fedstream.history.live.snapshots import busy, gauged, idle, snapshot, tasks
 from tests.integration.command import TEST_GUARD_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
@@ -25,15 +25,15 @@ STALLED = idle(
     gauged=gauged(open=3, training=0, trainers=0, dead=2),
     dead=2,
 )
-MOMENTS: dict[str, Scene] = {
+MOMENTS: dict[str, Snapshot] = {
     "busy": busy(),
     "crowded": busy(devices=300, trainers=100),
     "stalled": STALLED,
-    "new": scene(),
+    "new": snapshot(),
 }
 
 
-def at_version(version: int) -> Scene:
+def at_version(version: int) -> Snapshot:
     """The busy run later on."""
     found = busy(seed=2)
     head = replace(found.tally.head, version=version)
@@ -111,18 +111,6 @@ def test_a_column_sorts_and_stays_sorted(tab: Tab, moments: Moments) -> None:
     assert page.locator('[data-key="used"]').get_attribute("aria-sort") == "descending"
 
 
-@pytest.mark.parametrize("key", ["sent", "norm", "cosine"])
-def test_what_the_journal_has_of_devices_sorts_like_all_else(tab: Tab, key: str) -> None:
-    page = tab.go("/")
-    page.locator("canvas").first.wait_for(state="attached")
-    head, first = page.locator(f'.devices [data-key="{key}"]'), page.locator(".devices tbody th")
-    head.locator("a").click()
-    assert head.get_attribute("aria-sort") == "descending"
-    assert (first.first.inner_text() == "3") == (key != "cosine")
-    head.locator("a").click()
-    assert (first.first.inner_text() == "3") == (key == "cosine")
-
-
 def test_a_stall_is_told_when_it_begins(tab: Tab, moments: Moments) -> None:
     page = tab.go("/")
     assert page.locator(".standstill").count() == 0
@@ -187,34 +175,21 @@ def test_a_device_has_a_page_of_its_own(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_all_can_be_read_without_javascript(browser: Any, name: str) -> None:
+def test_all_panels_suit_phones_dark_mode_and_readers_without_javascript(
+    browser: Any, name: str
+) -> None:
+    """In every shade of the heat maps."""
+    phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True}
     with showing(MOMENTS[name]) as moments:
+        tab = Tab(browser, moments.address, **phone)
+        page = tab.go("/")
+        page.locator("#connection", has_text="Live").wait_for()
+        suits_phones_and_dark_mode(page, 360)
+        assert tab.wrong == []
+        tab.context.close()
         tab = Tab(browser, moments.address, java_script_enabled=False)
         page = tab.go("/")
         assert page.locator("canvas").count() == 0
         for panel in PANELS:
             assert page.locator(f"#panel-{panel.name} .body").inner_text().strip()
-        tab.context.close()
-
-
-@pytest.mark.parametrize("name", MOMENTS)
-def test_a_phone_scrolls_down_and_not_sideways(browser: Any, name: str) -> None:
-    with showing(MOMENTS[name]) as moments:
-        tab = Tab(browser, moments.address, viewport={"width": 360, "height": 740}, has_touch=True)
-        page = tab.go("/")
-        page.locator("#connection", has_text="Live").wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        tab.context.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", MOMENTS)
-def test_axe_finds_nothing(browser: Any, name: str, scheme: str) -> None:
-    """Names, roles, headings, contrast, in every shade of the heat maps."""
-    with showing(MOMENTS[name]) as moments:
-        tab = Tab(browser, moments.address, color_scheme=scheme)
-        page = tab.go("/")
-        page.locator("#connection", has_text="Live").wait_for()
-        assert flaws(page) == []
-        assert tab.wrong == []
         tab.context.close()

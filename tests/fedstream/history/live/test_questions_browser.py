@@ -144,17 +144,12 @@ def test_the_poison_is_found_while_the_run_goes_on(browser: Any, live: LiveRun) 
     tab.context.close()
 
 
-@pytest.mark.parametrize("how", ["killed", "finished"])
-def test_the_work_ends_with_the_coordinator(live: LiveRun, how: str) -> None:
+def test_the_work_ends_with_a_killed_coordinator(live: LiveRun) -> None:
     live.wait.touch()
     live.ask()
     workers = live.workers()
     assert workers
-    if how == "killed":
-        pid = live.command.pid("coordinator")
-        assert pid is not None
-        psutil.Process(pid).kill()
-    else:
-        live.command.go()
-        assert live.command.ended() == 0, live.command.stderr
+    pid = live.command.pid("coordinator")
+    assert pid is not None
+    psutil.Process(pid).kill()
     wait_until(lambda: not any(map(is_alive, workers)), "the end of the work")

@@ -9,14 +9,14 @@ import pytest
 
 from fedstream.core.messages import Quarantine
 from fedstream.core.records import Failing, Quarantines
-from fedstream.history.live.scene import RedisMemory, Scene, SeenMetrics, SeenTask
+from fedstream.history.live.snapshot import RedisMemory, SeenMetrics, SeenTask, Snapshot
 from fedstream.history.live.stalled import stalled
 from fedstream.settings.config import Settings
-from tests.fedstream.history.live.scenes import NOW, ended, idle, made, scene, tasks, worker
+from tests.fedstream.history.live.snapshots import NOW, ended, idle, made, snapshot, tasks, worker
 from tests.fedstream.views import CREATED
 
 
-def told(of: Scene, **given: Any) -> str:
+def told(of: Snapshot, **given: Any) -> str:
     found = stalled(of, **given)
     return "" if found is None else found.text
 
@@ -26,7 +26,7 @@ def settings(**tables: Any) -> Settings:
 
 
 def test_nothing_is_said_while_versions_are_made() -> None:
-    assert stalled(scene(**tasks({"training": 2}))) is None
+    assert stalled(snapshot(**tasks({"training": 2}))) is None
 
 
 def test_patience_is_ten_times_the_usual_time_between_versions() -> None:
@@ -45,7 +45,7 @@ def test_the_first_version_may_take_longer() -> None:
 
 
 def test_redis_is_away() -> None:
-    of = scene(**tasks({"training": 2}))
+    of = snapshot(**tasks({"training": 2}))
     assert stalled(of, away_s=1.0) is None
     said = told(of, away_s=72.0)
     assert said.startswith("Stalled because Redis has not answered for 1:12: all services wait")

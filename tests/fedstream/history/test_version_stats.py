@@ -13,8 +13,8 @@ import pytest
 
 from fedstream.core.layout import Layout, Tensor
 from fedstream.history.index import columns_of
-from fedstream.history.model_stats import AHEAD, Portraits
-from fedstream.history.models import Past, Unwanted
+from fedstream.history.model_stats import AHEAD, VersionStatsCache
+from fedstream.history.models import JournalModels, Unwanted
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.journal import JournalError, NotRecorded, opened
 from fedstream.journal.contributions import stats
@@ -29,14 +29,17 @@ from tests.support import model_of
 def test_any_version_in_any_order_is_the_recorded_one(recorded: Path) -> None:
     """With copies left behind on the way, with room for few of them, and with none."""
     for memory in (1 << 20, 100, 0):
-        with opened(recorded) as chain, Past(recorded / "journal", memory=memory) as past:
+        with (
+            opened(recorded) as chain,
+            JournalModels(recorded / "journal", memory=memory) as models,
+        ):
             for version in (50, 49, 17, 0, 16, 20, 40, 41, 60, 33):
                 wanted, digest = model_at(chain, version)
-                assert past.model(version).digest() == digest == wanted.digest(), version
+                assert models.model(version).digest() == digest == wanted.digest(), version
 
 
 def test_the_next_look_begins_where_the_last_one_was(recorded: Path) -> None:
-    def looked(past: Past, version: int) -> int:
+    def looked(models: JournalModels, version: int) -> int:
         count = 0
 
         def look() -> bool:
@@ -44,12 +47,12 @@ def test_the_next_look_begins_where_the_last_one_was(recorded: Path) -> None:
             count += 1
             return True
 
-        past.model(version, look)
+        models.model(version, look)
         return count
 
-    with Past(recorded / "journal") as past:
-        assert looked(past, 19) > 16
-        assert looked(past, 19) < 8
+    with JournalModels(recorded / "journal") as models:
+        assert looked(models, 19) > 16
+        assert looked(models, 19) < 8
 
 
 def test_copies_everywhere_make_every_look_short(
@@ -64,18 +67,18 @@ def test_copies_everywhere_make_every_look_short(
         looks += 1
         return looks % patience != 0
 
-    with Past(recorded / "journal") as past:
+    with JournalModels(recorded / "journal") as models:
         for _ in range(20):
             with suppress(Unwanted):
-                past.fill(30, look)
+                models.fill(30, look)
         assert 60 < looks < 200  # 65 records, and some twice
         done, patience = looks, 10**6
-        past.fill(5, look)
+        models.fill(5, look)
         assert looks == done
         with opened(recorded) as chain:
             for version in (17, 31, 39, 59):
                 before = looks
-                assert past.model(version, look).digest() == model_at(chain, version)[1]
+                assert models.model(version, look).digest() == model_at(chain, version)[1]
                 assert looks - before <= 18
 
 
@@ -92,9 +95,9 @@ def test_copies_are_left_before_anybody_asks_for_a_version(
         looks += 1
         return True
 
-    run.look_around(run.newest, None, lambda: True)
-    assert run.portraits.known(run.newest) is not None
-    run.past.model(19, look)
+    run.prepare_neighbours(run.newest, None, lambda: True)
+    assert run.version_stats.known(run.newest) is not None
+    run.models.model(19, look)
     assert looks <= 4 if most else looks > 16
     run.close()
 
@@ -107,31 +110,30 @@ def test_damage_on_the_way_is_told_with_its_place(
     shutil.copytree(recorded / "journal", tmp_path / "journal")
     offsets = columns_of(recorded / "journal").updates["offset"]
     flip(tmp_path / "journal" / FIRST, int(offsets[5]) + 4096 + 3)  # an update's first weight
-    with Past(tmp_path / "journal") as past:
-        assert past.model(4)
+    with JournalModels(tmp_path / "journal") as models:
+        assert models.model(4)
         damaged = f"{FIRST} at byte {offsets[5]}: the update does not match its digest"
         for _ in range(2):
             with pytest.raises(JournalError, match=damaged):
-                past.model(12)
+                models.model(12)
         with pytest.raises(JournalError):
-            past.fill(12, lambda: True)
-        assert past.model(22)  # after the next checkpoint
+            models.fill(12, lambda: True)
+        assert models.model(22)  # after the next checkpoint
 
 
 def test_neighbours_are_looked_at_ahead(recorded: Path) -> None:
     run = RecordedRun(recorded)
-    run.portraits.of(30)
-    assert run.portraits.known(31) is None
-    run.look_around(30, -1, lambda: True)
-    assert all(run.portraits.known(version) for version in range(1, 60))
-    portrait = run.portraits.known(33)
-    assert portrait == RecordedRun(recorded).portraits.of(33)
+    run.version_stats.of(30)
+    assert run.version_stats.known(31) is None
+    run.prepare_neighbours(30, -1, lambda: True)
+    assert all(run.version_stats.known(version) for version in range(1, 60))
+    assert run.version_stats.known(33) == RecordedRun(recorded).version_stats.of(33)
 
 
 def test_who_leaves_is_not_worked_for(recorded: Path) -> None:
     waiting: Iterator[bool] = iter([True, True, False])
-    with Past(recorded / "journal") as past, pytest.raises(Unwanted):
-        past.model(15, lambda: next(waiting))
+    with JournalModels(recorded / "journal") as models, pytest.raises(Unwanted):
+        models.model(15, lambda: next(waiting))
 
 
 def test_directions_are_those_of_journal_stats(recorded: Path) -> None:
@@ -142,12 +144,12 @@ def test_directions_are_those_of_journal_stats(recorded: Path) -> None:
     norms: dict[int, list[float]] = {}
     distances: dict[int, list[float]] = {}
     for version in range(1, VERSIONS + 1):
-        portrait = run.portraits.of(version)
-        [push] = portrait.pushes
+        found = run.version_stats.of(version)
+        [push] = found.pushes
         device = version_device(run, version)
         norms.setdefault(device, []).append(push.norm)
         distances.setdefault(device, []).append(push.distance)
-        if portrait.ahead == AHEAD and push.cosine is not None:
+        if found.ahead == AHEAD and push.cosine is not None:
             cosines.setdefault(device, []).append(push.cosine)
     assert len(norms) == 10
     for device, share in shares.items():
@@ -169,10 +171,10 @@ def test_layers_by_hand(tmp_path: Path) -> None:
     scribe.brings(1, 6.0, 8.0, 1.0)  # x: (3, 4), 1
     scribe.brings(2, 3.0, 4.0, 3.0)  # x: (3, 4), 2
     scribe.close()
-    with Past(tmp_path) as past:
-        portraits = Portraits(past, [0, 1, 2])
-        begun, first, second = (portraits.of(version) for version in (0, 1, 2))
-        gaps = portraits.gap(2, 0)
+    with JournalModels(tmp_path) as models:
+        version_stats = VersionStatsCache(models, [0, 1, 2])
+        begun, first, second = (version_stats.of(version) for version in (0, 1, 2))
+        gaps = version_stats.gap(2, 0)
     assert [(one.name, one.shape, one.norm, one.moved) for one in begun.layers] == [
         ("w", (2,), 0.0, None),
         ("b", (), 1.0, None),
@@ -190,31 +192,31 @@ def test_all_updates_of_a_version_are_compared_with_the_model_they_met(tmp_path:
     for _ in range(9):
         scribe.update()
     scribe.close()
-    with Past(tmp_path) as past:
-        found = Portraits(past, [0, 1, 2, 3]).of(2)
+    with JournalModels(tmp_path) as models:
+        found = VersionStatsCache(models, [0, 1, 2, 3]).of(2)
     assert len(found.pushes) == 3
     assert all(push.norm == pytest.approx(push.distance) for push in found.pushes)  # deltas
 
 
-def test_a_portrait_does_not_reach_across_an_adopted_model(tmp_path: Path) -> None:
+def test_figures_do_not_reach_across_an_adopted_model(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     scribe.adopt()
     scribe.update()
     scribe.close()
     run = RecordedRun(tmp_path)
-    assert [run.portraits.of(version).ahead for version in (0, 1, 4, 5)] == [0, 0, 1, 0]
+    assert [run.version_stats.of(version).ahead for version in (0, 1, 4, 5)] == [0, 0, 1, 0]
 
 
-def test_without_weights_there_is_no_portrait(tmp_path: Path) -> None:
+def test_without_weights_there_are_no_figures(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path, weights=False)
     scribe.update()
     scribe.close()
-    with Past(tmp_path) as past, pytest.raises(NotRecorded, match=r"journal\.weights"):
-        Portraits(past, [0, 1]).of(1)
+    with JournalModels(tmp_path) as models, pytest.raises(NotRecorded, match=r"journal\.weights"):
+        VersionStatsCache(models, [0, 1]).of(1)
 
 
 def test_a_version_that_does_not_exist_is_named(recorded: Path) -> None:
     told = pytest.raises(JournalError, match="version 61 is not in the journal")
-    with Past(recorded / "journal") as past, told:
-        past.model(61)
+    with JournalModels(recorded / "journal") as models, told:
+        models.model(61)

@@ -40,7 +40,7 @@ async def answered(http: Browser, address: str) -> str:
 
 def is_idle(page: Served) -> bool:
     """Whether nothing is being worked on."""
-    server = page.service._past._server
+    server = page.service._recorded_pages._server
     return server is None or server.jobs.current is None
 
 

@@ -1,4 +1,4 @@
-"""The pages of what is journalled already, if the journal's folder can be read from here."""
+"""The recorded run's pages beside the live page, if the coordinator can read the journal."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from fedstream.core.errors import FedstreamError
-from fedstream.history.live.scene import SeenPushes
-from fedstream.history.ui.http import Answering, Asker
+from fedstream.history.live.snapshot import SeenPushes
+from fedstream.history.ui.http import Answering, Permission
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 
 if TYPE_CHECKING:
     from fedstream.history.measurements import Measurement
-    from fedstream.history.model_stats import LatePushes
     from fedstream.history.ui.server import PageServer
 
-_PATHS = (
+PAGES = (
     "/overview",
     "/versions",
     "/versions/{number}",
@@ -28,37 +27,35 @@ _PATHS = (
     "/devices",
     "/devices/{number}",
 )
-_QUESTIONS = ("/bisect", "/what-if", "/distances")
-_NICENESS = 19  # whatever else there is to do comes first
+QUESTIONS = ("/bisect", "/what-if", "/distances")
+"""Pages with a form, which may be sent to the same path."""
+_NICENESS = 19  # a question's process runs after all others
 
 
-class Pasts:
-    """The recorded run's pages, opened when somebody asks for one."""
-
-    paths = (*_PATHS, *_QUESTIONS)
-    questions = _QUESTIONS  # to which a form can be sent
+class RecordedPages:
+    """The pages of a run's journal, opened with the first request."""
 
     def __init__(
         self,
         settings: Settings,
-        asker: Callable[[web.Request], Asker],
-        told: Callable[[], Sequence[Measurement]],
-        pushed: Callable[[], SeenPushes],
+        permission: Callable[[web.Request], Permission],
+        measured: Callable[[], Sequence[Measurement]],
+        pushes: Callable[[], SeenPushes],
     ) -> None:
-        """``asker``: who may have questions worked on; ``told``: what was measured so far.
+        """``permission``: of a request's sender to have questions worked on.
 
-        ``pushed``: what was read along in the journal.
+        ``measured``: the measurements so far. ``pushes``: what was read of the journal's updates.
         """
         self._settings = settings
-        self._asker = asker
-        self._told = told
-        self._pushed = pushed
+        self._permission = permission
+        self._measured = measured
+        self._pushes = pushes
         self.journal = Path(settings.journal.dir)
         self._opening = asyncio.Lock()
         self._server: PageServer | None = None
         self._is_closed = False
 
-    async def are_there(self) -> bool:
+    async def is_there(self) -> bool:
         """Whether there is a journal."""
         return await asyncio.to_thread(self._is_there)
 
@@ -69,24 +66,21 @@ class Pasts:
             return False
 
     def answering(self, path: str) -> Answering:
-        """The handler of one of the pages, or of a form that is sent there."""
+        """The handler of a path, for GET and POST."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            server = await self._opened()
+            async with self._opening:
+                if self._server is None:
+                    self._server = await asyncio.to_thread(self._open)
+            server = self._server
             method = "POST" if request.method == "POST" else "GET"
             route = next(one for one in server.routes() if (one.path, one.method) == (path, method))
             return await server.answered(request, route.handler)
 
         return answer
 
-    async def _opened(self) -> PageServer:
-        """Raises FedstreamError if there is nothing to see."""
-        async with self._opening:
-            if self._server is None:
-                self._server = await asyncio.to_thread(self._open)
-        return self._server
-
     def _open(self) -> PageServer:
+        """Open the journal. Raises FedstreamError if there is none."""
         if self._is_closed:
             raise FedstreamError("this coordinator is stopping")
         if not self._is_there():
@@ -94,14 +88,20 @@ class Pasts:
                 f"the journal is not readable from here ({self.journal}): look at it where it is, "
                 "with fedstream ui"
             )
+        from fedstream.history.model_stats import RecentPushes
         from fedstream.history.recorded_run import RecordedRun
         from fedstream.history.ui.jobs import PageJobs, Workplace
         from fedstream.history.ui.server import PageServer
         from fedstream.history.ui.work import TaskAccess, WorkBounds
 
+        def recent_pushes(device: int) -> RecentPushes:
+            seen = self._pushes()
+            rows = seen.rows[seen.rows["device"] == device]
+            return RecentPushes(rows, seen.version, seen.problem)
+
         folder, settings = self.journal.parent, self._settings
         path = folder if (folder / CONFIG).is_file() else self.journal
-        # The run is the coordinator's own: what its journal names was configured here as well.
+        # Trusted: the programs that the journal names are in this coordinator's configuration, too.
         own = Settings(task=settings.task, evaluator=settings.evaluator)
         jobs = PageJobs(
             Workplace(
@@ -112,23 +112,11 @@ class Pasts:
                 preloads=False,
             )
         )
-        run = RecordedRun(
-            path,
-            is_live=True,
-            told=self._told,
-            lately=self._lately,
-        )
-        return PageServer(run, jobs, self._asker)
-
-    def _lately(self, device: int) -> LatePushes:
-        """A device's part of what was read along."""
-        from fedstream.history.model_stats import LatePushes
-
-        seen = self._pushed()
-        return LatePushes(seen.rows[seen.rows["device"] == device], seen.version, seen.problem)
+        run = RecordedRun(path, is_live=True, measured=self._measured, recent_pushes=recent_pushes)
+        return PageServer(run, jobs, self._permission)
 
     def close(self) -> None:
-        """Close its files, and end what is being worked on."""
+        """Close the journal's files, and end the work on questions."""
         self._is_closed = True
         if self._server is not None:
             self._server.is_ending = True

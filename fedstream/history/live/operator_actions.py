@@ -1,8 +1,8 @@
-"""What an operator may do from the page. It needs rights that a coordinator doesn't have.
+"""Operators' actions from the page, which need rights that a coordinator lacks.
 
-So these are done with a connection of the operator's own user, which is made for one act and closed
-after it. Without a password for that user, the coordinator's connection is used: Redis then refuses
-unless it has no users.
+Each action opens a connection as Redis user ``page.operator_username`` and closes it afterwards.
+Without ``page.operator_password``, the coordinator's connection is used; a Redis with users then
+refuses the action.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 WHY_STOPPED = "stopped by an operator"
 
 
-class Acting:
-    """An operator's acts on one run."""
+class OperatorActions:
+    """Operators' actions on one run."""
 
     def __init__(self, settings: Settings, client: Client, keys: Keys) -> None:
         self._settings = settings
@@ -49,7 +49,7 @@ class Acting:
             await client.close()
 
     async def seen(self) -> tuple[DeadLetters, Run]:
-        """The dead letters, and how the run stands. Raises FedstreamError."""
+        """The dead letters and the run's state. Raises FedstreamError."""
         from fedstream.operate import dead
 
         async with self._connected() as client:
@@ -57,7 +57,7 @@ class Acting:
             return letters, await OperatorLedger(client, self._keys, "page").run()
 
     async def retry(self, letter: str) -> Trigger:
-        """Retry a dead letter, given by its id. Raises FedstreamError if it can't be."""
+        """Retry a dead letter, given by its id. Raises FedstreamError."""
         from fedstream.operate import dead
 
         async with self._connected() as client:
@@ -65,12 +65,12 @@ class Acting:
             return await dead.retry(client, self._keys, found)
 
     async def stop(self) -> bool:
-        """End the run with its newest version: whether it was running. Raises FedstreamError."""
+        """End the run; returns whether it was running. Raises FedstreamError."""
         async with self._connected() as client:
             return await OperatorLedger(client, self._keys, "page").finish(WHY_STOPPED)
 
     def explained(self, error: FedstreamError) -> str:
-        """Why an act failed, and what may help."""
+        """An error's text, or advice if the Redis user lacks rights."""
         if " refuses: " in str(error) and self._settings.page.operator_password is None:
             return (
                 "the coordinator's own user in Redis may not do this: set page.operator_password "

@@ -1,8 +1,8 @@
-"""What a run's newest updates are as vectors: its journal, read along while somebody looks.
+"""Norms, distances and cosines of a run's newest updates, from its journal, for the live page.
 
-Only the journal has what devices sent. Where the coordinator can read it, it makes the models again
-from the newest checkpoint on, for a moment at each look. If versions are made faster than that, it
-leaves out what lies between: each figure is right, and of a part of the updates.
+Only the journal has the updates' weights. The follower rebuilds the models from the newest
+checkpoint on, for a short time per snapshot. If the run makes versions faster, the follower skips
+some: then the figures are those of a part of the updates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from time import thread_time
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Floats
 from fedstream.history.live.recent import ROWS, Ring
-from fedstream.history.live.scene import PUSHED, SeenPushes
+from fedstream.history.live.snapshot import PUSHED, SeenPushes
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.table import whole
 from fedstream.journal import SUFFIX, Cut, Record, Segment, SegmentEnd
@@ -42,11 +42,11 @@ class _Course:
 
 
 class _TooLarge(FedstreamError):
-    """The models of this run are not made again."""
+    """The run's models are too large to be rebuilt here."""
 
 
 class JournalFollower:
-    """Reads along in one journal. One thread at a time may use it."""
+    """Reads one journal as it grows. One thread at a time may use it."""
 
     def __init__(self, journal: Path, *, weights: bool = True) -> None:
         """``weights``: the journal has the updates' bytes."""
@@ -59,28 +59,28 @@ class JournalFollower:
         self._break_off()
 
     def give_up(self, why: str) -> SeenPushes:
-        """Read no more; what is known stays. Returns it."""
+        """Stop reading for good; returns the figures so far."""
         self._forget()
         self._problem, self._pauses = why, -1
         return self._seen()
 
     def _forget(self) -> None:
-        """Lose the place."""
+        """Forget the place in the journal."""
         if self._segment is not None:
             self._segment.close()
         self._segment = None
         self._break_off()
 
     def _break_off(self) -> None:
-        """What comes next does not follow what was read."""
+        """Drop updates that wait for later versions, since the next record isn't adjacent."""
         self._courses: deque[_Course] = deque()
         self._arriving: list[tuple[int, Floats]] = []
         self._kept = self._stretch = 0
 
     def look(self, seconds: float) -> SeenPushes:
-        """Read on for so long, in processor time; returns what is known.
+        """Read on for some seconds of processor time; returns the figures so far.
 
-        What goes wrong is part of that: it raises no FedstreamError.
+        Raises no FedstreamError: the result names the problem.
         """
         if not self._pauses:
             try:
@@ -101,7 +101,7 @@ class JournalFollower:
         return SeenPushes(self._rows.newest(), self._version, self._problem)
 
     def _read(self, until: float) -> str:
-        """Read until then, or to the end; why there is nothing to read. Raises FedstreamError."""
+        """Read to the end, or until a time; returns the problem. Raises FedstreamError."""
         try:
             names = sorted(one.name for one in self._journal.iterdir() if one.suffix == SUFFIX)
         except OSError:
@@ -121,13 +121,13 @@ class JournalFollower:
         return ""
 
     def _is_left_behind(self, name: str, names: Sequence[str]) -> bool:
-        """Whether there are so many later segments that the newest should be read instead."""
+        """Whether to continue with the newest segment, because too many versions were read."""
         return name not in names or (
             self._stretch >= _STRETCH and any(later > name for later in names[:-1])
         )
 
     def _begin(self, segment: Segment) -> Segment:
-        """Begin with a segment's checkpoint, whatever was before. Raises FedstreamError."""
+        """Begin anew with a segment's checkpoint. Raises FedstreamError."""
         if self._segment is None:  # the place was lost: what was read from here may come again
             self._rows = Ring(PUSHED, ROWS)
         self._break_off()
@@ -143,7 +143,7 @@ class JournalFollower:
         return segment
 
     def _advance(self, segment: Segment, until: float) -> bool:
-        """Read on in a segment; whether that took until then."""
+        """Read on in a segment; returns whether the time is over."""
         for record in segment.appended(self._at):
             self._take(segment, record)
             self._at = SegmentEnd(segment.path, record.end, record.chain)
@@ -174,7 +174,7 @@ class JournalFollower:
             self._made(sampled(step.after.state.model.parameters).copy())
 
     def _made(self, model: Floats) -> None:
-        """A version was made: by now it is known where the model went after an earlier one."""
+        """Add a version, and compute the cosines of the version AHEAD versions before it."""
         self._courses.append(_Course(model, self._arriving))
         self._arriving = []
         if len(self._courses) > AHEAD:

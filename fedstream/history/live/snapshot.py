@@ -1,17 +1,18 @@
-"""All that the live page shows of one moment, as values.
+"""A run at one moment, as values for the live page.
 
-The collector makes scenes, the panels draw them. A scene has no clock: ``now`` is Redis's. Times
-are seconds since 1970, by the clock that is named where it isn't Redis's.
+The collector makes snapshots, and the panels draw them. Times are seconds since 1970; ``now`` is by
+Redis's clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
+from fedstream.core.messages import Event
 from fedstream.core.records import Tally
 from fedstream.history.measurements import Measurement
 from fedstream.history.table import RowArray
@@ -28,8 +29,7 @@ GAUGED = np.dtype(
         ("time", "f8"),
         ("open", "i8"),
         ("queue", "i8"),
-        ("triggers", "i8"),
-        ("inbox", "i8"),  # tasks, entries
+        ("triggers", "i8"),  # tasks, entries
         ("trainers", "i8"),
         ("memory", "i8"),  # bytes
         ("training", "i8"),
@@ -38,8 +38,7 @@ GAUGED = np.dtype(
         ("leads", "i1"),  # 1: a scheduler does, 2: an updater does, 3: both
     ]
 )
-"""What was there at a moment at which somebody looked."""
-
+"""Counts at the time of a reading, as a row."""
 
 PUSHED = np.dtype(
     [("device", "i8"), ("version", "i8"), ("norm", "f8"), ("distance", "f8"), ("cosine", "f8")]
@@ -50,10 +49,10 @@ moves the parameters, and the cosine to the model's movement afterwards; NaN: no
 
 @dataclass(frozen=True, slots=True)
 class SeenPushes:
-    """What the journal's newest updates are as vectors, as far as somebody has read along."""
+    """Figures of the newest updates that were read in the journal."""
 
     rows: RowArray = field(default_factory=lambda: np.empty(0, PUSHED))  # the newest 16,384
-    version: int = 0  # up to which the journal was read
+    version: int = 0  # the last one read
     problem: str = ""  # why it can't be read on
 
 
@@ -88,35 +87,8 @@ class SeenMetrics:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class TaskEnd:
-    """A task that has just ended. ``id``: of its event in the stream."""
-
-    id: str
-    time: float
-    task: str
-    device: int | None
-    outcome: str
-    reason: str
-    version: int | None
-    staleness: int | None
-    weight: float | None
-    site: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """An event that is neither an outcome nor a measurement: an error, a stray, a change."""
-
-    id: str
-    time: float
-    what: str  # error, stray, trainer, run, ...
-    service: str
-    device: int | None
-    version: int | None
-    reason: str
-    text: str
-    site: str
+ToldEvent: TypeAlias = tuple[str, Event]
+"""An event with its id in the stream; its time has a date, and its text is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +113,14 @@ class RedisMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Snapshot:
     """A run at one moment. What grows with the run is bounded, newest last."""
 
     name: str  # of the run
     settings: Settings  # the coordinator's: limits, the rule's parameters, leases
     tally: Tally  # run, head (with quarantines), counts and reasons, queue, triggers, inboxes
     now: float
-    position: str  # id of the newest event that is part of this scene
+    position: str  # id of the newest event that is part of this snapshot
     moved: float  # when the newest event or version was told; the run's creation if there is none
     began: float  # when somebody began to look; gauges, rates and phases know nothing before
     memory: RedisMemory
@@ -163,13 +135,12 @@ class Scene:
     reasons: tuple[str, ...]  # of ``ended``
     made: RowArray  # of versions, as rows of MADE: the newest 16,384
     gauged: RowArray  # of GAUGED: at most 1,800
-    outcomes: tuple[TaskEnd, ...]  # the newest 50
-    notes: tuple[Note, ...]  # the newest 50
+    told: tuple[ToldEvent, ...]  # the newest 50 of outcomes, errors, strays and changes
     pushes: SeenPushes = SeenPushes()
 
     @property
     def measurements(self) -> list[Measurement]:
-        """What was measured, as a recorded run has it."""
+        """The measurements, in the form of a recorded run's."""
         began = self.tally.run.created
         return [
             Measurement(one.version, max(0.0, one.time - began), one.version, dict(one.metrics))

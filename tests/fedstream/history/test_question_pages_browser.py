@@ -115,17 +115,3 @@ def test_all_of_it_works_without_javascript(browser: Any, poisoned: Path, tmp_pa
         page.get_by_role("button", name="Cancel").click()
         page.get_by_text("No answer: cancelled").wait_for()
         tab.context.close()
-
-
-def test_the_form_of_another_site_starts_nothing(
-    browser: Any, address: str, tmp_path: Path
-) -> None:
-    (tmp_path / "evil.html").write_text(
-        f'<form method="post" action="{address}/bisect"><input name="metric" value="accuracy">'
-        '<input name="bound" value="0.9"><button>win</button></form>'
-    )
-    tab = Tab(browser, f"file://{tmp_path}/")
-    page = tab.go("evil.html")
-    page.get_by_role("button").click()
-    page.get_by_text("this form is not from here").wait_for()
-    tab.context.close()

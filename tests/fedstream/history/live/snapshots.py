@@ -13,18 +13,18 @@ import numpy as np
 
 from fedstream.core.messages import OUTCOMES
 from fedstream.core.records import Tally
-from fedstream.history.live.scene import (
+from fedstream.history.live.snapshot import (
     GAUGED,
     PHASES,
     PUSHED,
     Phase,
     Rates,
     RedisMemory,
-    Scene,
     SeenMetrics,
     SeenPushes,
     SeenTask,
     SeenWorker,
+    Snapshot,
 )
 from fedstream.history.table import MADE, UPDATE, RowArray, update_row
 from fedstream.settings.config import Settings
@@ -34,10 +34,10 @@ NOW = CREATED + 100.0
 REASONS = ("", "not finite", "raised ValueError", "timed out")
 
 
-def scene(**given: Any) -> Scene:
+def snapshot(**given: Any) -> Snapshot:
     """A run of 100 versions at version 3, which was made a second ago; two trainers, no tasks.
 
-    ``given``: fields of a Scene, or of its tally, its head (``head_...``) or its run (``run_...``).
+    ``given``: fields of a Snapshot, its tally, its head (``head_...``) or its run (``run_...``).
     """
     about: dict[str, Any] = {
         "name": "demo",
@@ -58,8 +58,7 @@ def scene(**given: Any) -> Scene:
         "reasons": REASONS,
         "made": made((NOW - 3, NOW - 2, NOW - 1)),
         "gauged": gauged(seconds=60),
-        "outcomes": (),
-        "notes": (),
+        "told": (),
         "pushes": SeenPushes(),
     }
     seen = view(now=NOW)
@@ -78,16 +77,16 @@ def scene(**given: Any) -> Scene:
         run=replace(tally.run, **parts["run"]),
         **fields,
     )
-    return Scene(**about | given, tally=tally)
+    return Snapshot(**about | given, tally=tally)
 
 
-def idle(seconds: float = 60.0, **given: Any) -> Scene:
+def idle(seconds: float = 60.0, **given: Any) -> Snapshot:
     """The same without a version for so long."""
-    return scene(head_time=NOW - seconds, **given)
+    return snapshot(head_time=NOW - seconds, **given)
 
 
 def tasks(phases: dict[Phase, int], *, age: float = 20.0) -> dict[str, Any]:
-    """Open tasks by phase, as fields of a scene."""
+    """Open tasks by phase, as fields of a snapshot."""
     found = [
         SeenTask(
             task=f"{phase}-{n}",
@@ -151,7 +150,6 @@ def gauged(*, seconds: int = 60, **given: Any) -> RowArray:
         "open": 4,
         "queue": 0,
         "triggers": 0,
-        "inbox": 0,
         "trainers": 2,
         "memory": 64 << 20,
         "training": 4,
@@ -166,7 +164,7 @@ def gauged(*, seconds: int = 60, **given: Any) -> RowArray:
     return found
 
 
-def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
+def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Snapshot:
     """A run in full swing, with a device that stands out, refusals and a dead letter."""
     draw = random.Random(seed)
     rows = []
@@ -208,7 +206,7 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
         "stray:late": 2,
     }
     wave = np.arange(100)
-    return scene(
+    return snapshot(
         ended=known,
         made=made(known["time"][known["outcome"] == 0]),
         counts=counts,
@@ -242,8 +240,8 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Scene:
     )
 
 
-def crowd(devices: int = 100_000, ends: int = 16_384, seed: int = 1) -> Scene:
-    """As many ended tasks as a scene has, of so many devices that hardly one ended two."""
+def crowd(devices: int = 100_000, ends: int = 16_384, seed: int = 1) -> Snapshot:
+    """As many ended tasks as a snapshot has, of so many devices that hardly one ended two."""
     draw = np.random.default_rng(seed)
     rows = np.zeros(ends, UPDATE)
     rows["time"] = NOW - np.arange(ends)[::-1] / 200
@@ -251,4 +249,4 @@ def crowd(devices: int = 100_000, ends: int = 16_384, seed: int = 1) -> Scene:
     rows["version"], rows["samples"] = np.arange(ends), 100
     rows["staleness"] = draw.integers(0, 20, ends)
     rows["weight"], rows["loss"] = draw.random(ends), draw.random(ends)
-    return scene(ended=rows, made=made(rows["time"]), run_devices=devices)
+    return snapshot(ended=rows, made=made(rows["time"]), run_devices=devices)

@@ -12,9 +12,9 @@ import pytest
 
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Model
-from fedstream.history.live import following
-from fedstream.history.live.following import JournalFollower
-from fedstream.history.live.scene import SeenPushes
+from fedstream.history.live import journal_follower
+from fedstream.history.live.journal_follower import JournalFollower
+from fedstream.history.live.snapshot import SeenPushes
 from fedstream.history.model_stats import AHEAD
 from fedstream.history.table import RowArray
 from fedstream.journal import opened
@@ -78,8 +78,8 @@ def test_figures_by_hand(scribe: Scribe) -> None:
     assert np.isnan(rows["cosine"][2:]).all()
 
 
-@pytest.mark.parametrize("name", sorted(one.stem for one in GOLDEN.glob("*.json")))
-def test_every_rule_and_format_is_followed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fedavg", "afa-cd", "quarantine", "wire-scaffold", "models-int8"])
+def test_every_kind_of_recording_is_followed(name: str, tmp_path: Path) -> None:
     for packed in (GOLDEN / name).glob("*.gz"):
         (tmp_path / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
     found = all_of(JournalFollower(tmp_path))
@@ -115,7 +115,7 @@ def test_without_time_a_look_reads_one_record(scribe: Scribe) -> None:
 def test_far_behind_it_leaves_out_what_lies_between(
     scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "_STRETCH", 2)
+    monkeypatch.setattr(journal_follower, "_STRETCH", 2)
     follower = JournalFollower(scribe.folder)
     for _ in range(3):
         scribe.update()
@@ -157,7 +157,7 @@ def test_records_that_turn_out_not_to_count_end_the_course(scribe: Scribe) -> No
 def test_damage_is_told_and_a_later_segment_read_on(
     scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "_PATIENCE", 1)
+    monkeypatch.setattr(journal_follower, "_PATIENCE", 1)
     follower = JournalFollower(scribe.folder)
     scribe.update(1)
     all_of(follower)
@@ -190,11 +190,11 @@ def test_what_takes_too_much_memory_is_left_alone(
 ) -> None:
     for _ in range(AHEAD + 1):
         scribe.update()
-    monkeypatch.setattr(following, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(journal_follower, "_KEPT_BYTES", 0)
     rows = all_of(JournalFollower(scribe.folder)).rows
     assert np.isnan(rows["cosine"]).all()
     assert not np.isnan(rows["distance"]).any()
-    monkeypatch.setattr(following, "_MOST_BYTES", 4)
+    monkeypatch.setattr(journal_follower, "_MOST_BYTES", 4)
     assert "too large" in all_of(JournalFollower(scribe.folder)).problem
 
 
@@ -207,8 +207,8 @@ def test_what_goes_wrong_again_and_again_takes_no_more_files(
     def unknown(_segment: object) -> None:
         raise FedstreamError("no such rule")
 
-    monkeypatch.setattr(following, "rule_of", unknown)
-    monkeypatch.setattr(following, "_PATIENCE", 0)
+    monkeypatch.setattr(journal_follower, "rule_of", unknown)
+    monkeypatch.setattr(journal_follower, "_PATIENCE", 0)
     follower = JournalFollower(scribe.folder)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
@@ -220,7 +220,7 @@ def test_what_is_read_again_counts_once(scribe: Scribe, monkeypatch: pytest.Monk
     """After damage, the segment is read anew from its beginning."""
     for device in (1, 2, 3):
         scribe.update(device=device)
-    monkeypatch.setattr(following, "_PATIENCE", 0)
+    monkeypatch.setattr(journal_follower, "_PATIENCE", 0)
     follower = JournalFollower(scribe.folder)
     assert all_of(follower).rows["device"].tolist() == [1, 2, 3]
 
@@ -229,7 +229,7 @@ def test_what_is_read_again_counts_once(scribe: Scribe, monkeypatch: pytest.Monk
 
     scribe.update(device=4)
     with monkeypatch.context() as patched:
-        patched.setattr(following, "is_used", damaged)
+        patched.setattr(journal_follower, "is_used", damaged)
         assert all_of(follower).problem == "it is damaged"
     found = all_of(follower)
     assert (found.problem, found.rows["device"].tolist()) == ("", [1, 2, 3, 4])
@@ -239,10 +239,10 @@ def test_models_that_are_too_large_are_not_tried_again(
     scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scribe.update()
-    monkeypatch.setattr(following, "_PATIENCE", 0)
+    monkeypatch.setattr(journal_follower, "_PATIENCE", 0)
     follower = JournalFollower(scribe.folder)
     with monkeypatch.context() as patched:
-        patched.setattr(following, "_MOST_BYTES", 4)
+        patched.setattr(journal_follower, "_MOST_BYTES", 4)
         assert "too large" in all_of(follower).problem
     found = all_of(follower)
     assert (len(found.rows), "too large" in found.problem) == (0, True)
