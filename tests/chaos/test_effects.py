@@ -78,13 +78,6 @@ def test_task_from_beginning_to_end(file: Path) -> None:
     assert [event["outcome"] for event in life.ended] == ["applied"]
 
 
-def test_entries_of_a_later_release_are_counted(file: Path) -> None:
-    said = ("XADD", PREFIX + "events", "5-0", "m", packed(what="trainer"))
-    later = ("XADD", PREFIX + "events", "6-0", "m", packed(what="trainer", later=1))
-    life = lived(written(file, said, later))
-    assert life.later == {(f"{PREFIX}events".encode(), b"6-0")}
-
-
 def test_revoked_outcome(file: Path) -> None:
     """The task is open once more, and ends otherwise, in one step."""
     less = ("HINCRBY", PREFIX + "counts", "given_up", -1)
@@ -113,16 +106,6 @@ def test_torn_end_and_half_a_transaction_are_ignored(file: Path) -> None:
         file.write_bytes(whole_file[:size])
         assert lived(file).open == {"t"}
         assert whole(whole_file[:size]) == len(written(file, *OPENED).read_bytes())
-
-
-def test_update_enters_and_leaves_the_queue(file: Path) -> None:
-    upload = packed(k="upload", task="t", attempt="a")
-    put = ("XADD", PREFIX + "queue", "7-0", "m", upload)
-    assert lived(written(file, put)).queue.keys() == {"7-0"}
-    life = lived(written(file, put, ("XDEL", PREFIX + "queue", "7-0")))
-    assert life.queue == {}
-    assert life.settled["7-0"]["task"] == "t"
-    assert life.admitted == {"t": {"a"}}
 
 
 def test_only_the_updater_may_publish(file: Path) -> None:
