@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -15,19 +16,36 @@ from tests.support import Hand, awaits_news, context, running, wait_until
 from tests.trainer.adding import Adds, Point
 
 
-async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
-    hand: Hand, redis: RedisSettings, task: Adds
-) -> None:
+@pytest.fixture
+def make_evaluator(hand: Hand, redis: RedisSettings, task: Adds) -> Callable[..., Evaluator]:
+    """Makes an evaluator of the task, with these settings."""
     hand.layout = layout_of(Point())
+
+    def make(
+        task: Adds = task,
+        *,
+        target: float | None = None,
+        run_devices: int | None = None,
+        **settings: Any,
+    ) -> Evaluator:
+        return Evaluator(
+            EvaluatorSettings(**settings),
+            keys=hand.keys,
+            redis=redis,
+            name="evaluator",
+            load=lambda: task,
+            target=target,
+            run_devices=run_devices,
+        )
+
+    return make
+
+
+async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
+    hand: Hand, make_evaluator: Callable[..., Evaluator]
+) -> None:
     await hand.create()
-    evaluator = Evaluator(
-        EvaluatorSettings(every=2),
-        keys=hand.keys,
-        redis=redis,
-        name="evaluator",
-        load=lambda: task,
-        target=0.35,
-    )
+    evaluator = make_evaluator(target=0.35, every=2)
 
     async def measured() -> list[int | None]:
         return [event.version for event in await hand.events("evaluation")]
@@ -57,43 +75,23 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
 
 
 async def test_evaluator_of_another_task_exits_with_an_error(
-    hand: Hand, redis: RedisSettings, task: Adds
+    hand: Hand, make_evaluator: Callable[..., Evaluator]
 ) -> None:
     """Instead of a traceback for each version. Devices count only if they are measured."""
-    hand.layout = layout_of(Point())
     await hand.create()
 
-    def evaluator(per_device: PerDevice, task: Adds) -> Evaluator:
-        return Evaluator(
-            EvaluatorSettings(per_device=per_device),
-            keys=hand.keys,
-            redis=redis,
-            name="evaluator",
-            load=lambda: task,
-            target=None,
-            run_devices=7,
-        )
-
     with pytest.raises(LayoutMismatch, match=r"evaluator's task has 5 parameters in 1 tensors"):
-        await asyncio.wait_for(evaluator("never", Adds(5)).run(context()), 60)
+        await asyncio.wait_for(make_evaluator(Adds(5), run_devices=7).run(context()), 60)
     with pytest.raises(ConfigError, match=r"split over 7 devices, but run .* was made with 10"):
-        await asyncio.wait_for(evaluator("last", task).run(context()), 60)
-    async with running(evaluator("never", task), context()):
+        await asyncio.wait_for(make_evaluator(run_devices=7, per_device="last").run(context()), 60)
+    async with running(make_evaluator(run_devices=7), context()):
         await wait_until(lambda: hand.events("evaluation"))
 
 
 async def test_it_measures_a_run_as_soon_as_there_is_one(
-    hand: Hand, redis: RedisSettings, task: Adds
+    hand: Hand, make_evaluator: Callable[..., Evaluator]
 ) -> None:
-    hand.layout = layout_of(Point())
-    evaluator = Evaluator(
-        EvaluatorSettings(),
-        keys=hand.keys,
-        redis=redis,
-        name="evaluator",
-        load=lambda: task,
-        target=None,
-    )
+    evaluator = make_evaluator()
     async with running(evaluator, context()):
         await wait_until(lambda: awaits_news(hand.client, "evaluator"))
         await hand.create()
@@ -110,25 +108,17 @@ async def test_devices_are_measured_when_they_should_be(
     measured: list[bool],
     stopped: bool,
     hand: Hand,
-    redis: RedisSettings,
+    make_evaluator: Callable[..., Evaluator],
     task: Adds,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only their spread is told, so an event stays as small with many devices."""
-    hand.layout = layout_of(Point())
     await hand.create()
     devices = (await hand.ledger.run()).devices
     monkeypatch.setattr(task, "test_data", lambda: range(100))
     monkeypatch.setattr(task, "device_test_data", range)
     monkeypatch.setattr(task, "metrics", lambda _, data: {"accuracy": len(data) / 100})
-    evaluator = Evaluator(
-        EvaluatorSettings(every=1, per_device=when),
-        keys=hand.keys,
-        redis=redis,
-        name="evaluator",
-        load=lambda: task,
-        target=None,
-    )
+    evaluator = make_evaluator(every=1, per_device=when)
     spread = {
         "device_mean_accuracy": pytest.approx((devices - 1) / 200),
         "device_worst_tenth_accuracy": 0.0,
@@ -159,23 +149,18 @@ async def test_devices_are_measured_when_they_should_be(
 
 
 async def test_failing_metrics_are_reported_and_the_run_continues(
-    hand: Hand, redis: RedisSettings, task: Adds, monkeypatch: pytest.MonkeyPatch
+    hand: Hand,
+    make_evaluator: Callable[..., Evaluator],
+    task: Adds,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hand.layout = layout_of(Point())
     await hand.create()
 
     def broken(*_: object) -> dict[str, float]:
         raise KeyError("accuracy")
 
     monkeypatch.setattr(task, "metrics", broken)
-    evaluator = Evaluator(
-        EvaluatorSettings(every=1),
-        keys=hand.keys,
-        redis=redis,
-        name="evaluator",
-        load=lambda: task,
-        target=None,
-    )
+    evaluator = make_evaluator(every=1)
 
     async def told() -> list[int | None]:
         return [event.version for event in await hand.events("error")]

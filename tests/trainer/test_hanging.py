@@ -72,9 +72,7 @@ async def test_hanging_training_is_reported_and_ends_the_trainer(
     await hand.balanced()
 
 
-async def test_slow_training_is_not_taken_for_hanging(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_slow_training_is_not_taken_for_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstream.trainer.attempt._LOOK_S", 0.001)
     training: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     told = iter([False, True, False, False, True])  # told, taken back, told again
