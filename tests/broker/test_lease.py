@@ -26,11 +26,6 @@ async def test_one_process_leads_and_the_other_stands_by(client: Client, keys: K
     assert await ann.hold()
 
 
-async def test_each_role_has_its_own_lease(client: Client, keys: Keys) -> None:
-    assert await lease(client, keys, "ann").acquire()
-    assert await Lease(client, keys, "scheduler", "bob", seconds=60).acquire()
-
-
 async def test_standby_takes_over_after_expiry_and_fences_the_leader(
     client: Client, keys: Keys
 ) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.scripts import Script
+from fedstream.cli.app import main
 from fedstream.core.errors import BrokerError, ConfigError
 from fedstream.core.messages import POOL, Dead, Heartbeat, Presence, decode
 from fedstream.history import status
@@ -427,7 +426,25 @@ def test_ambiguous_site_is_named(sites: list[str], said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `fedstream acl` in this process: exit code, stdout and stderr."""
+
+    def run(*arguments: object, **environ: str) -> tuple[int, str, str]:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(["acl", *map(str, arguments)])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_passwords_may_be_files_of_one_or_two_lines(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """As Secrets are mounted: files in a folder, or in one below it."""
     config, folder, out = tmp_path / "run.toml", tmp_path / "passwords", tmp_path / "users.acl"
     config.write_text('[coordinator]\nsites = ["pool", "north"]\n')
@@ -435,25 +452,13 @@ def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
     for role in rights.ROLES:
         (folder / role).write_text(f"of-{role}")
     (folder / "trainer").write_text("new\r\nold\n")
-    asked = [
-        sys.executable,
-        "-m",
-        "fedstream",
-        "acl",
-        "--config",
-        str(config),
-        "--out",
-        str(out),
-        "--passwords",
-        str(folder),
-        "--reload",
-        str(tmp_path / "reload"),
-    ]
-    done = subprocess.run(asked, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"{folder / 'trainer-north'}: not there, or empty" in done.stderr
+    reload = tmp_path / "reload"
+    asked = ("--config", config, "--out", out, "--passwords", folder, "--reload", reload)
+    code, _, error = command(*asked)
+    assert code == 2
+    assert f"{folder / 'trainer-north'}: not there, or empty" in error
     (folder / "site" / "trainer-north").write_text("of-north")
-    subprocess.run(asked, check=True)
+    assert command(*asked)[0] == 0
     users = {line.split()[1]: line.split() for line in out.read_text().splitlines()}
 
     def hashes(*passwords: str) -> list[str]:
@@ -461,47 +466,51 @@ def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
 
     assert users["trainer"][3:5] == hashes("new", "old")
     assert users["trainer-north"][3:4] == hashes("of-north")
-    made = (tmp_path / "reload").read_text()
+    made = reload.read_text()
     assert len(made) == 64
     assert users["reload"][3:] == [*hashes(made), "resetkeys", "-@all", "+acl|load", "+config|set"]
 
 
-def test_acl_defaults_to_the_configured_sites(tmp_path: Path) -> None:
+def test_acl_defaults_to_the_configured_sites(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[coordinator]\nsites = ["pool", "north:0-4", "south"]\n')
-    asked = [sys.executable, "-m", "fedstream", "acl", "--config", str(config)]
     environ = PASSWORDS | OF_SITES
-    done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
-    assert [line.split()[1] for line in done.stdout.splitlines()][-3:-1] == [
-        "trainer-north",
-        "trainer-south",
-    ]
-    asked += ["--site", "north"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
-    assert "trainer-south" not in done.stdout
+    _, lines, _ = command("--config", config, **environ)
+    users = [line.split()[1] for line in lines.splitlines()]
+    assert users[-3:-1] == ["trainer-north", "trainer-south"]
+    _, lines, _ = command("--config", config, "--site", "north", **environ)
+    assert "trainer-south" not in lines
 
 
-def test_acl_is_for_database_0_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("out", "environ", "says"),
+    [
+        ("users.acl", {}, "not set in the environment"),
+        ("no/users.acl", PASSWORDS, "No such file or directory"),
+        ("file/users.acl", PASSWORDS, "Not a directory"),
+    ],
+)
+def test_acl_error_exits_with_2_and_one_line(
+    command: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    out: str,
+    environ: dict[str, str],
+    says: str,
+) -> None:
+    (tmp_path / "file").touch()
+    code, _, error = command("--run", RUN, "--out", tmp_path / out, **environ)
+    assert (code, len(error.splitlines())) == (2, 1)
+    assert says in error
+
+
+def test_acl_is_for_database_0_alone(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Users have the same rights in every database, and begin in 0."""
     config = tmp_path / "run.toml"
     config.write_text('[redis]\nurl = "redis://127.0.0.1:6379/1"\n')
-    asked = [sys.executable, "-m", "fedstream", "acl", "--config", str(config)]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, env=PASSWORDS)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert "must be in database 0" in done.stderr
-
-
-def test_acl_error_exits_with_2_and_one_line(tmp_path: Path) -> None:
-    asked = [sys.executable, "-m", "fedstream", "acl", "--run", RUN]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, env={})
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    nowhere = [*asked, "--out", str(tmp_path / "no" / "users.acl")]
-    done = subprocess.run(nowhere, capture_output=True, text=True, check=False, env=PASSWORDS)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "No such file or directory" in done.stderr
-    (tmp_path / "file").touch()
-    nowhere = [*asked, "--out", str(tmp_path / "file" / "users.acl")]
-    done = subprocess.run(nowhere, capture_output=True, text=True, check=False, env=PASSWORDS)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "Not a directory" in done.stderr
+    code, lines, error = command("--config", config, **PASSWORDS)
+    assert (code, lines, len(error.splitlines())) == (2, "", 1)
+    assert "must be in database 0" in error

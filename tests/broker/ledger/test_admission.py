@@ -97,14 +97,6 @@ async def test_answer_to_an_unknown_task_is_a_stray(hand: Hand, client: Client, 
     await hand.balanced()
 
 
-async def test_answer_after_giving_up_is_late(hand: Hand) -> None:
-    await hand.create()
-    [trigger] = await hand.open()
-    await hand.ledger.ask(CloseRound(version=0, tasks=(trigger.task,), why="round over"))
-    assert await hand.dispatch() == ["closed"]
-    assert await hand.admit(await hand.trained(trigger)) == [("stray", "late")]
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

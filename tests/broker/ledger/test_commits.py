@@ -167,17 +167,6 @@ async def test_versions_must_follow_the_head(
     assert await hand.version() == 0
 
 
-async def test_versions_that_come_after_later_ones_change_nothing(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    assert await several(hand, 1, 2) == "done"
-    assert await several(hand, 3) == "done"
-    before = await snapshot(client, keys)
-    assert await several(hand, 1, 2, write=False) == "behind:3"
-    assert await snapshot(client, keys) == before
-
-
 async def test_versions_on_another_than_the_head_are_not_published(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
@@ -249,17 +238,6 @@ async def test_nothing_is_committed_to_a_run_that_redis_lost(hand: Hand, client:
     assert await hand.ledger.head() is None
 
 
-async def test_version_without_its_model_is_not_published(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    before = await snapshot(client, keys)
-    assert await hand.commit(1, upload, write=False) == "unwritten"
-    assert await snapshot(client, keys) == before
-    assert await hand.commit(1, upload) == "done"
-
-
 async def test_the_last_version_finishes_the_run(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
@@ -295,14 +273,6 @@ async def test_outdated_models_are_deleted_with_the_commit(
     assert await hand.ledger.kept() == {"1.1": 1}
     assert not await exists(client, keys.model("0.1"))
     assert await hand.ledger.digest(0) is not None  # its descendants are still admitted
-
-
-async def test_models_are_retired_out_of_turn(hand: Hand, client: Client, keys: Keys) -> None:
-    await hand.create()
-    await hand.commit(1)
-    assert await hand.ledger.retire(hand.updater.token, ["0.1"]) == "done"
-    assert await hand.ledger.kept() == {"1.1": 1}
-    assert not await exists(client, keys.model("0.1"))
 
 
 async def test_commit_of_very_many_updates_is_complete(hand: Hand) -> None:
