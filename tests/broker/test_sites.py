@@ -442,9 +442,7 @@ async def test_untrusted_devices_staleness_counts_from_the_task(hand: Hand) -> N
     assert Upload.decode(queued.encode()) == queued
 
 
-async def test_handing_out_preserves_the_largest_numbers(
-    hand: Hand,
-) -> None:
+async def test_handing_out_preserves_the_largest_numbers(hand: Hand) -> None:
     """Lua would round them."""
     [trigger] = await hand.open(device=4, seed=2**63 - 1, deadline=1e9 + 0.1, why="x" * 70_000)
     [opened] = (await hand.ledger.look()).open
@@ -673,7 +671,7 @@ def test_no_role_leaves_its_runs_database() -> None:
             assert not allowed & {"copy", "restore", "eval", "script|load"}, role
 
 
-@pytest.mark.parametrize("user", ["trainer", NORTH, "gateway", "gateway-clinics", "coordinator"])
+@pytest.mark.parametrize("user", [NORTH, "gateway", "coordinator"])
 async def test_redis_keeps_users_in_one_database(user: str, there: Guarded) -> None:
     site = user.partition("-")[2] or user
     own = KEYS.update(f"{site}/x") if user != "coordinator" else KEYS.triggers

@@ -251,9 +251,7 @@ def test_large_vectors_are_kept_in_a_file() -> None:
         assert (other.heard, vectors.heard) == ({1, 2}, {0, 2})
 
 
-def test_file_of_vectors_is_allocated_up_front(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_file_of_vectors_is_allocated_up_front(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that a full disk has no room for kills by a signal, where nobody can say anything."""
     reserved: list[int] = []
     real = os.posix_fallocate

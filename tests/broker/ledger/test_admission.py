@@ -8,12 +8,7 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.core.messages import (
-    Assignment,
-    CloseRound,
-    Dead,
-    task_id,
-)
+from fedstream.core.messages import Assignment, CloseRound, Dead, task_id
 from tests.broker.ledger.steps import exists, give_up
 from tests.support import SIZE_LIMIT, Hand
 
@@ -45,15 +40,6 @@ async def test_repeated_answer_is_admitted_without_a_second_entry(
             assert await hand.commit(1, upload) == "done"
     assert await hand.queue() == []
     assert (await hand.ledger.look()).reasons("stray") == {}
-
-
-async def test_deciding_twice_on_an_entry_decides_once(hand: Hand) -> None:
-    await hand.create()
-    [trigger] = await hand.open()
-    [entry] = await hand.said(upload := await hand.trained(trigger))
-    verdicts = [await hand.ledger.admit(entry, upload, size_limit=SIZE_LIMIT) for _ in range(2)]
-    assert verdicts == [("admitted", ""), ("repeated", "")]
-    assert len(await hand.queue()) == 1
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -125,18 +111,6 @@ async def test_answer_with_invalid_metadata_is_refused(
     await hand.balanced()
 
 
-async def test_update_key_of_another_type_is_no_update(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    [trigger] = await hand.open()
-    upload = await hand.trained(trigger, write=False)
-    await client.call("SET", keys.update(upload.blob), b"x" * upload.size)
-    assert await hand.admit(upload) == [("refused", "blob missing")]
-    assert not await exists(client, keys.update(upload.blob))
-    await hand.balanced()
-
-
 async def test_staleness_counts_from_the_current_version(hand: Hand) -> None:
     await hand.create(max_staleness=1)
     first, second = await hand.open(2)
@@ -194,14 +168,6 @@ async def test_answer_for_another_device_is_refused(hand: Hand, client: Client, 
     assert await hand.queue() == []
     assert not await exists(client, keys.update(upload.blob))
     await hand.balanced()
-
-
-async def test_giving_up_an_answered_task_changes_nothing(hand: Hand) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    task = Assignment(task=upload.task, device=0, seed=0)
-    assert await hand.admit(give_up(task, attempt="a2")) == [("stray", "answered twice")]
-    assert len(await hand.queue()) == 1
 
 
 async def test_answer_after_the_run_is_given_up(hand: Hand, client: Client, keys: Keys) -> None:

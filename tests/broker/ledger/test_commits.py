@@ -11,9 +11,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.started import Started
 from fedstream.broker.streams import Look
-from fedstream.core.messages import (
-    Version,
-)
+from fedstream.core.messages import Version
 from fedstream.core.records import Commit
 from tests.broker.ledger.steps import exists, expires
 from tests.support import Hand, model_of, snapshot
@@ -40,28 +38,6 @@ async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, k
     assert [(e.task, e.outcome, e.version, e.weight) for e in await hand.events()] == [
         (upload.task, "applied", 1, 0.6) for upload in uploads
     ]
-    await hand.balanced()
-
-
-async def test_commit_repeated_after_a_lost_reply_counts_once(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    assert await hand.commit(1, upload) == "done"
-    before = await snapshot(client, keys)
-    assert await hand.commit(1, upload, write=False) == "done"
-    assert await snapshot(client, keys) == before
-
-
-async def test_a_refusal_repeated_after_a_lost_reply_counts_once(hand: Hand) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    assert await hand.commit(None, upload) == "done"
-    assert await hand.commit(None, upload) == "done"
-    view = await hand.ledger.look()
-    assert (view.counts["refused"], view.reasons("refused")) == (1, {"digest": 1})
-    assert len(await hand.events()) == 1
     await hand.balanced()
 
 
@@ -160,7 +136,7 @@ async def test_version_deleted_meanwhile_is_not_kept_when_repeated(
 
 @pytest.mark.parametrize(("numbers", "says"), [((2, 3), "behind:0"), ((5, 6), "behind:0")])
 async def test_versions_must_follow_the_head(
-    hand: Hand, client: Client, keys: Keys, numbers: tuple[int, ...], says: str
+    hand: Hand, numbers: tuple[int, ...], says: str
 ) -> None:
     await hand.create()
     assert await several(hand, *numbers) == says

@@ -53,7 +53,7 @@ async def owned(hand: Hand) -> dict[str, list[int]]:
     return {name: sorted(devices) for name, devices in found.items()}
 
 
-async def test_list_is_sent_once(owner: Owner, client: Client, keys: Keys) -> None:
+async def test_list_is_sent_once(owner: Owner) -> None:
     for answers in range(3):
         assert await owner.announces(device=4, answers=answers) == "beat heard"
     assert await owned(owner.hand) == {"north/edge": [*MANY]}
