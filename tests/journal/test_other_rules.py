@@ -114,3 +114,18 @@ def test_unknown_rule_is_an_error(folder: Path) -> None:
         JournalDamaged, match=rf"^{path}: strategy.name = 'magic': must be one of fedasync"
     ):
         digests(folder)
+
+
+def test_rule_may_be_derived_from_each_segments_own(folder: Path) -> None:
+    scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
+    scribe.update()
+    scribe.segment(FedAsyncSettings(alpha=0.1))
+    scribe.update()
+    scribe.close()
+
+    def halved(recorded: Any) -> FedAsyncSettings:
+        return FedAsyncSettings(alpha=recorded["alpha"] / 2)
+
+    with Replayer(folder, strategy=halved) as replayer:
+        weights = [moment.step.decision and moment.step.decision.weight for moment in replayer]
+    assert weights == [0.25, 0.05]

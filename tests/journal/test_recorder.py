@@ -427,6 +427,14 @@ async def test_segments_are_deleted_once_their_last_record_is_too_old(tmp_path: 
             assert listed(tmp_path) == [f"00000001-00000{number}.journal" for number in kept]
 
 
+async def test_fenced_writer_starts_no_segment(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        Claim(tmp_path, 2)
+        with pytest.raises(Fenced):
+            await begins_the_next(recorder)
+        assert listed(tmp_path) == ["00000001-000000.journal", "00000002.claim"]
+
+
 async def test_writer_fenced_while_starting_a_segment_deletes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -495,3 +495,14 @@ def test_quarantine_changes_no_replay(folder: Path) -> None:
     with Replayer(folder, without=frozenset({1})) as replayer:
         assert replayer.influenced == 2
         assert [type(moment.message).__name__ for moment in replayer].count("QuarantineSet") == 1
+
+
+def test_each_segment_has_its_own_parameters(folder: Path) -> None:
+    scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
+    scribe.update()
+    scribe.segment(FedAsyncSettings(alpha=0.1), epoch=2)
+    scribe.update()
+    scribe.close()
+    with Replayer(folder) as replayer:
+        weights = [moment.step.decision and moment.step.decision.weight for moment in replayer]
+    assert weights == [0.5, 0.1]

@@ -10,7 +10,7 @@ import pytest
 from fedstream.core.formats import format_of, most_bytes
 from fedstream.core.layout import Model, Payload
 from fedstream.journal import JournalDamaged, JournalError, Segment, segments
-from fedstream.journal.inspection import model_at
+from fedstream.journal.inspection import model_at, moves
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.records import KNOWN, WIRE_FORMATS, Taken
 from fedstream.journal.replay import Replayer
@@ -140,3 +140,13 @@ def test_claimed_payload_takes_no_more_memory_than_any_format(folder: Path) -> N
     [record] = segment.records()
     with pytest.raises(JournalDamaged, match="does not fit"):
         decoded(record, Payload.empty(record.payload_bytes), Model(LAYOUT))
+
+
+def test_payload_that_cannot_be_decoded_is_reported_with_its_place(folder: Path) -> None:
+    data = encoded("int8")
+    data.buffer[8 + 8 : 8 + 12] = np.array([np.nan], "<f4").view(np.uint8)  # the first scale
+    segment = damaged(folder, data, "int8")
+    with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match="wire scale"):
+        list(replayer)
+    with pytest.raises(JournalDamaged, match=r"cannot be decoded: wire scale: .* block 0 is nan"):
+        list(moves(segment, None))

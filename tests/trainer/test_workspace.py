@@ -221,6 +221,7 @@ def test_checksummed_bytes_that_are_not_a_workspace(fields: object) -> None:
     [
         b"\xdd" + (4 << 20).to_bytes(4, "big") + bytes(4 << 20),  # a list of zeros
         b"\xdc\xff\xff" * 60 + b"\x90" * (4 << 20),  # lists of lists
+        b"\x9f" * 5 + b"\x80" * (4 << 20),  # short lists of maps
     ],
 )
 def test_forged_workspace_uses_bounded_memory(forged: bytes) -> None:
