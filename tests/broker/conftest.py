@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fedstream.broker.client import RedisSettings
+from tests.broker.guarded import Guarded, guarded
 from tests.broker.servers import Redis, cluster, redis_7
 from tests.conftest import _ORDERED, _SERVERS
 
@@ -18,6 +19,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
     """The ports of a cluster of three masters."""
     with cluster(tmp_path_factory.mktemp("cluster")) as made:
         yield made.ports
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A Redis with the users of `fedstream acl`, shared by the tests of a module."""
+    with guarded(tmp_path_factory.mktemp("guarded")) as server:
+        yield server
 
 
 def _params() -> list[str]:

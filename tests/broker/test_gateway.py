@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,7 +13,7 @@ from fedstream.broker.ledger.trainer import Outbox
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import BrokerError
 from fedstream.core.messages import GiveUp
-from tests.broker.guarded import KEYS, Guarded, guarded, is_denied, needs_7
+from tests.broker.guarded import KEYS, Guarded, is_denied, needs_7
 from tests.support import EveryRole, Hand
 
 SITE = "gateway"
@@ -238,12 +238,6 @@ async def test_a_gateway_learns_what_became_of_its_tasks(
 
 
 # under its Redis user
-
-
-@pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded(tmp_path_factory.mktemp("gateways")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -44,23 +44,23 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[Guarded]:
+def fresh(tmp_path: Path) -> Iterator[Guarded]:
     with guarded(tmp_path) as server:
         yield server
 
 
 @asynccontextmanager
-async def under_users(there: Guarded, folder: Path, *sets: str) -> AsyncIterator[Pipeline]:
+async def under_users(fresh: Guarded, folder: Path, *sets: str) -> AsyncIterator[Pipeline]:
     """Each service as its own user; at the end nothing was denied to anyone."""
-    async with pipeline(KEYS, there.settings, folder, *sets) as services:
+    async with pipeline(KEYS, fresh.settings, folder, *sets) as services:
         yield services
-    async with there.client("admin") as admin:
+    async with fresh.client("admin") as admin:
         assert await admin.call("ACL", "LOG") == []
 
 
 @needs_7
 async def test_single_update_run_with_a_workspace_reaches_its_target(
-    there: Guarded, tmp_path: Path
+    fresh: Guarded, tmp_path: Path
 ) -> None:
     """One trainer is stopped in the middle of a task and saves it, another one ends it."""
     sets = (
@@ -69,7 +69,7 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
         "evaluator.every=1",
         "run.dry_step=false",
     )
-    async with under_users(there, tmp_path, *sets) as services:
+    async with under_users(fresh, tmp_path, *sets) as services:
         lines.gate.clear()
         await services.start("trainer", "trainer-1")
         await wait_until(lines.held.is_set)
@@ -77,12 +77,12 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
         await asyncio.sleep(0)
         lines.gate.set()
         await stopping
-        async with there.client("admin") as admin:
+        async with fresh.client("admin") as admin:
             assert await admin.call("KEYS", KEYS.workspace("pool", "*"))
             await admin.call("XADD", KEYS.tasks, "*", "m", "junk")
         await services.start("trainer", "trainer-2")
         await services.start("trainer", "trainer-3")
-        async with there.client("operator") as operator:
+        async with fresh.client("operator") as operator:
             view = await finished(operator, KEYS)
             assert "accuracy" in (view.run.why or "")
 
@@ -99,7 +99,7 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
 
 
 @needs_7
-async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path: Path) -> None:
+async def test_run_in_rounds_survives_an_emptied_redis(fresh: Guarded, tmp_path: Path) -> None:
     """Rounds that time out because a device drops out; a new updater; an emptied Redis."""
     sets = (
         "run.versions=12",
@@ -109,9 +109,9 @@ async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path:
         "devices.dropout=0.2",
         "devices.latency={kind='fixed', mean_s=0.05}",
     )
-    async with under_users(there, tmp_path, *sets) as services:
+    async with under_users(fresh, tmp_path, *sets) as services:
         await services.start("trainer", "trainer-1")
-        async with there.client("operator") as operator, there.client("admin") as admin:
+        async with fresh.client("operator") as operator, fresh.client("admin") as admin:
             await reached(operator, KEYS, 2)
             await services.stop("updater")
             await admin.call("SCRIPT", "FLUSH")
@@ -122,7 +122,7 @@ async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path:
 
 
 @needs_7
-async def test_anarchic_owners_with_scaffold_controls(there: Guarded, tmp_path: Path) -> None:
+async def test_anarchic_owners_with_scaffold_controls(fresh: Guarded, tmp_path: Path) -> None:
     """SCAFFOLD's c_i as blobs, owners' streams, and triggers of the devices' own."""
     sets = (
         "run.versions=10",
@@ -132,27 +132,21 @@ async def test_anarchic_owners_with_scaffold_controls(there: Guarded, tmp_path: 
         "scheduler.policy.kind=none",
         "trainer.anarchic.rate=20",
     )
-    async with under_users(there, tmp_path, *sets) as services:
+    async with under_users(fresh, tmp_path, *sets) as services:
         await services.start("trainer", "owner-1", "trainer.owns=[0, 1, 2]")
         await services.start("trainer", "owner-2", "trainer.owns=[3, 4, 5]")
-        async with there.client("operator") as operator, there.client("admin") as admin:
+        async with fresh.client("operator") as operator, fresh.client("admin") as admin:
             view = await finished(operator, KEYS)
             assert (view.head.version, view.owned) == (10, tuple(range(6)))
             assert await admin.call("EXISTS", KEYS.device(0))
         await services.stop_all()
-        async with there.client("operator") as operator:
+        async with fresh.client("operator") as operator:
             assert (await status.read(operator, KEYS))["state"] == "finished"
             await presence.purge(operator, KEYS, force=True)
             assert await operator.call("SCAN", 0, "COUNT", 1000) == [b"0", []]
 
 
 # what is refused
-
-
-@pytest.fixture(scope="module")
-def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded(tmp_path_factory.mktemp("guarded")) as server:
-        yield server
 
 
 FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
@@ -212,8 +206,8 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
 
 @needs_7
 @pytest.mark.parametrize("role", FORBIDDEN)
-async def test_each_role_is_denied_what_it_must_not_do(role: str, module_redis: Guarded) -> None:
-    async with module_redis.client(role) as client:
+async def test_each_role_is_denied_what_it_must_not_do(role: str, there: Guarded) -> None:
+    async with there.client(role) as client:
         for command in [
             *FORBIDDEN[role],
             ("HGETALL", Keys("another").run),
@@ -225,10 +219,10 @@ async def test_each_role_is_denied_what_it_must_not_do(role: str, module_redis: 
 
 
 @needs_7
-async def test_operator_sees_everything_redis_denied(module_redis: Guarded) -> None:
-    async with module_redis.client("operator") as operator:
+async def test_operator_sees_everything_redis_denied(there: Guarded) -> None:
+    async with there.client("operator") as operator:
         await operator.call("ACL", "LOG", "RESET")
-        async with module_redis.client("trainer") as trainer:
+        async with there.client("trainer") as trainer:
             with pytest.raises(BrokerError, match="refuses"):
                 await trainer.call("HSET", KEYS.head, "a", 1)
             with pytest.raises(BrokerError, match="refuses"):
@@ -240,10 +234,10 @@ async def test_operator_sees_everything_redis_denied(module_redis: Guarded) -> N
 
 @needs_7
 @pytest.mark.parametrize("role", ["trainer", "scheduler", "evaluator"])
-async def test_scripts_cannot_bypass_rights(role: str, module_redis: Guarded) -> None:
+async def test_scripts_cannot_bypass_rights(role: str, there: Guarded) -> None:
     """Neither one of the role's own making, nor one of ours that is another's."""
     own = f"return redis.call('XADD', '{KEYS.queue}', '*', 'm', 'x')"
-    async with module_redis.client(role) as client:
+    async with there.client(role) as client:
         with pytest.raises(BrokerError, match="refuses"):
             await client.call("EVAL", own, 0)
         with pytest.raises(BrokerError, match="refuses"):
@@ -251,10 +245,10 @@ async def test_scripts_cannot_bypass_rights(role: str, module_redis: Guarded) ->
 
 
 @needs_7
-async def test_rights_of_the_previous_release_still_work_for_devices(module_redis: Guarded) -> None:
+async def test_rights_of_the_previous_release_still_work_for_devices(there: Guarded) -> None:
     """Theirs have no RENAME: what takes its place is denied, and is no loss."""
     token, digest, c_1 = "1:x", "digest", KEYS.device(1)
-    async with module_redis.client("admin") as admin, module_redis.client("updater") as updater:
+    async with there.client("admin") as admin, there.client("updater") as updater:
         await admin.call("HSET", KEYS.tokens, "updater", token)
         await admin.call("HSET", c_1, "0", "before")
         await admin.call("HSET", KEYS.staged(1, digest), "0", "behind", "size", 6)
@@ -272,12 +266,12 @@ async def test_rights_of_the_previous_release_still_work_for_devices(module_redi
 
 
 @needs_7
-async def test_trainer_may_read_whether_its_list_is_on_the_register(module_redis: Guarded) -> None:
+async def test_trainer_may_read_whether_its_list_is_on_the_register(there: Guarded) -> None:
     """And with that sends heartbeats; of another site's trainers it learns nothing."""
     async with (
-        module_redis.client("admin") as admin,
-        module_redis.client("coordinator") as coordinator,
-        module_redis.client("trainer") as trainer,
+        there.client("admin") as admin,
+        there.client("coordinator") as coordinator,
+        there.client("trainer") as trainer,
     ):
         hand = Hand(coordinator, KEYS, EveryRole(coordinator, KEYS, "coordinator-1"))
         before = set(await admin.call("KEYS", KEYS.prefix + "*"))
@@ -299,12 +293,12 @@ async def test_trainer_may_read_whether_its_list_is_on_the_register(module_redis
 
 
 @needs_7
-async def test_probe_may_only_ping(module_redis: Guarded) -> None:
-    async with module_redis.client("health") as client:  # any password will do
+async def test_probe_may_only_ping(there: Guarded) -> None:
+    async with there.client("health") as client:  # any password will do
         assert await client.call("PING") == b"PONG"
         with pytest.raises(BrokerError, match="refuses"):
             await client.call("GET", KEYS.run)
-    nobody = Client(RedisSettings(url=f"redis://127.0.0.1:{module_redis.port}/0"))
+    nobody = Client(RedisSettings(url=f"redis://127.0.0.1:{there.port}/0"))
     with pytest.raises(BrokerError, match="refuses: Authentication required"):
         await nobody.call("PING")
     await nobody.close()

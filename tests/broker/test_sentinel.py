@@ -133,7 +133,7 @@ async def test_run_continues_when_the_master_dies(
     there: Pair, client: Client, tmp_path: Path
 ) -> None:
     """The replica may be a moment behind: the updater publishes again, what was lost is counted."""
-    sets = ("run.versions=200", "devices.latency={kind='fixed', mean_s=0.02}")
+    sets = ("run.versions=100", "devices.latency={kind='fixed', mean_s=0.02}")
     async with pipeline(KEYS, there.settings, tmp_path, *sets) as services:
         await services.start("trainer", "trainer-1")
         await services.start("trainer", "trainer-2")
@@ -144,7 +144,7 @@ async def test_run_continues_when_the_master_dies(
         assert client.address.endswith(str(there.replica.port))
         assert client.reconnects == 1
         view = await finished(client, KEYS)
-        assert view.outcomes["applied"] == view.head.version == 200
+        assert view.outcomes["applied"] == view.head.version == 100
         assert view.outcomes["refused"] == view.outcomes["dead"] == 0
 
 

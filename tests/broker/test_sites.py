@@ -35,7 +35,7 @@ from fedstream.core.messages import (
 from fedstream.journal.ended import Ended
 from fedstream.updater.intake import Intake
 from fedstream.updater.state import Ends
-from tests.broker.guarded import KEYS, Guarded, guarded, is_denied, needs_7
+from tests.broker.guarded import KEYS, Guarded, is_denied, needs_7
 from tests.broker.pipeline import finished, pipeline
 from tests.support import SIZE_LIMIT, EveryRole, Hand, wait_until
 
@@ -43,12 +43,6 @@ pytestmark = [pytest.mark.process, needs_7]
 
 NORTH, SOUTH = "trainer-north", "trainer-south"
 OWN, THEIRS = KEYS.inbox("north"), KEYS.inbox("south")
-
-
-@pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded(tmp_path_factory.mktemp("sites")) as server:
-        yield server
 
 
 @pytest.fixture

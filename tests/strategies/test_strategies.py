@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -315,6 +316,7 @@ def test_only_written_vectors_use_space() -> None:
     ],
 )
 @given(data=st.data())
+@hypothesis.settings(max_examples=20)
 def test_the_current_model_is_never_written_to(settings: Strategy, data: st.DataObject) -> None:
     """Readers may be reading it; and the memory that may be reused is never one in use."""
     layout = layout_of(3, integers=1)

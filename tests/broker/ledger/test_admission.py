@@ -42,6 +42,15 @@ async def test_repeated_answer_is_admitted_without_a_second_entry(
     assert (await hand.ledger.look()).reasons("stray") == {}
 
 
+async def test_deciding_twice_on_an_entry_decides_once(hand: Hand) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    [entry] = await hand.said(upload := await hand.trained(trigger))
+    verdicts = [await hand.ledger.admit(entry, upload, size_limit=SIZE_LIMIT) for _ in range(2)]
+    assert verdicts == [("admitted", ""), ("repeated", "")]
+    assert len(await hand.queue()) == 1
+
+
 @pytest.mark.parametrize("ended", [False, True])
 async def test_second_answer_is_a_stray_and_its_blob_is_deleted(
     hand: Hand, client: Client, keys: Keys, ended: bool
