@@ -224,6 +224,14 @@ def test_bytes_of_another_length_are_refused(name: str, cut: int, more: bool) ->
     assert refused(name, wrong) in (reasons.WIRE_LENGTH, reasons.WIRE_INDEX)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1e-9])
+def test_a_scale_that_is_none_is_refused(name: str, scale: float) -> None:
+    data = format_of(name).encoded(model_of(drawn(1000))).copy()
+    data[28 + 4 : 28 + 8] = np.frombuffer(struct.pack("<f", scale), np.uint8)  # of the second block
+    assert refused(name, data.tobytes()) == reasons.WIRE_SCALE
+
+
 def sparse(count: int, gaps: bytes) -> bytes:
     begin = format_of("topk:0.1").encoded(model_of(drawn(1000))).tobytes()[:28]
     return begin + struct.pack("<I", count) + b"\x80\x3f" * count + gaps
@@ -269,6 +277,13 @@ def test_a_bomb_is_refused_before_it_takes_memory() -> None:
     assert refused("int8+zstd", bomb) == reasons.WIRE_TOO_LONG
     silent = zstandard.ZstdCompressor(write_content_size=False)
     assert refused("int8+zstd", silent.compress(F32.encoded(model).data)) == reasons.WIRE_TOO_LONG
+
+
+def test_frames_with_something_behind_are_refused() -> None:
+    data = format_of("bf16+zstd").encoded(model_of(drawn(1000))).tobytes()
+    assert refused("bf16+zstd", data + b"x") == reasons.WIRE_LENGTH
+    assert refused("bf16+zstd", data[:-1]) == reasons.WIRE_LENGTH
+    assert refused("bf16+zstd", b"") == reasons.WIRE_LENGTH
 
 
 @given(data=st.binary(max_size=400), name=st.sampled_from(ALL))
