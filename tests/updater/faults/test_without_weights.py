@@ -72,12 +72,7 @@ async def test_without_weights_adopting_continues_from_redis_newer_version(
 
 @pytest.mark.parametrize("remembered", [1, 100])
 async def test_journalled_updates_are_not_recorded_again_after_adopting(
-    make: Any,
-    hand: Hand,
-    end: End,
-    folder: Path,
-    remembered: int,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, hand: Hand, end: End, folder: Path, remembered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it was in memory or in the index."""
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", remembered)
