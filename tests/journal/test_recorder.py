@@ -459,3 +459,12 @@ async def test_writer_fenced_while_starting_a_segment_deletes_none(
 def listed(folder: Path) -> list[str]:
     """The names in a folder."""
     return sorted(path.name for path in folder.iterdir())
+
+
+async def test_nothing_is_written_without_a_claim(tmp_path: Path) -> None:
+    recorder = Recorder(JournalSettings(dir=str(tmp_path / "journal")))
+    with pytest.raises(RuntimeError, match="no segment was started"):
+        await recorder.append([taken(0)])
+    assert (await recorder.newest_epoch(), recorder.epoch) == (-1, 0)
+    await recorder.close()
+    assert not (tmp_path / "journal").exists()

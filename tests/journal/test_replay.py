@@ -497,6 +497,11 @@ def test_quarantine_changes_no_replay(folder: Path) -> None:
         assert [type(moment.message).__name__ for moment in replayer].count("QuarantineSet") == 1
 
 
+def test_no_journal(folder: Path) -> None:
+    with pytest.raises(JournalError, match="there is no journal"):
+        Replayer(folder)
+
+
 def test_each_segment_has_its_own_parameters(folder: Path) -> None:
     scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
     scribe.update()
