@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstream.core.errors import BadMessage
@@ -59,6 +59,7 @@ strange = st.recursive(
 
 
 @given(messages, st.data())
+@settings(max_examples=60)
 def test_unusual_fields_are_rejected_or_round_trip(message: Message, data: st.DataObject) -> None:
     kind = type(message)
     names = st.sampled_from([*kind.model_fields, "of a later release"])
