@@ -68,6 +68,15 @@ async def test_invites_expire(hand: Hand, gateway: GatewayLedger) -> None:
     assert await gateway.registration(3) == (None, False)
 
 
+async def test_a_newer_invite_takes_the_place_of_an_older_one(
+    hand: Hand, gateway: GatewayLedger
+) -> None:
+    await invited(hand)
+    await invited(hand, digest=SECOND)
+    assert await enrol(gateway, "n1") == "unknown"
+    assert await enrol(gateway, "n1", invite=SECOND) == "enrolled"
+
+
 async def test_a_device_that_lost_its_key_is_invited_again(
     hand: Hand, gateway: GatewayLedger
 ) -> None:
